@@ -28,6 +28,11 @@ def plain(text: str, most: int = MAX_TEXT_CHARACTERS) -> str:
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), cut)
 
 
+def sendable(text: str, most: int = MAX_TEXT_CHARACTERS) -> str:
+    """A plain text that has a form in UTF-8: bytes of a file's name that have none are escapes."""
+    return plain(text, most).encode("utf-8", "backslashreplace").decode()
+
+
 class Sparse:
     """Passes at most `limit` lines a second, and counts the others. Knows no clock."""
 

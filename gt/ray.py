@@ -19,6 +19,7 @@ from typing import Any
 from gt import api, env
 from gt.errors import ConfigError, SystemFailure
 from gt.wire.access import auth
+from gt.wire.socket import written
 
 log = logging.getLogger("gt.ray")
 STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
@@ -131,7 +132,7 @@ def start(
     except BaseException:
         importlib.import_module("ray.util").remove_placement_group(group)
         raise
-    _job = RayJob(f"{host}:{port}", token, server, actors, group)
+    _job = RayJob(written(host, port), token, server, actors, group)
     atexit.register(stop)
     try:
         here = ray.get(server.wait.remote(workers, WAIT_SECONDS))

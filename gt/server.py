@@ -17,7 +17,7 @@ from gt.dispatcher.server import Server
 from gt.errors import GTError, Refused
 from gt.wire.access.auth import Access
 from gt.wire.process_settings import collect_less, keep_freed, more_descriptors, take_turns
-from gt.wire.socket import PORT
+from gt.wire.socket import PORT, written
 
 PAGE_PORT = 9471  # of the dashboard
 STOP_SECONDS = 5.0  # for a process beside the server to end
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="gt server", description="Run a dispatcher, to which programs and workers connect.")
     option = made.add_argument
     option("-p", "--port", type=port, default=PORT, help=f"port to listen on; default: {PORT}; 0: a free one")
-    host = "address to listen on; default: 127.0.0.1; an address off loopback needs a token"
+    host = "addresses to listen on, with commas between; :: is all of IPv6 and IPv4; default: 127.0.0.1; others need a token"
     option("-H", "--host", default="127.0.0.1", help=host)
     option("--token-file", type=Path, help="file with the token for clients and workers; default: GT_TOKEN")
     option("--encrypt", action="store_true", help="encrypt on loopback too, where anybody with the token may then connect")
@@ -104,8 +104,9 @@ def beside(server: Server, args: argparse.Namespace) -> Iterator[None]:
 
 def _observer(server: Server, args: argparse.Namespace, name: str, number: int) -> subprocess.Popen:
     """Start a command that observes the server and serves a port."""
-    host = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1"}.get(server.host, server.host)
-    command = [sys.executable, "-m", "gt", name, f"{host}:{server.port}", "--port", str(number)]
+    first = server.host.partition(",")[0]
+    host = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "::": "::1"}.get(first, first)
+    command = [sys.executable, "-m", "gt", name, written(host, server.port), "--port", str(number)]
     command += ["--parent", str(os.getpid())]
     command += ["--token-file", str(args.token_file)] if args.token_file else []
     variables = env.child(PYTHONPATH=env.python_path(str(Path(__file__).parents[1])))

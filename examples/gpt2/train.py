@@ -321,6 +321,7 @@ class Report:
             print(line, flush=True)
             self.log(f"s:{number} trl:{loss:.4f}")
             self.losses.append(loss)
+            gt.log(loss=loss)  # a curve for those who look, as with `gt dashboard`
         self.waiting.clear()
         self.since = time.perf_counter()
 

@@ -35,10 +35,10 @@ def main(args: list[str], text: str) -> int:
                 shutdown()
     except (GTError, OSError) as error:
         print(f"gt trace: {error}", file=sys.stderr)
-        return 1
+        return _ended(output, report)
     except Exception:
         traceback.print_exc()
-        return 1
+        return _ended(output, report)
     if "slices" not in report:
         print(f"gt trace: {given.script} did nothing with remote tensors, so there is nothing to trace", file=sys.stderr)
         return 1
@@ -46,6 +46,13 @@ def main(args: list[str], text: str) -> int:
     if "schedule" in report:
         print(f"{output}: {timeline.said(report['schedule'])}")
     return 0
+
+
+def _ended(output: str, report: dict) -> int:
+    """Exit code of a program that has failed. Its trace up to then is written."""
+    if "slices" in report:
+        print(f"{output}: {report['slices']} slices, until the program failed", file=sys.stderr)
+    return 1
 
 
 def _reordered(args: list[str]) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
 import torch
 
 from gt.client import current_session
+from gt.logs import sendable
 from gt.wire.messages import MAX_VALUES
 
 PAUSE = 0.5  # seconds between two messages: reading a remote value waits for it
@@ -27,13 +29,14 @@ def log(**values: Any) -> None:
 
     values: numbers, or tensors of one element. While somebody observes, a call at most each half second reads the tensors,
     which waits for them; other calls read nothing. Does nothing without a session, or within a captured function: its replays
-    would not call it. TypeError for another value.
+    would not call it. TypeError for another value. An int beyond all floats counts as infinite.
     """
     for name, value in values.items():
-        if not isinstance(value, (int, float)) and not (isinstance(value, torch.Tensor) and value.numel() == 1):
+        real = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
+        if not isinstance(value, (int, float)) and not real:
             raise TypeError(f"gt.log({name}=...) takes a number or a tensor of one element, got {_shown(value)}")
-    if len(values) > MAX_VALUES or any(len(name) > MAX_NAME_CHARACTERS for name in values):
-        raise ValueError(f"gt.log takes up to {MAX_VALUES} values, with names of up to {MAX_NAME_CHARACTERS} characters")
+    if len(values) > MAX_VALUES or any(not 0 < len(name) <= MAX_NAME_CHARACTERS for name in values):
+        raise ValueError(f"gt.log takes up to {MAX_VALUES} values, with names of 1 to {MAX_NAME_CHARACTERS} characters")
     recorder = current_session.Current.recorder
     session = recorder.session if recorder is not None else None
     if recorder is None or session is None or recorder.tape is not None:
@@ -42,11 +45,18 @@ def log(**values: Any) -> None:
         _Log.session, _Log.steps, _Log.next = session, 0, 0.0
     _Log.steps += 1
     if getattr(session, "watched", False) and time.monotonic() >= _Log.next:
-        session.log(_Log.steps, {name: float(value) for name, value in values.items()})
+        session.log(_Log.steps, {sendable(name)[:MAX_NAME_CHARACTERS]: _number(value) for name, value in values.items()})
         _Log.next = time.monotonic() + PAUSE
+
+
+def _number(value: float | torch.Tensor) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {list(value.shape)}"
+        return f"a tensor of {value.dtype} of shape {list(value.shape)}"
     return f"{type(value).__name__} {value!r:.60}"

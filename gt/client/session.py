@@ -119,6 +119,7 @@ class Session:
         self._fetches = self._submitted = 0  # batches so far
         self._trace_rows: list[TraceRows] = []  # of the trace that ends
         self.watched = False  # somebody observes the server
+        self.compiles = False  # a captured program was launched for the first time, and no answer was awaited since
         self._handlers = self._message_handlers()
         self._greeting = _Pending()
         self._link = Dealer(
@@ -397,6 +398,11 @@ class Session:
         self, question: Callable[[int], Message], tick: progress.Tick | None = None, into: np.ndarray | None = None
     ) -> Any:
         """The answer to a message of a request's number. tick: called now and then meanwhile. into: see _Pending."""
+        if self.compiles:
+            self.compiles = False
+            if tick is None and progress.shown():
+                with progress.bar("first replay of a captured step, which workers may compile", unit="s") as tick:
+                    return self._ask(question, tick, into)
         if spans.current is None:
             return self.wait(self.begin(question, into), tick)
         with spans.span(WAITS.get(type(question(0)), "wait for an answer")):

@@ -21,7 +21,7 @@ from gt.config.schema import (
     STAGES,
     SUFFIX_AXIS,
 )
-from gt.ir.schedules import NAMES
+from gt.ir.schedules import NAMES, UNITS
 
 _NUMBERS = {"type": "array", "minItems": 1, "uniqueItems": True, "items": {"type": "integer", "minimum": 0}}
 _GROUP_NAMES = {"type": "array", "minItems": 1, "items": {"type": "string"}}
@@ -41,6 +41,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "fp32, bf16 or fp16": {"type": "string", "enum": list(DTYPES)},
     "cpu, nvme or none": {"type": "string", "enum": list(SPACES)},
     "the absolute path of a folder": {"type": "string", "pattern": "^/"},
+    "bytes of gradients, as 25MiB": {"type": "string", "pattern": rf"^\d+(\.\d+)? *({'|'.join(UNITS)})$"},
     "a module pattern, or a list of them": {"anyOf": [{"type": "string"}, _GROUP_NAMES]},
     "the name of a schedule": {"type": "string", "pattern": f"^({'|'.join(NAMES)})(:.*)?$"},
 }

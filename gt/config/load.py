@@ -40,7 +40,7 @@ from gt.config.schema import (
     Rule,
 )
 from gt.errors import ConfigError
-from gt.ir.schedules import NAMES, asked
+from gt.ir.schedules import NAMES, asked, in_bytes
 
 MOST_VALUES = 8192  # keys and values of a config, with aliases expanded
 MOST_NESTED = 16  # signs of nesting in a line
@@ -285,7 +285,17 @@ class _Reader:
             settings["checkpointed"] = self.checkpointed(found["activation_checkpoint"])
         if "offload" in found:
             settings["offload"] = self.offload(found["offload"], zero)
+        if "bucket" in found:
+            settings["bucket"] = self.bucket(found["bucket"])
         return settings
+
+    def bucket(self, node: yaml.Node) -> int:
+        """Bytes of gradients that are reduced together."""
+        text = self.value(node, str, "bucket", GT_KEYS["bucket"], RESERVED)
+        nbytes = in_bytes(text)
+        if nbytes is None or nbytes < 1:
+            self.fail(RESERVED, _line(node), f"bucket is {self.show(node)}, want {GT_KEYS['bucket']}")
+        return int(nbytes)
 
     def precision(self, node: yaml.Node) -> Precision:
         """One dtype, in which modules compute, or a mapping."""

@@ -26,6 +26,7 @@ GT_KEYS = {
     "precision": "fp32, bf16 or fp16, or a mapping with compute, reduce and output",
     "activation_checkpoint": "a mapping with modules",
     "offload": "a mapping with optimizer, params and path",
+    "bucket": "bytes of gradients, as 25MiB",
 }
 PRECISION_KEYS = {key: "fp32, bf16 or fp16" for key in ("compute", "reduce", "output")}
 OFFLOAD_KEYS = {"optimizer": "cpu, nvme or none", "params": "cpu, nvme or none", "path": "the absolute path of a folder"}
@@ -38,6 +39,7 @@ STAGES = (0, 1, 2, 3)  # of ZeRO
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of `precision`, as torch names them
 SPACES = ("cpu", "nvme", "none")  # of `offload`
 OFFLOAD_PATH = "/tmp/nvme_offload"
+BUCKET_BYTES = 12 << 20  # of gradients that are reduced together; on two H200s 64 MiB made a step 2% longer
 SUFFIX_AXIS = {"_colpar": 1, "_rowpar": 0}  # suffix of a group's name -> its axis
 MAX_AXIS = 4  # the last dim of a batch of volumes, [N, C, D, H, W]
 
@@ -113,6 +115,7 @@ class Config:
     precision: Precision = Precision()
     checkpointed: tuple[str, ...] = ()
     offload: Offloaded = Offloaded()
+    bucket: int = BUCKET_BYTES
     path: str = ""
     text: str = ""
 

@@ -41,6 +41,7 @@ from gt.wire.link import Gate
 from gt.wire.messages import Exit, Goodbye, Hello, Reject, Welcome
 from gt.wire.process_settings import CycleCollector
 from gt.wire.router import Arrived, Gone, Router
+from gt.wire.socket import written
 
 if TYPE_CHECKING:
     from gt.dispatcher.cluster.leases import Terms
@@ -105,7 +106,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        return f"{self.host}:{self.port}"
+        return written(self.host.partition(",")[0], self.port)
 
     @property
     def worker_names(self) -> list[str]:

@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "op": (("tensors", "values", "outs"), ("op", "args", "kwargs", "tensors", "values", "outs", "writes", "random")),
     # team: {"id", "workers", "rank", "offset", "bytes"}: workers in rank order, this worker's rank, its heap region.
     "all_reduce": (("tensor",), ("team", "op")),  # in place
-    "together": ((), ("count",)),  # in a program: one team has the next `count` all-reduces, and may do them as one
+    "together": ((), ("count",)),  # in a program: one team has the next `count` collectives of one kind, and may do them as one
     # boxes[rank]: the boxes of `shape` that each rank holds, in local order
     "all_gather": (("src", "dst"), ("team", "shape", "dtype", "boxes")),
     # src has a term of all of `shape`; dst gets the sum of this rank's boxes

@@ -14,10 +14,16 @@ def asked(text: str) -> tuple[str, float | None]:
     name, colon, size = text.partition(":") if isinstance(text, str) else (text, "", "")
     if name not in NAMES:
         raise ValueError(f"schedule {name!r} is not known: want one of {', '.join(NAMES)}")
-    found = _SIZE.fullmatch(size.strip())
-    if colon and (found is None or not float(found[1])):
+    limit = in_bytes(size)
+    if colon and not limit:
         raise ValueError(f"schedule {text!r}: {size!r} is no size, want bytes of activations of a worker, as {name}:2GiB")
-    return name, float(found[1]) * UNITS[found[2]] if found else None
+    return name, limit
+
+
+def in_bytes(text: str) -> float | None:
+    """The bytes that a size such as 2GiB or 512 B names, None for another text."""
+    found = _SIZE.fullmatch(text.strip())
+    return float(found[1]) * UNITS[found[2]] if found else None
 
 
 def size(count: float) -> str:

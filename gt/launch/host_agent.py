@@ -24,11 +24,11 @@ from gt.launch import machine
 from gt.wire.link import RELEASE
 from gt.wire.liveness import home
 from gt.worker.process import network_links
+from gt.worker.process.rdma_devices import rdma_devices
 
 PINGS, BLOCK = 64, 1 << 20
 SECONDS = 5.0  # for a connection, and for each wait on it
 BULK_SECONDS, MAX_BULK = 1.0, 1 << 30  # of a measurement of the rate
-INFINIBAND = Path("/sys/class/infiniband")
 PACKAGES = ("torch", "numpy", "pyzmq", "nvshmem4py-cu12", "nvshmem4py-cu13")
 
 
@@ -39,8 +39,8 @@ def facts() -> dict[str, Any]:
     shm = os.statvfs("/dev/shm")
     return {
         "name": socket.gethostname(), "home": home(), "time": time.time(), "versions": versions, "driver": _driver(),
-        "gpus": len(machine.gpus()), "links": links(), "rdma": rdma(), "plugin": _plugin(), "nccl": env.starting("NCCL_"),
-        "shm_free": shm.f_bavail * shm.f_frsize, "memlock": soft, "peermem": Path("/sys/module/nvidia_peermem").exists(),
+        "gpus": len(machine.gpus()), "links": links(), "rdma": rdma_devices(), "plugin": _plugin(),
+        "nccl": env.starting("NCCL_"), "shm_free": shm.f_bavail * shm.f_frsize, "memlock": soft, "peermem": Path("/sys/module/nvidia_peermem").exists(),
     }  # fmt: skip
 
 
@@ -61,24 +61,9 @@ def _driver() -> str:
 
 
 def links() -> list[list[Any]]:
-    """[address, prefix, device, Mbit/s or 0] of each IPv4 address of this host's links."""
-    return [row[:4] for row in network_links.links() if ":" not in row[0]]
-
-
-def rdma() -> list[dict[str, Any]]:
-    """RDMA devices: their network devices, rate, and GIDs by index with their type."""
-    found = []
-    for device in sorted(INFINIBAND.glob("*")) if INFINIBAND.exists() else ():
-        for port in sorted((device / "ports").glob("*")):
-            gids = {}
-            for gid in (port / "gids").glob("*"):
-                text = _text(gid)
-                if text.replace(":", "").strip("0"):
-                    gids[gid.name] = [text, _text(port / "gid_attrs/types" / gid.name)]
-            devices = [path.name for path in (device / "device/net").glob("*")]
-            found.append({"device": device.name, "port": port.name, "net": devices, "rate": _text(port / "rate"),
-                          "state": _text(port / "state"), "gids": gids})  # fmt: skip
-    return found
+    """[address, prefix, device, Mbit/s or 0] of the IPv4 addresses of this host's links; where it has none, of IPv6."""
+    rows = [row[:4] for row in network_links.links()]
+    return [row for row in rows if ":" not in row[0]] or rows
 
 
 def _plugin() -> dict[str, Any]:
@@ -108,7 +93,9 @@ class Listener:
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
-        self._sock = socket.create_server(("0.0.0.0", 0))
+        six = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if six else socket.AF_INET
+        self._sock = socket.create_server(("", 0), family=family, dualstack_ipv6=six)
         self.port = self._sock.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from gt.wire.socket import resolve
 log = logging.getLogger("gt.launch")
 START_SECONDS = 600.0  # until all ranks are there: images are pulled, and torch is imported from a cold disk
 HEARTBEAT_SECONDS = 10.0
-EVERYWHERE = "0.0.0.0"
+EVERYWHERE = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 _begun: list[JobPlace] = []  # jobs that this process has started
 
 

@@ -103,7 +103,8 @@ class FinishCapture(Message):
     made], ...]; a replay reads as `read` the tensor that the one before made as `made`. seed, counter: state of the random
     numbers when the recording began. recompute: cheap values are recomputed where that lowers the peak of memory: 0 none, 1 if
     it saves much, 2 all. Report.body: {"why": reason against the program or "", "ops": count, "instructions": count by worker,
-    "schedule": its report, {} without one, "recomputed": by worker [values recomputed, peak bytes before, peak bytes after]}.
+    "schedule": its report, {} without one, "recomputed": by worker [values recomputed, peak bytes before, peak bytes after],
+    "batched": by worker [collectives, as how many they are done]}.
     """
 
     request: int
@@ -428,11 +429,11 @@ class Failed(Message):
 class World(Message):
     """Dispatcher -> worker: all workers; sent whenever they change.
 
-    workers: [index, name, pid, host, heap_fd, heap_bytes, doorbell, home, port] of each. members: those that share memory of
-    their devices from now on, [] for none. unique_id: the id by which members find one another. hosts: by home, how many
-    workers compute in its memory. ways: [a, b, epoch, kind, address of a, of b, workers that relay from a to b] of each pair
-    a < b, once there are two hosts; kind is "shm", "tcp", "via" or "none"; the epoch is another whenever messages under way
-    are lost. key: both ends of a connection prove that they have it.
+    workers: [index, name, pid, host, heap_fd, heap_bytes, doorbell, home, port] of each. members: those of this worker's host
+    that share memory of their devices from now on, [] for none. unique_id: the id by which members find one another. hosts: by
+    home, how many workers compute in its memory. ways: [a, b, epoch, kind, address of a, of b, workers that relay from a to b]
+    of each pair a < b, once there are two hosts; kind is "shm", "tcp", "via" or "none"; the epoch is another whenever messages
+    under way are lost. key: each end of a connection proves that it has it. nccl: pairs [a, b], a < b, that NCCL joins.
     """
 
     generation: int
@@ -442,6 +443,7 @@ class World(Message):
     hosts: dict = field(default_factory=dict)
     ways: list = field(default_factory=list)
     key: str = ""
+    nccl: list = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -608,9 +610,13 @@ class ArenaOpened(Message):
 
 @dataclass(frozen=True, slots=True)
 class LinkFailed(Message):
-    """Worker -> dispatcher: it has no connection to `worker` between these addresses, its own first. Answered by a World."""
+    """Worker -> dispatcher: it has no connection to `worker` between these addresses, its own first. Answered by a World.
+
+    epoch: of the pair's way. A failure of an earlier way than the present one is ignored.
+    """
 
     worker: int
+    epoch: int
     source: str
     target: str
     reason: str

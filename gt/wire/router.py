@@ -30,6 +30,7 @@ from gt.wire.socket import (
     Frames,
     ask,
     descriptor_of,
+    endpoint,
     events_of,
     frames_of,
     monitored,
@@ -38,6 +39,7 @@ from gt.wire.socket import (
     put,
     resolve,
     terminate,
+    written,
 )
 
 log = logging.getLogger("gt.wire")
@@ -90,7 +92,7 @@ class Router:
         self._sock = self._context.socket(zmq.ROUTER)
         self._porter = self._context.socket(zmq.ROUTER)  # answers libzmq's requests for admission (ZAP)
         self._monitor = self._sock.get_monitor_socket(ACCEPTED | GONE)
-        self._published: server_files.Published | None = None
+        self._published: list[server_files.Published] = []
         try:
             self.port = self._open(host, port, heartbeat, access)
         except BaseException:
@@ -174,41 +176,45 @@ class Router:
     # ---- opening and closing
 
     def _open(self, host: str, port: int, heartbeat: float, access: Access) -> int:
-        """Bind the socket; the port."""
-        ip = "0.0.0.0" if host == "*" else resolve(host)  # once: the rules of access are for the bound address
-        entry = auth.entry(access, ip, host)
+        """Bind the socket to each address of `host`, which commas divide; the port."""
+        names = host.split(",")
+        ips = ["0.0.0.0" if name == "*" else resolve(name.strip()) for name in names]  # once: access is by the bound address
+        open_at = next((at for at, ip in enumerate(ips) if not auth.loopback(ip)), 0)  # its rules hold for all
+        entry = auth.entry(access, ips[open_at], names[open_at])
         options(self._sock, heartbeat, CHUNK)
         # Credit bounds the messages in flight, and a full queue would make ROUTER drop messages silently.
         self._sock.setsockopt(zmq.SNDHWM, 0)
         self._sock.setsockopt(zmq.RCVHWM, QUEUE)
         self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        ask(self._sock, auth.lock(entry, access.token, ip, port))
+        ask(self._sock, auth.lock(entry, access.token, ips[0], port))
         self._porter.bind("inproc://zeromq.zap.01")
-        bound = self._listen(host, ip, port)
-        self._lock = auth.lock(entry, access.token, ip, bound)
+        for name, ip in zip(names, ips):
+            port = self._listen(name, ip, port)
+        self._locks = [auth.lock(entry, access.token, ip, port) for ip in ips]  # passwords hold for one address each
         self._sealed = entry.mechanism == auth.CURVE
-        self._client = public(self._lock.client) if self._lock.client else b""
+        self._client = public(self._locks[0].client) if self._locks[0].client else b""
         try:
-            self._published = server_files.publish(ip, bound, entry.text())
+            for ip in ips:
+                self._published.append(server_files.publish(ip, port, entry.text()))
         except Refused as refusal:
             if not access.secret and not (entry.given and entry.mechanism == auth.CURVE):
                 raise
             log.info("%s", refusal)  # no file is needed: peers have the secret or the token
-        return bound
+        return port
 
     def _listen(self, host: str, ip: str, port: int) -> int:
         try:
-            self._sock.bind(f"tcp://{ip}:{port or '*'}")
+            self._sock.bind(endpoint(self._sock, ip, port or "*"))
         except zmq.ZMQError as error:
             if error.errno == errno.EADDRINUSE:
                 hint = "is in use: stop what listens there, or choose another with -p (0 picks a free one)"
                 raise Refused(f"port {port} on {host} {hint}") from None
-            raise Refused(f"cannot listen on {host}:{port}: {error}") from None
+            raise Refused(f"cannot listen on {written(host, port)}: {error}") from None
         return int(self._sock.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
 
     def _shut(self, linger: int) -> None:
-        if self._published is not None:
-            self._published.remove()  # first, while the port is ours
+        for published in self._published:
+            published.remove()  # first, while the port is ours
         self._sock.disable_monitor()
         self._monitor.close(0)
         self._porter.close(0)
@@ -236,7 +242,8 @@ class Router:
     def _let_in(self, request: list[bytes]) -> None:
         """Answer [asker, "", version, id, domain, address, routing id, mechanism, credentials...] of ZAP 1.0."""
         asker, empty, version, number, _, address, _, mechanism, *credentials = request
-        good = auth.opens(self._lock, mechanism.decode("ascii", "replace"), credentials, self._client)
+        spoken = mechanism.decode("ascii", "replace")
+        good = any(auth.opens(lock, spoken, credentials, self._client) for lock in self._locks)
         code, name = (b"200", self._connections.ticket(time.monotonic()).encode()) if good else (b"400", b"")
         if not good and self._sparse.allows(time.monotonic()):
             log.warning("a connection from %s was refused: it has another token", address.decode("ascii", "replace"))

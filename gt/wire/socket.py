@@ -35,26 +35,42 @@ GONE = int(zmq.EVENT_DISCONNECTED)
 
 
 def place(address: str) -> tuple[str, int]:
-    """IPv4 address and port of "host:port". DispatcherLost for another text."""
+    """IP address and port of "host:port". DispatcherLost for another text."""
     host, port = host_and_port(address)
     return resolve(host), port
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Name and port of "host:port". DispatcherLost for another text."""
+    """Name and port of "host:port", an IPv6 address being in brackets. DispatcherLost for another text."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        want = f"host:port, such as localhost:{PORT}, with a port of 1 to 65535"
+    inner = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not inner or not port.isdecimal() or not 0 < int(port) < 1 << 16 or (":" in host and inner is host):
+        want = f"host:port, such as localhost:{PORT} or [::1]:{PORT}, with a port of 1 to 65535"
         raise DispatcherLost(f"{address!r} is not an address: want {want}")
-    return host, int(port)
+    return inner, int(port)
+
+
+def written(host: str, port: int | str) -> str:
+    """The text "host:port" that `host_and_port` reads."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def resolve(host: str) -> str:
-    """The IPv4 address of a host name."""
+    """The IP address of a host name; of several the first, and IPv4 before IPv6."""
     try:
-        return bsd.gethostbyname(host)
+        rows = bsd.getaddrinfo(host, None, type=bsd.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise DispatcherLost(f"no host is called {host!r} ({error}): check the address") from None
+    family, *_, address = min(rows, key=lambda row: row[0] != bsd.AF_INET)
+    scope = f"%{address[3]}" if family == bsd.AF_INET6 and len(address) > 3 and address[3] else ""
+    return f"{str(address[0]).partition('%')[0]}{scope}"
+
+
+def endpoint(sock: zmq.Socket, ip: str, port: int | str) -> str:
+    """libzmq's name of an address, for which the socket is made ready."""
+    if ":" in ip:
+        sock.setsockopt(zmq.IPV6, 1)
+    return f"tcp://{written(ip, port)}"
 
 
 def options(sock: zmq.Socket, heartbeat: float, longest: int) -> None:

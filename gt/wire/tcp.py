@@ -11,6 +11,8 @@ import struct
 import termios
 
 UNANSWERED_SECONDS = 2.5
+UNREAD_SECONDS = 60.0  # the same while the other host answers that its process reads nothing
+_PROBES = struct.Struct("=4xB3xI12xI28xI")  # of struct tcp_info: backoff, rto in microseconds, unacked, last_ack_recv in ms
 _RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info, since Linux 4.1
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03"  # start of a ZMTP 3 greeting, up to the version
 
@@ -53,6 +55,18 @@ def watch(sock: socket.socket) -> None:
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         sock.setsockopt(socket.IPPROTO_TCP, option, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNANSWERED_SECONDS * 1000))
+
+
+def tend(sock: socket.socket) -> None:
+    """Give a full connection time as long as the other host answers: the kernel counts a process that does not read as silent.
+
+    To be called about once a second while the connection takes no bytes; `watch` has been called before.
+    """
+    backoff, rto, unacked, silent = _PROBES.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _PROBES.size))
+    # A window of no bytes is probed at doubling intervals. A retransmission backs off too, and then bytes are unacknowledged.
+    unread = backoff and not unacked and silent < max(UNANSWERED_SECONDS * 1000, 1.5 * (rto << backoff) / 1000)
+    seconds = UNREAD_SECONDS if unread else UNANSWERED_SECONDS
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
 def watch_descriptor(fd: int) -> None:

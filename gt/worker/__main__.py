@@ -11,10 +11,10 @@ from typing import NoReturn
 
 from gt import env
 from gt.errors import ConfigError, DispatcherLost
-from gt.wire.socket import PORT, host_and_port
+from gt.wire.socket import PORT, host_and_port, written
 from gt.worker.engine.registry import ENGINES
 from gt.worker.loop import WorkerOptions, run
-from gt.worker.process.restart import Renewal
+from gt.worker.process.restart import Renewal, told_to_end
 
 
 def main(argv: list[str] | None = None, own: bool = False) -> int:
@@ -32,7 +32,10 @@ def main(argv: list[str] | None = None, own: bool = False) -> int:
     parser.add_argument("--memory-limit", default="", help="most memory of the worker, as 4GiB; default: GT_MEMORY_LIMIT")
     library = "import this module, and execute the ops that it registers with torch; again for more; default: GT_LIBRARIES"
     parser.add_argument("--library", action="append", dest="libraries", metavar="MODULE", help=library)
+    parser.add_argument("--signals", type=int, help=argparse.SUPPRESS)  # of a process that has executed itself anew
     args = parser.parse_args(argv)
+    if args.signals is not None and (number := told_to_end(args.signals)):
+        return 128 + number
     libraries = env.names("GT_LIBRARIES") if args.libraries is None else args.libraries
     try:
         limit = env.size("--memory-limit", 0, args.memory_limit) if args.memory_limit else 0
@@ -67,7 +70,7 @@ def _server(host: str, port: str) -> tuple[str, int]:
     if not (host and port):
         own, number = host_and_port(env.get("GT_SERVER") or f"localhost:{PORT}")
         host, port = host or own, port or str(number)
-    return host_and_port(f"{host}:{port}")
+    return host_and_port(written(host, port))
 
 
 def leave(code: int) -> NoReturn:

@@ -121,8 +121,11 @@ class Executor:
             return bind_program(define, backend, self.runner, partial(self._action_times.put, define.number))
 
     def _by_device_alone(self, define: Define) -> bool:
-        """True for a transfer that goes between devices, with no host memory."""
-        return define.kind in COMMUNICATION and self.worker.route(communicate.peers(define.payload))[0] is self._engine.direct
+        """True for a transfer that goes between devices of one host, with no host memory."""
+        if define.kind not in COMMUNICATION:
+            return False
+        engine, plane = self.worker.route(communicate.peers(define.payload))
+        return engine is self._engine.direct and plane.recordable
 
     def rebind_transfers(self) -> None:
         """The plane has formed its world: from here on members move data by their devices, by definitions from before too."""
@@ -300,6 +303,7 @@ class Executor:
             **self.tensors.stats(),
             **self.worker.plane.counters(),
             **({"ways": ways} if (ways := self.worker.plane.ways()) else {}),
+            **self.worker.plane.facts(),
         }
 
 

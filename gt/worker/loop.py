@@ -54,7 +54,7 @@ from gt.wire.messages import (
     World,
 )
 from gt.wire.process_settings import keep_freed, more_descriptors
-from gt.wire.socket import resolve
+from gt.wire.socket import resolve, written
 from gt.worker.engine.registry import open_engine
 from gt.worker.executor import Executor
 from gt.worker.plane.base import ALL, Plane, Unrecoverable
@@ -288,6 +288,7 @@ class Loop:
             if isinstance(message, World):
                 log.debug("world %d: %d workers", message.generation, len(message.workers))
                 self.executor.budget.share(message.hosts.get(self._home, 1))
+                self._plane.join_by_nccl(message.nccl)
                 self._plane.world(message.workers, message.ways)
                 own = self._own(message)
                 if own in message.members:
@@ -442,7 +443,7 @@ def run(
 
 def _join(loop: Loop, options: WorkerOptions, info: dict[str, Any]) -> None:
     """Connect and say Hello. The link's thread starts here: the link is in place before anything is answered."""
-    address = f"{options.host}:{options.port}"
+    address = written(options.host, options.port)
     loop.link = Dealer(address, loop.receive, loop.lost, timeouts=LinkTimeouts(options.wait), token=options.token)
     about = {"name": options.name, "pid": os.getpid(), "host": bsd.gethostname(), "home": liveness.home()}
     about.update(backend=options.backend, rank=options.rank, gpu=_gpu(info["device"], options.device), **info)

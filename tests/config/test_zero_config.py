@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gt.config.load import load
+from gt.config.schema import BUCKET_BYTES
 from gt.dispatcher.sharding.groups import Groups
 from gt.errors import ConfigError
 
@@ -31,6 +32,9 @@ REFUSED = [
     ("gt: {precision: {compute: bf16, sum: fp32}}", "unknown key 'sum' in precision"),
     ("gt: {activation_checkpoint: {}}", "activation_checkpoint has no modules"),
     ("gt: {activation_checkpoint: {modules: []}}", "modules is an empty list"),
+    ("gt: {bucket: 12 parsecs}", "bucket is '12 parsecs', want bytes of gradients, as 25MiB"),
+    ("gt: {bucket: 0MiB}", "bucket is '0MiB', want bytes of gradients"),
+    ("gt: {bucket: [1]}", "bucket is a list, want bytes of gradients"),
     ("gt: {activation_checkpoint: [a]}", "activation_checkpoint is a list, want a mapping"),
 ]
 
@@ -60,3 +64,9 @@ def test_ops_outside_of_groups_run_on_the_data_parallel_workers():
     assert [groups.find(path)[0].mesh.workers for path in ("", "other", "unknown")] == [(2, 3), (0,), (2, 3)]
     assert groups.find("unknown")[1] == ["unknown"]
     assert Groups(load("other: {workers: [0]}")).find("")[0] is None
+
+
+def test_a_bucket_is_a_number_of_bytes():
+    assert load("gt: {bucket: 25MiB}").bucket == 25 << 20
+    assert load("gt: {bucket: 1 B}").bucket == 1
+    assert load("gt: {data_parallel: [0, 1]}").bucket == BUCKET_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gt.dispatcher.programs.passes import bucket_all_reduces
+from gt.dispatcher.programs.passes import bucket_reductions
 from tests.corpus.__main__ import main, versions
 from tests.corpus.compare import Changes, difference, digest, read_digests
 from tests.corpus.work import known, planned
@@ -52,7 +52,8 @@ def test_a_change_of_the_planner_is_found_and_shown(tmp_path, monkeypatch, capsy
     assert main(["--store", str(tmp_path), *command[:2]]) == 0
     assert main(command) == 0
     capsys.readouterr()
-    monkeypatch.setattr(bucket_all_reduces, "MAX_BUCKET_BYTES", 1 << 10)
+    moved = bucket_reductions._moved
+    monkeypatch.setattr(bucket_reductions, "_moved", lambda rows, room: moved(rows, 1 << 10))
     assert main(command) == 1
     out = capsys.readouterr().out
     assert "together" in out and "@@" in out and "random/pipeline-1 differs" in out

@@ -236,12 +236,12 @@ def test_a_job_on_several_hosts_needs_a_token(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_mesh_example_trains_saves_and_goes_on(tmp_path: Path) -> None:
-    line = ("-m", "gt", "run", "--workers", "2", "examples/mesh/train.py", "--model", "tiny", "--length", "8", "--lr", "1e-2")
-    line += ("--warmup", "2", "--checkpoint", str(tmp_path / "mesh.pt"), "--steps")
+    line = ("-m", "gt", "run", "--workers", "2", "examples/strategies/finetune.py", "--preset", "mesh", "--model", "tiny")
+    line += ("--max-length", "8", "--lr", "1e-2", "--warmup", "2", "--save", str(tmp_path / "mesh"), "--steps")
     (first,) = end(python(*line, "3", GT_BACKEND="torch"))
     (second,) = end(python(*line, "6", GT_BACKEND="torch"))
     assert first[0] == second[0] == 0, (first, second)
-    assert "step 0: loss" in first[1] and second[1].startswith("resumed at step 3\n") and "step 5: loss" in second[1], second
+    assert "Batch 0/3 | Loss" in first[1] and "resumed from" in second[1] and "Batch 5/6 | Loss" in second[1], (first, second)
 
 
 def test_the_mesh_example_checks_its_sums() -> None:

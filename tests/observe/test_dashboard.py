@@ -14,7 +14,7 @@ import torch
 
 import gt
 from gt.observe.dashboard import feed as feed_module
-from gt.observe.dashboard.feed import Feed, encoded, pause
+from gt.observe.dashboard.feed import Feed, encoded
 from gt.observe.dashboard.history import MAX_SAMPLES, History
 from gt.observe.dashboard.page_keys import MAX_BROWSERS, PageKeys, names_this
 from gt.observe.dashboard.page_server import FILES, PageServer
@@ -148,6 +148,25 @@ def test_nobody_is_observed_while_no_page_is_open(monkeypatch: pytest.MonkeyPatc
         assert "log" not in events
 
 
+def test_another_server_in_the_place_of_the_first_tells_all_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sessions have the same numbers, and so have its layouts and replays."""
+    monkeypatch.setattr(feed_module, "RETRY_SECONDS", 0.0)
+    streams = [SyntheticStream(2, 4), SyntheticStream(2, 4, name="second-{}")]
+    waiting = iter(streams)
+    with page(lambda log: next(waiting)) as (server, _):
+        shown = server.feed.open()
+        server.feed.events(shown)
+        streams[0].release()
+        assert {"schedule", "layouts"} <= dict(server.feed.events(shown) or []).keys()
+        streams[0].fail("it was stopped")
+        events: dict[str, Any] = {}
+        streams[1].release()
+        while "state" not in events or not events["state"]["workers"][0]["name"].startswith("second"):
+            events = dict(server.feed.events(shown) or [])
+        assert events["layouts"]["tensors"][0]["name"].startswith("second") and "schedule" in events and "history" in events
+        streams[1].stop()
+
+
 def test_figures_are_those_of_stats() -> None:
     with serving(2) as served:
         gt.connect(served.address, name=False, config="")
@@ -197,15 +216,6 @@ def test_the_past_is_bounded_and_keeps_every_peak() -> None:
     assert times == sorted(times) and times[-1] > 5 * MAX_SAMPLES - 20
     history.add({**state, "server": {"at": 0.5}})  # another server
     assert len(history.samples) == 1
-
-
-def test_looks_are_rare_where_workers_do_little() -> None:
-    def state(workers: int, share: float | None) -> dict[str, Any]:
-        return {"workers": [{"cpu_share": share}] * workers}
-
-    assert pause(state(8, None), 1.0, 2e-3) == pause(state(8, 0.0), 1.0, 2e-3) == pause(state(8, 1.0), 1.0, 2e-3) == 1.0
-    assert 2.0 < pause(state(8, 0.1), 1.0, 2e-3) < 4.0 and pause(state(8, 0.01), 1.0, 2e-3) == 4.0
-    assert pause(state(8, 0.01), 10.0, 2e-3) == 10.0
 
 
 def test_predicted_actions_are_beside_the_measured_ones() -> None:

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import gt
+from gt.observe.dashboard import feed as feed_module
 from gt.observe.record_stream import RecordStream
 from tests.helpers.limits import limit
 from tests.helpers.serving import serving
 from tests.observe.browser import Browser, chromium
+from tests.observe.synthetic_records import SyntheticStream
 from tests.observe.test_dashboard import page, synthetic
 
 needs_browser = pytest.mark.skipif(not chromium(), reason="no chromium is installed: apt-get install chromium")
@@ -23,6 +25,11 @@ PANELS = ("pipeline", "memory", "curves", "traffic", "workers", "sessions", "lay
 STATES = "Object.fromEntries([...document.querySelectorAll('section')].map((s) => [s.id, s.dataset.state]))"
 DRAWN = "document.querySelectorAll('section[data-state]:not([data-state=loading])').length === 10"
 HOSTILE = "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>\"'`{{}}</li>{}"
+# Parts that hang out of the panel or bar that they are in; tables, logs and lists of layouts scroll
+WIDER = """[...document.querySelectorAll('section, header, #tiles > div')].flatMap((outer) => [...outer.querySelectorAll('*')]
+    .filter((e) => !e.closest('.scroll, pre, .tensor, option, .skip') && e.getBoundingClientRect().width
+        && e.getBoundingClientRect().right > outer.getBoundingClientRect().right + 1)
+    .map((e) => `${outer.id || outer.tagName}: ${e.tagName}.${e.className}`))"""
 REDRAW_MS = 8.0  # of scripting in one frame
 
 
@@ -70,6 +77,26 @@ def test_panels_load_are_empty_fail_and_come_back(browser: Browser) -> None:
     assert browser.errors == []
 
 
+def test_a_restarted_server_shows_nothing_of_the_one_before(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "RETRY_SECONDS", 0.0)
+    browser.errors.clear()
+    first, second = SyntheticStream(2, 4, layouts=2), SyntheticStream(2, 4, name="second-{}", layouts=1)
+    streams = iter([first, second])
+    with page(lambda log: next(streams)) as (_, links):
+        browser.open(links[0])
+        first.release(3)
+        browser.wait(ready("layouts"))
+        browser.wait(ready("errors"))
+        first.fail("it was stopped")
+        second.release(2)
+        for panel in ("layouts", "errors", "workers", "sessions"):
+            browser.wait(f"document.getElementById('{panel}').innerText.includes('second-')")
+        assert "blocks.1" not in text(browser, "layouts") and text(browser, "errors").count("failed") == 1
+        browser.wait("document.body.dataset.link === 'live'")
+        second.stop()
+    assert browser.errors == []
+
+
 def test_names_from_the_wire_are_text(browser: Browser) -> None:
     browser.errors.clear()
     with synthetic(stages=2, micro_batches=4, name=HOSTILE, layouts=3) as (_, links, stream):
@@ -113,14 +140,16 @@ def test_a_redraw_of_8_stages_with_32_micro_batches_takes_few_milliseconds(brows
     assert frames[-1] <= limit(REDRAW_MS), f"the longest frames took {frames[-5:]} ms"
 
 
-@pytest.mark.parametrize("width", [390, 320, 820])
-def test_nothing_is_wider_than_the_screen(browser: Browser, width: int) -> None:
-    with synthetic(stages=8, micro_batches=8) as (_, links, stream):
-        browser.resize(width, 800, mobile=True)
+@pytest.mark.parametrize("name", ["{}", "\u05e9\u05dc\u05d5\u05dd" + "a_very_long_name_" * 14 + "{}"], ids=["short", "long"])
+@pytest.mark.parametrize("width", [390, 320, 820, 1280])
+def test_nothing_is_wider_than_the_screen(browser: Browser, width: int, name: str) -> None:
+    with synthetic(stages=8, micro_batches=8, name=name) as (_, links, stream):
+        browser.resize(width, 800, mobile=width < 1000)
         browser.open(links[0])
         stream.release(3)
         browser.wait(DRAWN)
         assert browser.run("document.scrollingElement.scrollWidth") <= width
+        assert browser.run(WIDER) == []
         browser.resize(1280, 900)
 
 

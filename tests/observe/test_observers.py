@@ -12,6 +12,7 @@ import gt
 from gt.client.groups.role_reports import RoleReports, roles
 from gt.client.trace.recorder import Recorder
 from gt.dispatcher.cluster.health import stamps
+from gt.dispatcher.cluster.look_budget import MAX_PAUSE
 from gt.dispatcher.cluster.news import MAX_SENT_LINES, News
 from gt.dispatcher.cluster.observers import MAX_OBSERVERS, MAX_UNREAD
 from gt.dispatcher.core import Core
@@ -150,7 +151,7 @@ def test_a_slow_observer_is_dropped_and_the_others_go_on() -> None:
     field.observe(b"slow")
     field.observe(b"o")
     for n in range(MAX_UNREAD + 1):
-        field.tick(0.5)
+        field.tick(MAX_PAUSE)
         for name in (b"w0", b"w1"):
             field.answer(name)
         field.observe(b"o", seen=n + 1)

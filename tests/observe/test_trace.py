@@ -144,6 +144,11 @@ def test_the_command_runs_a_script_and_says_its_bubble(
         out = tmp_path / f"out{len(end)}.json"
         assert main(["trace", str(out), str(script)]) == 0, capsys.readouterr().err
         assert f"{out}: zb-h1: " in capsys.readouterr().out and json.loads(out.read_text())["traceEvents"]
+    script.write_text("import gt\nprint(gt.ones(4).sum().item())\nraise ValueError('it failed')\n")
+    assert main(["trace", str(tmp_path / "failed.json"), str(script)]) == 1
+    told = capsys.readouterr().err
+    assert "ValueError: it failed" in told and "slices, until the program failed" in told
+    assert json.loads((tmp_path / "failed.json").read_text())["traceEvents"]
     assert main(["trace", str(tmp_path / "none" / "out.json"), "not run"]) == 1
     assert "cannot be written: there is no folder" in capsys.readouterr().err
     script.write_text("print(1)\n")

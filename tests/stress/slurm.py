@@ -167,7 +167,7 @@ def requeued(slurm: Slurm) -> str:
     log, token = folder / "training.log", folder / "token"
     token.write_text(TOKEN)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    options = {"GT_TOKEN": "", "GT_TOKEN_FILE": str(token), "TRAIN_OPTIONS": "--model tiny --length 16", "PATH": path}
+    options = {"GT_TOKEN": "", "GT_TOKEN_FILE": str(token), "TRAIN_OPTIONS": "--model tiny --max-length 16 --log-every 1", "PATH": path}
     line = ["sbatch", "--parsable", "--gres=none", f"--output={log}", f"--chdir={folder}"]
     line.append(str(ROOT / "deploy/slurm/train.sbatch"))
     sent = slurm.run(*line, "60", "3", "1e-2", **options)
@@ -178,15 +178,15 @@ def requeued(slurm: Slurm) -> str:
     def says(pattern: str) -> bool:
         return log.exists() and re.search(pattern, log.read_text()) is not None
 
-    if not wait_until(lambda: says("step 10:"), JOB_SECONDS):
+    if not wait_until(lambda: says(r"Batch 10/"), JOB_SECONDS):
         return f"no training: {log.read_text() if log.exists() else slurm.run('squeue').stdout}"
     slurm.run("scancel", "--signal=TERM", job)  # as --signal=TERM@120 sends it
     if not wait_until(lambda: says("saved at step"), JOB_SECONDS):
         return f"no checkpoint: {log.read_text()}"
-    if not wait_until(lambda: says("step 59: loss"), JOB_SECONDS):
+    if not wait_until(lambda: says("Training is complete: 60 steps"), JOB_SECONDS):
         return f"not continued: {log.read_text()} {slurm.run('scontrol', 'show', 'job', job).stdout}"
     text = log.read_text()
-    losses = [float(loss) for loss in re.findall(r"loss (\S+),", text)]
+    losses = [float(loss) for loss in re.findall(r"Loss: (\S+)", text)]
     good = says("resumed at step [1-9]") and losses[-1] < losses[0]
     return "" if good else text
 

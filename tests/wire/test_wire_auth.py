@@ -20,6 +20,7 @@ from gt.wire.access.auth import CURVE, NULL, PLAIN, Access, AccessEntry
 from gt.wire.dealer import Dealer, LinkTimeouts
 from gt.wire.link import hello
 from gt.wire.messages import Reject
+from gt.wire.socket import host_and_port
 from tests.helpers import zmtp
 from tests.helpers.limits import limit
 from tests.helpers.toy_core import ToyCore
@@ -38,8 +39,8 @@ def folder(tmp_path, monkeypatch) -> Path:
 class Running:
     """A server with a toy core in a thread."""
 
-    def __init__(self, access: Access | None = None, port: int = 0) -> None:
-        self.server = Server(LOCAL, port, access, core=ToyCore())
+    def __init__(self, access: Access | None = None, port: int = 0, host: str = LOCAL) -> None:
+        self.server = Server(host, port, access, core=ToyCore())
         self.port, self.address = self.server.port, self.server.address
         self._thread = threading.Thread(target=self.server.run, name="gt-test-server")
         self._thread.start()
@@ -214,6 +215,30 @@ def test_the_users_own_clients_are_let_in(folder, access):
                 Session(running.address, token="guess")
             with pytest.raises(Refused, match="wants a token"):
                 Session(running.address)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this kernel has no IPv6")
+@pytest.mark.parametrize("access", [Access(), Access(encrypt=True)])
+def test_a_server_listens_on_several_addresses(folder, access):
+    with Running(access, host=f"{LOCAL},::1") as running:
+        for host in (LOCAL, "[::1]", "localhost"):
+            Session(f"{host}:{running.port}").close()
+        assert running.address == f"{LOCAL}:{running.port}" and len(list(folder.rglob("server-*"))) == 2
+    assert not list(folder.rglob("server-*"))
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this kernel has no IPv6")
+def test_a_server_on_all_addresses_of_ipv6_has_those_of_ipv4_too(folder):
+    with Running(Access("t"), host="::") as running:
+        assert running.address == f"[::]:{running.port}"
+        for host in (LOCAL, "[::1]"):
+            Session(f"{host}:{running.port}", token="t").close()
+
+
+@pytest.mark.parametrize("address", ["::1:5", "[::1]", "[]:5", "[::1]:0", ":5", "a:b:5"])
+def test_an_address_of_ipv6_is_in_brackets(address):
+    with pytest.raises(DispatcherLost, match=r"is not an address: want host:port, such as localhost:12345 or \[::1\]:12345"):
+        host_and_port(address)
 
 
 def test_without_the_file_a_token_opens_a_server_that_encrypts(folder, monkeypatch):

@@ -76,6 +76,8 @@ class CapturedProgram:
         recorder.code.extend((LAUNCH, self.number, random.initial_seed(), state.counter))
         state.counter += self.draws
         self.replays += 1
+        if self.replays == 1:
+            recorder.session.compiles = True
         for leaf, _, _, left in self.grads:
             if leaf.grad is not left:
                 leaf.grad = left

@@ -194,6 +194,7 @@ class CompiledFunction:
                 lines.append(f"    schedule {order['name']}: {order['why'] or _bubble_text(order)}")
                 lines += [f"    {line}" for line in order.get("said", ())]
             lines += [f"    {line}" for line in explain.recompute_lines(program.answer["recomputed"])]
+            lines += [f"    {line}" for line in explain.batch_lines(program.answer["batched"])]
             if program.answer["backend"] != "eager":
                 described = explain.backend_lines(program.recorder.session, program.number, program.answer["backend"])
                 lines += [f"    {line}" for line in described]

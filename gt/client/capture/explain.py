@@ -72,6 +72,17 @@ def recompute_lines(recomputed: dict[str, list[int]]) -> list[str]:
     return [f"{text} on {', '.join(names)}" for text, names in alike.items()]
 
 
+def batch_lines(batched: dict[str, list[int]]) -> list[str]:
+    """Number of collectives and of those that workers do, one line for all workers with the same figures.
+
+    batched: name of a worker -> collectives of the step, and as how many they are done.
+    """
+    alike: dict[str, list[str]] = {}
+    for name, (single, done) in batched.items():
+        alike.setdefault(f"{single} collectives are done as {done}", []).append(name)
+    return [f"{text} on {', '.join(names)}" for text, names in alike.items()]
+
+
 def _worker_lines(plans: list[dict[str, Any]]) -> list[str]:
     """A worker's backend, then lines on it. A long program has several plans."""
     first = plans[0]

@@ -23,6 +23,7 @@ from gt.client.checkpoint.folder import MANIFEST, find, reason, watched
 from gt.client.checkpoint.safetensors_format import FileEntry
 from gt.client.current_session import Current
 from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.reports import progress
 from gt.client.session import Session
 from gt.client.trace.uploads import upload_from_file
 from gt.errors import CheckpointError, GTError, ProgramError
@@ -68,7 +69,7 @@ def _read_unreplaced(
         try:
             where = find(path)
             with watched(where) as replaced, contextlib.ExitStack() as attempt:
-                files = _Files(attempt, device)
+                files = _Files(attempt, device, attempt.enter_context(progress.bar(f"loading {where.name}")))
                 try:
                     state = _read(where, files)
                 except (CheckpointError, OSError) as error:
@@ -139,8 +140,8 @@ class _Source:
 class _Files:
     """Files of one checkpoint, each opened and checked once. They are closed with `opened`, or with their last tensor."""
 
-    def __init__(self, opened: contextlib.ExitStack, device: str | None) -> None:
-        self._opened, self._device = opened, device
+    def __init__(self, opened: contextlib.ExitStack, device: str | None, tick: progress.Tick) -> None:
+        self._opened, self._device, self._tick = opened, device, tick
         self.remote: list[RemoteTensor] = []  # tensors that were made
         self._files: dict[Path, tuple[LoadedFile, dict[str, FileEntry], dict[str, str]]] = {}
 
@@ -158,7 +159,9 @@ class _Files:
         entry = entries[name]
         dtype = _DTYPES[entry.dtype]
         if not remote if self._device is None else self._device == "cpu":
-            return _read_here(file, entry, dtype)
+            read = _read_here(file, entry, dtype)
+            self._tick(entry.nbytes)
+            return read
         session = current_session.current().session
         number = file.lend(session)
         file.use()

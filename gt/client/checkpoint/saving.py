@@ -26,6 +26,7 @@ from gt.client.checkpoint.safetensors_format import NAMES, WRITER, FileEntry
 from gt.client.current_session import Current
 from gt.client.device.meta import dtype_name
 from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.reports import progress
 from gt.client.session import Session
 from gt.client.trace.uploads import values
 from gt.errors import CheckpointError, GTError, ProgramError
@@ -130,6 +131,10 @@ class _SavedState:
         for files in self.sets.values():
             yield from files.tensors.values()
 
+    @property
+    def nbytes(self) -> int:
+        return sum(saved.tensor.numel() * saved.tensor.element_size() for saved in self.tensors())
+
 
 def _is_flat(state: Any) -> bool:
     """True for names and tensors of one model: the state of a module, or tensors without a dict of tensors beside them."""
@@ -200,13 +205,16 @@ def save(state: Any, path: str | os.PathLike, *, wait: bool = True) -> Save:
     if Current.recorder is not None and Current.recorder.tape is not None:
         raise ProgramError("gt.save cannot be called in a compiled function: call it between two steps")
     finish()
-    writer = _Writer(_SavedState(state), path, wait)
-    made = Save(os.fspath(path))
+    saved, made = _SavedState(state), Save(os.fspath(path))
     if wait:
-        writer.finish()
+        with progress.bar(f"saving {os.path.basename(made.path) or made.path}", saved.nbytes) as tick:
+            _Writer(saved, path, wait, tick).finish()
         made._ended.set()
     else:
+        writer = _Writer(saved, path, wait)
         _Current.save = made
+        if _finish_quietly not in current_session.on_disconnect:
+            current_session.on_disconnect.append(_finish_quietly)
         made._begin(writer)
     return made
 
@@ -224,14 +232,12 @@ def _finish_quietly() -> None:
         _Current.save._ended.wait()
 
 
-current_session.on_connect.append(lambda recorder: _finish_quietly)
-
-
 class _Writer:
     """One save: the constructor begins it, in the order of the program's ops; `finish` may be called by another thread."""
 
-    def __init__(self, state: _SavedState, path: str | os.PathLike, wait: bool) -> None:
-        self._state, self._wait = state, wait
+    def __init__(self, state: _SavedState, path: str | os.PathLike, wait: bool, tick: progress.Tick | None = None) -> None:
+        self._state, self._wait, self._tick = state, wait, tick
+        self._asked: deque[int] = deque()  # bytes of each request
         self._session: Session | None = None
         self._lent: list[int] = []
         self._requests: deque[int] = deque()
@@ -264,6 +270,7 @@ class _Writer:
                         remote.append((fd, saved))
                     else:
                         _write_host(fd, entry, saved.tensor)
+                        self._wrote(entry.nbytes)
             total = sum(saved.entry.nbytes for saved in files.tensors.values() if saved.entry is not None)
             body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
             self._folder.put(f"{files.name}.safetensors.index.json", json.dumps(body, indent=1).encode())
@@ -288,6 +295,7 @@ class _Writer:
                 part = written[start : start + ROWS]
                 rows = [[s.tensor._ref.id, place(numbers[fd], s.entry.offset)] for fd, s in part if s.entry is not None]
                 self._requests.append(session.begin_store(rows, not self._wait))
+                self._asked.append(sum(s.entry.nbytes for _, s in part if s.entry is not None))
                 if self._wait and len(self._requests) >= REQUESTS:
                     self._await_one()
             return
@@ -301,8 +309,13 @@ class _Writer:
     def _await_one(self) -> None:
         assert self._session is not None
         request = self._requests.popleft()
-        if not self._session.wait(request)["shared"]:
+        if not self._session.wait(request, self._tick)["shared"]:
             raise CheckpointError("a worker has joined that does not share this host's files: save again")
+        self._wrote(self._asked.popleft())
+
+    def _wrote(self, nbytes: int) -> None:
+        if self._tick is not None:
+            self._tick(nbytes)
 
     def finish(self) -> None:
         """Wait until all is written, and put the folder in its place."""
@@ -311,6 +324,7 @@ class _Writer:
                 self._await_one()
             for fd, saved in self._streamed:
                 self._stream(fd, saved)
+                self._wrote(saved.entry.nbytes if saved.entry is not None else 0)
             self._return_files()
             state = self._state
             manifest = {

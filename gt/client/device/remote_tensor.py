@@ -126,6 +126,7 @@ class RemoteTensor(torch.Tensor):
 
     _ref: Ref | Alias
     prints_edges: ClassVar[Callable[[], bool]] = staticmethod(lambda: False)  # True while ops may be recorded for a text
+    fetched: ClassVar[Callable[[RemoteTensor], torch.Tensor]]  # its value, on the CPU
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @property
@@ -165,6 +166,21 @@ class RemoteTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         return self.detach().cpu().tolist()
+
+    def __float__(self) -> float:
+        return float(_value(self) if _below() else _base.__float__(self))
+
+    def __int__(self) -> int:
+        return int(_value(self) if _below() else _base.__int__(self))
+
+    def __index__(self) -> int:
+        return operator.index(_value(self) if _below() else _base.__index__(self))
+
+    def __bool__(self) -> bool:
+        return bool(_value(self) if _below() else _base.__bool__(self))
+
+    def __complex__(self) -> complex:
+        return complex(_value(self) if _below() else _base.__complex__(self))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         array = self.cpu().numpy()
@@ -247,6 +263,17 @@ class RemoteTensor(torch.Tensor):
 
     def pin_memory(self, device: Any = None) -> torch.Tensor:
         raise RuntimeError(f"cannot pin {self.type()!r}: only dense CPU tensors can be pinned; leave pin_memory() out")
+
+
+def _below() -> bool:
+    """True where torch keeps Python's kernels out, as `torch.tensor([x, y])` does while it reads the values of a list."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
+
+
+def _value(tensor: RemoteTensor) -> Any:
+    if tensor.numel() != 1:
+        raise ValueError("only one element tensors can be converted to Python scalars")
+    return RemoteTensor.fetched(tensor).item()
 
 
 def _text(tensor: RemoteTensor) -> str:

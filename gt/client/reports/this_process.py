@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gt.logs import sendable
+
 MAX_ABOUT_CHARACTERS = 255  # of each text
 
 
@@ -20,4 +22,4 @@ def about_process() -> dict[str, Any]:
         user = str(os.getuid())
     program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] not in ("", "-c") else "python"
     names = {"user": user, "program": program, "host": socket.gethostname()}
-    return {**{key: name[:MAX_ABOUT_CHARACTERS] for key, name in names.items()}, "pid": os.getpid()}
+    return {**{key: sendable(name)[:MAX_ABOUT_CHARACTERS] for key, name in names.items()}, "pid": os.getpid()}

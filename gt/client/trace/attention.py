@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from gt.client.device import meta as metas
 from gt.client.device.meta import Meta
 from gt.client.device.random import draw
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.trace.custom_ops import record
-from gt.client.trace.op_info import info_of
+from gt.client.trace.op_info import OpInfo, info_of
 from gt.client.trace.uploads import mixed_devices
 
 aten = torch.ops.aten
@@ -83,3 +84,75 @@ class _Attention(torch.autograd.Function):
             ctx.seeds,
         )
         return (*grads, None, None, None, None, None)
+
+
+# ---- inference's fused layers of torch.nn: the same mathematics in the ops above, which can be split
+
+
+def encoder_layer(info: OpInfo, args: tuple, kwargs: dict) -> torch.Tensor:
+    """nn.TransformerEncoderLayer without gradients. x [batch, L, width]."""
+    named = dict(zip(info.names, args), **kwargs)
+    activation = F.gelu if named["use_gelu"] else F.relu
+
+    def norm(number: int, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = named[f"norm_weight_{number}"], named[f"norm_bias_{number}"]
+        return F.layer_norm(x, weight.shape, weight, bias, named["eps"])
+
+    def attended(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = _heads(x, x, x, named["qkv_weight"], named["qkv_bias"], named["num_heads"])
+        out = attention(q, k, v, _mask(named.get("mask"), named.get("mask_type"), True))
+        return _projected(out, named["proj_weight"], named["proj_bias"])
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        hidden = activation(F.linear(x, named["ffn_weight_1"], named["ffn_bias_1"]))
+        return F.linear(hidden, named["ffn_weight_2"], named["ffn_bias_2"])
+
+    x = named["src"]
+    if named["norm_first"]:
+        x = x + attended(norm(1, x))
+        return x + forward(norm(2, x))
+    x = norm(1, x + attended(x))
+    return norm(2, x + forward(x))
+
+
+def multi_head(info: OpInfo, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """nn.MultiheadAttention without gradients: out [batch, L, width]; weights [batch, L, S], or of each head, or None."""
+    defaults = {"mask": None, "need_weights": True, "average_attn_weights": True, "mask_type": None}
+    named = {**defaults, **dict(zip(info.names, args)), **kwargs}
+    parts = (named[name] for name in ("query", "key", "value", "qkv_weight", "qkv_bias", "num_head"))
+    q, k, v = _heads(*parts)
+    weights = None
+    if named["need_weights"]:
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+        mask = _mask(named["mask"], named["mask_type"], False)
+        if mask is not None:
+            scores = scores.masked_fill(mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
+        weights = scores.softmax(-1)
+        out = weights @ v
+        weights = weights.mean(1) if named["average_attn_weights"] else weights
+    else:
+        out = attention(q, k, v, _mask(named["mask"], named["mask_type"], True))
+    return _projected(out, named["proj_weight"], named["proj_bias"]), weights
+
+
+def _heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, heads: int
+) -> list[torch.Tensor]:
+    """Projections [batch, heads, L, width / heads] of q, k and v by weight [3 width, width]."""
+    if q is k is v:
+        projected = F.linear(q, weight, bias).chunk(3, -1)
+    else:
+        projected = tuple(map(F.linear, (q, k, v), weight.chunk(3), bias.chunk(3)))
+    return [x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in projected]
+
+
+def _projected(out: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.linear(out.transpose(1, 2).flatten(2), weight, bias)
+
+
+def _mask(mask: torch.Tensor | None, kind: int | None, keeps: bool) -> torch.Tensor | None:
+    """A mask that broadcasts to [batch, heads, L, S]. kind: torch's, 1 for [batch, S]. keeps: True in it means attended."""
+    if mask is None:
+        return None
+    mask = mask[:, None, None, :] if kind == 1 else mask
+    return mask.logical_not() if keeps and mask.dtype is torch.bool else mask

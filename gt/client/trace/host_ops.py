@@ -40,6 +40,9 @@ def fetch(tensor: RemoteTensor) -> torch.Tensor:
     return torch.empty_like(like.stand_in(), device="cpu").copy_(values)
 
 
+RemoteTensor.fetched = staticmethod(fetch)
+
+
 def local_scalar(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     return fetch(args[0]).item()
 
@@ -106,6 +109,20 @@ def placed(info: OpInfo, args: tuple, kwargs: dict) -> Any:
 def elsewhere(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     """A factory on another device that needs only shape and dtype of a remote tensor: torch runs it there."""
     return info.func(*(a._ref.meta.stand_in() if isinstance(a, RemoteTensor) else a for a in args), **kwargs)
+
+
+def ends(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    """linspace and logspace between tensors, which are read, as torch reads them."""
+    read = (fetch(a).item() if isinstance(a, RemoteTensor) else a.item() if isinstance(a, torch.Tensor) else a for a in args)
+    return getattr(torch, info.name.split(".")[1])(*read, **kwargs)
+
+
+def fill(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    """fill_ by a tensor. One of the host takes a remote value, as the CPU takes that of a GPU."""
+    target, value = args
+    if isinstance(target, RemoteTensor) or value.dim():
+        return call(info, args, kwargs)
+    return target.fill_(fetch(value).item())
 
 
 def equal(info: OpInfo, args: tuple, kwargs: dict) -> bool:

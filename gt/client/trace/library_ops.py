@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gt.client import current_session
 from gt.client.current_session import Current
 from gt.client.device import meta as metas
+from gt.client.device.random import draw
 from gt.client.device.remote_tensor import RemoteTensor, Shown, rebind
 from gt.client.trace.dispatch import call, empty
 from gt.client.trace.host_ops import fetch
@@ -24,7 +25,7 @@ from gt.client.trace.uploads import upload
 from gt.errors import UnsupportedOp
 from gt.ir.schema import OWN, TABLE
 
-_warned: set[str] = set()  # namespaces of libraries
+_warned: set[str] = set()  # kinds of ops: namespaces of libraries, and "random"
 
 
 def foreign(info: OpInfo) -> bool:
@@ -38,11 +39,24 @@ def run(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     same = schema is not None and [argument.name for argument in schema.arguments] == info.names  # else of another version
     if same or info.name in TABLE:
         return call(info, args, kwargs)
+    every = f"every op of {info.func.namespace} that the workers lack"
+    _warn_once(info.func.namespace, f"{info.name} runs on this process's CPU, as {every}", _advice(info))
     return _on_host(info, args, kwargs)
 
 
+def sample(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    """A random op whose elements take numbers of draws that only their values tell, as gamma's do: torch draws them on the CPU.
+
+    Its generator is seeded as a worker's is for a draw, so that the program's seed alone decides the values.
+    """
+    _warn_once("random", f"{info.name} draws on this process's CPU", "samples of normal draws stay on the workers")
+    named = {**dict(zip(info.names, args)), **kwargs}
+    seed, counter = draw(named.get("generator"))
+    named["generator"] = torch.Generator().manual_seed((seed * 6364136223846793005 + counter) % (1 << 63))
+    return _on_host(info, (), named)
+
+
 def _on_host(info: OpInfo, args: tuple, kwargs: dict) -> Any:
-    _warn_once(info)
     copies: dict[int, tuple[RemoteTensor, torch.Tensor]] = {}  # by identity of the remote tensor
 
     def down(leaf: Any) -> Any:
@@ -89,18 +103,13 @@ def _uploaded(host: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten.copy_.default(empty(meta), host)
 
 
-def _warn_once(info: OpInfo) -> None:
-    """Warn of the first op of a library that runs here: a program waits at each."""
-    library = info.func.namespace
-    if library in _warned:
+def _warn_once(kind: str, what: str, advice: str) -> None:
+    """Warn of the first op of a kind that runs here: a program waits at each. kind: its library, or "random"."""
+    if kind in _warned:
         return
-    _warned.add(library)
+    _warned.add(kind)
     where = Current.origins.where(Current.origins.here())
-    warnings.warn(
-        f"{where}: {info.name} runs on this process's CPU, as every op of {library} that the workers lack: it waits for its "
-        f"inputs and uploads its results; {_advice(info)}",
-        stacklevel=2,
-    )
+    warnings.warn(f"{where}: {what}: it waits for its inputs and uploads its results; {advice}", stacklevel=2)
 
 
 def _advice(info: OpInfo) -> str:

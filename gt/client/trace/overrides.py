@@ -12,7 +12,7 @@ from gt.client.current_session import Current
 from gt.client.device.random import draw
 from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, new_view, rebind
 from gt.client.trace import host_ops, library_ops, op_info, refusals, sparse_ops
-from gt.client.trace.attention import attention
+from gt.client.trace.attention import attention, encoder_layer, multi_head
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import Condition, Handler, OpInfo, info_of
 from gt.client.trace.shape_inference import is_remote
@@ -143,18 +143,21 @@ def refuse(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     raise UnsupportedOp(f"{info.name} is not supported on remote: compute it on the CPU and move the result with .to('remote')")
 
 
-def is_pinned(info: OpInfo, args: tuple, kwargs: dict) -> bool:
-    return False
-
-
 def from_shapes(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     """An op that returns no tensor, such as is_same_size: it needs only shapes and dtypes, and nothing is sent."""
     return info.func(*(a._ref.meta.stand_in() if isinstance(a, RemoteTensor) else a for a in args), **kwargs)
 
 
+def no(info: OpInfo, args: tuple, kwargs: dict) -> bool:
+    return False
+
+
 def ignore(info: OpInfo, args: tuple, kwargs: dict) -> None:
     return None
 
+
+ENDS = ("Scalar_Tensor", "Tensor_Scalar", "Tensor_Tensor")  # overloads
+SAMPLED = ("_standard_gamma", "_sample_dirichlet", "binomial")
 
 _ROWS: dict[str, Handler | None] = {
     "aten.detach.default": alias,
@@ -163,6 +166,7 @@ _ROWS: dict[str, Handler | None] = {
     "aten.lift.default": itself,
     "aten.lift_fresh.default": itself,
     "aten.copy_.default": host_ops.copy,
+    "aten.fill_.Tensor": host_ops.fill,
     "aten._to_copy.default": host_ops.to_copy,
     "aten._local_scalar_dense.default": host_ops.local_scalar,
     "aten.equal.default": host_ops.equal,
@@ -173,9 +177,12 @@ _ROWS: dict[str, Handler | None] = {
     "aten.resize_.default": host_ops.resize,
     "aten.resize_as_.default": host_ops.resize,
     "aten._pack_padded_sequence.default": host_ops.pack,
+    "aten._transformer_encoder_layer_fwd.default": encoder_layer,
+    "aten._native_multi_head_attention.default": multi_head,
+    "aten._nested_tensor_from_mask_left_aligned.default": no,  # nn.TransformerEncoder then leaves padding where it is
     "aten.ctc_loss.Tensor": lambda info, args, kwargs: host_ops.ctc_loss(*args, **kwargs),
     "aten._fused_moving_avg_obs_fq_helper.default": observe_and_quantize,
-    "aten.is_pinned.default": is_pinned,
+    "aten.is_pinned.default": no,
     "aten.record_stream.default": ignore,
     "aten._efficientzerotensor.default": instead(aten.zeros.default),  # has no memory that could be sent
     "aten.rand_like.default": random_like(lambda x, **k: x.uniform_(**k)),
@@ -187,10 +194,12 @@ _ROWS: dict[str, Handler | None] = {
     "aten.bernoulli.p": random_like(lambda x, p, **k: x.bernoulli_(p, **k)),
     "aten.rrelu_with_noise.default": rrelu,
     "aten.rrelu_with_noise_.default": rrelu,
+    **dict.fromkeys((f"aten.{name}.default" for name in SAMPLED), library_ops.sample),
     "aten.arange.start_out": factory(aten.arange.start_step),
     "aten.linspace.out": factory(aten.linspace.default),
     "aten.logspace.out": factory(aten.logspace.default),
     "aten._nested_view_from_jagged.default": refusals.nested,
+    **{f"aten.{name}.{kinds}": host_ops.ends for name in ("linspace", "logspace") for kinds in ENDS},
     "aten.eye.out": factory(aten.eye.default),
     "aten.eye.m_out": factory(aten.eye.m),
     "aten.randperm.out": factory(aten.randperm.default),

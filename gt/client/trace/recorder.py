@@ -15,12 +15,14 @@ from gt.client.device.remote_tensor import LiveTensors
 from gt.ir.instr import FIRST, FREE
 from gt.ir.schema import Schemas
 from gt.ir.template import Template
+from gt.logs import sendable
 from gt.wire.signals import uninterrupted
 
 MIN_BATCH_NUMBERS, MAX_BATCH_NUMBERS = 80, 1400  # in the buffer: about 15 and 256 ops
 MAX_BATCH_UPLOAD_BYTES = 16 << 20  # in a batch, which is then handed over
 MAX_HELD_BATCHES = 8  # joined in one while execution of a call is deferred: no worker waits, and credit lasts longer
 MAX_FREED_PER_BATCH = 1 << 15  # tensors
+MAX_PATH_CHARACTERS = 4096  # of a source file
 MAX_TEMPLATES = 16384  # in the table; then it starts again
 
 _ids = itertools.count(1)  # never restarts, so that ids of an ended session are invalid in the next
@@ -67,7 +69,7 @@ class Recorder:
 
     def new_origin(self, file: str, line: int, group: str, backward: bool, micro: int) -> int:
         number = self._next_origin
-        self._origins.append([number, file, line, group, backward, micro])
+        self._origins.append([number, sendable(file, MAX_PATH_CHARACTERS), line, group, backward, micro])
         self._next_origin = number + 1
         return number
 

@@ -65,11 +65,12 @@ class WorkerPosition:
 
 @dataclass(slots=True)
 class Halt:
-    """A worker's process that is stopped. since: when that was first seen, and has been ever since."""
+    """A worker's process that is stopped. since, seen: when that was first seen, and has been ever since, and when last."""
 
     life: int
     since: float
     how: str
+    seen: float
 
 
 class Watch:
@@ -160,8 +161,9 @@ class Watch:
         index, place = worker.index, self.places.get(worker.index)
         if event.state == "" or event.state not in STOPPED:
             self.halts.pop(index, None)
-        elif index not in self.halts:
-            self.halts[index] = Halt(worker.lives, event.at, describe(worker.info["pid"], event.state))
+        else:
+            first = Halt(worker.lives, event.at, describe(worker.info["pid"], event.state), event.at)
+            self.halts.setdefault(index, first).seen = event.at
         if place is not None and not place.waits and event.at - place.heard > 2 * self.heartbeat / POLLS:
             self._worked(place, 1, event.seconds)
 

@@ -82,6 +82,11 @@ def ways(hosts: Sequence[Host], failed: frozenset[Failure] = frozenset()) -> dic
     return {**found, **{(b, a): way.back() for (a, b), way in found.items()}}
 
 
+def by_nccl(a: Mapping[str, Any], b: Mapping[str, Any], way: Way) -> bool:
+    """True if NCCL may carry tensors between two workers, by their infos and way: it wants one version, and relays nothing."""
+    return bool(a.get("nccl")) and a.get("nccl") == b.get("nccl") and way.kind in ("tcp", "shm")
+
+
 def within(one: Host) -> Way:
     """The way between workers of one host. The address is for collectives that other hosts take part in."""
     address = one.links[0].address if one.links and one.listening else ""

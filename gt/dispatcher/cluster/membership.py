@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from gt.config.load import resolve
@@ -108,26 +109,30 @@ class Membership:
             self._announce_world(lease, lease.cluster.form(again=True) if lease.cluster.formed else ())
         self._admit_clients()
 
-    def _announce_world(self, lease: Lease, members: Sequence[int] = ()) -> None:
-        """members: those whose devices are to share memory."""
+    def _announce_world(self, lease: Lease, worlds: Sequence[Sequence[int]] = ()) -> None:
+        """worlds: of each host the workers whose devices are to share memory."""
         cluster = lease.cluster
         cluster.generation += 1
         cluster.announced = True
         rows, ways = [w.row() for w in workers(lease)], cluster.routes()
-        name = cluster.workers[members[0]].info["unique_id"] if members else ""
         owners = [session.number for session in lease.sessions.values()] if self._terms.exclusive else []
         key = world_key(self._terms.link_secret, owners) if ways else ""
-        world = World(cluster.generation, rows, list(members), name, cluster.hosts(), ways, key)
+        world = World(cluster.generation, rows, hosts=cluster.hosts(), ways=ways, key=key, nccl=cluster.nccl)
+        own = {index: (list(members), cluster.workers[members[0]].info["unique_id"]) for members in worlds for index in members}
         for worker in workers(lease):
-            self._core.send(worker.peer, world)
+            members, name = own.get(worker.index, ([], ""))
+            self._core.send(worker.peer, replace(world, members=members, unique_id=name) if members else world)
 
     def link_failed(self, peer: Peer, message: LinkFailed, frames: tuple) -> None:
         """A worker has no connection to another: they get another way, if there is one."""
         lease, worker = self._lending.of(peer), self._workers.get(peer)
-        if lease is None or worker is None or not 0 <= message.worker < len(lease.cluster.workers):
+        if lease is None or worker is None:
+            return  # its program has ended meanwhile
+        if not 0 <= message.worker < len(lease.cluster.workers):
             raise ProtocolError(f"LinkFailed.worker is {message.worker}, which is no worker of this session")
         other = lease.cluster.workers[message.worker]
-        if lease.cluster.fail_link(worker, other, message.source, message.target):
+        failed = other, message.epoch, message.source, message.target
+        if lease.cluster.fail_link(worker, *failed, self._core.now):
             text = f"{message.source} to {message.target}: {plain(message.reason, MAX_REASON_CHARACTERS)}"
             log.warning("workers %s and %s lose their connection, %s", worker.name, other.name, text)
             self._core.log_line("ERROR", worker.name, f"no connection to {other.name}, {text}")
@@ -167,9 +172,9 @@ class Membership:
         session.about = client.about
         self._next_session += 1
         self._sessions[client.peer] = lease.sessions[client.peer] = session
-        members = cluster.form()
-        if members or not cluster.announced:  # before the first program that may need it
-            self._announce_world(lease, members)
+        worlds = cluster.form()
+        if worlds or not cluster.announced:  # before the first program that may need it
+            self._announce_world(lease, worlds)
         self._core.log_line("CONNECT", self._core.name(client.peer), f"client with {len(config.groups)} groups")
         names, name, groups = [w.name for w in cluster.workers], self._core.name(client.peer), list(config.groups)
         ops = [schema.line for schema in context.ops.libraries.values()]
@@ -232,6 +237,8 @@ class Membership:
             self._admit_clients()
         for lease in list(self._lending.leases):
             self._poll(lease)
+            if lease.cluster.retry_links(self._core.now):
+                self._announce_world(lease)
 
     def _poll(self, lease: Lease) -> None:
         """Ask busy workers whether they get on; give up those that are stopped, and tell programs of slow ones."""

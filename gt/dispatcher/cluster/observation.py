@@ -1,7 +1,7 @@
 """Records of the server's state at one moment, from workers' answers and what the dispatcher knows itself. Pure.
 
-A worker's answers are not trusted: a counter of another type counts as 0. Texts of peers are cut: 64 observers are sent them,
-and each may leave some Records unread.
+A worker's answers are not trusted: a counter of another type counts as 0. Texts of peers are cut, for 64 observers
+are sent them and each may leave some Records unread, and put on one line, for terminals and pages show them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from gt.dispatcher.cluster.leases import Lease, Waiting
 from gt.dispatcher.cluster.peer_info import MAX_TEXT_CHARACTERS
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.session import ClientSession
+from gt.logs import plain
 from gt.wire.records import HostRecord, LinkRecord, QueueRecord, Record, ScheduleRecord, SessionRecord, WorkerRecord
 
 MAX_NAMES = 1024  # entries of a map that a worker tells
@@ -59,8 +60,7 @@ def lease_records(lease: Lease, answers: Answers, now: float, silent: float) -> 
 def idle_record(name: str, info: dict, restarting: bool) -> WorkerRecord:
     """A worker of an exclusive server that no session has."""
     state = "restarting" if restarting else "free"
-    named = (str(info.get("host", "")), int(info.get("pid", 0)), str(info.get("backend", "")), str(info.get("device", "")))
-    return WorkerRecord(name, *named, "", state, "", [], -1, 0, 0.0, 0.0, 0, 0, {}, 0, [])
+    return WorkerRecord(name, *_about(info), "", state, "", [], -1, 0, 0.0, 0.0, 0, 0, {}, 0, [])
 
 
 def host_records(workers: list[WorkerRecord]) -> Iterator[HostRecord]:
@@ -107,13 +107,10 @@ def _worker(lease: Lease, worker: Worker, answer: WorkerAnswer | None, where: li
         )
     return WorkerRecord(
         worker.name,
-        info.get("host", ""),
-        info.get("pid", 0),
-        info.get("backend", ""),
-        info.get("device", ""),
-        stats["transport"][:MAX_TEXT_CHARACTERS] if isinstance(stats.get("transport"), str) else "",
+        *_about(info),
+        _text(stats.get("transport")),
         state,
-        worker.lost[:MAX_TEXT_CHARACTERS],
+        _text(worker.lost),
         [s.number for s in lease.sessions.values() if worker.index in s.emitter.used],
         round(age, 3),
         _count(stats, "instructions"),
@@ -142,7 +139,7 @@ def _session(session: ClientSession, current: list, now: float) -> SessionRecord
         about["host"],
         about["pid"],
         [w.name for w in cluster.workers],
-        [name[:MAX_TEXT_CHARACTERS] for name in islice(session.config.groups, MAX_GROUPS)],
+        [_text(name) for name in islice(session.config.groups, MAX_GROUPS)],
         round(now - session.began, 3),
         session.op_stream.ops,
         session.emitter.sent,
@@ -178,9 +175,19 @@ def _current(lease: Lease, position: list) -> list:
         if n >= 0 and rows[n].seq <= seq < rows[n].end:
             op = rows[n].at(seq)
             origin = op.origin
-            file, group = origin.file[-MAX_TEXT_CHARACTERS:], origin.group[:MAX_TEXT_CHARACTERS]
-            return [session.number, op.known.template.op, file, origin.line, group, kind[:40]]
+            file = plain(origin.file[-MAX_TEXT_CHARACTERS:])
+            return [session.number, op.known.template.op, file, origin.line, _text(origin.group), plain(kind[:40])]
     return []
+
+
+def _about(info: dict) -> tuple[str, int, str, str]:
+    """Host, pid, backend and device of a worker's Hello.info."""
+    return _text(info.get("host")), int(info.get("pid", 0)), _text(info.get("backend")), _text(info.get("device"))
+
+
+def _text(value: Any) -> str:
+    """A text of a peer on one line, "" for what is none."""
+    return plain(value[:MAX_TEXT_CHARACTERS]) if isinstance(value, str) else ""
 
 
 def _count(stats: dict[str, Any], name: str) -> int:
@@ -198,4 +205,4 @@ def _counts(value: Any) -> dict[str, int]:
     if not isinstance(value, dict):
         return {}
     rows = list(value.items())[:MAX_NAMES]
-    return {name[:64]: n for name, n in rows if type(name) is str and type(n) is int and 0 <= n < 1 << 62}
+    return {plain(name[:64]): n for name, n in rows if type(name) is str and type(n) is int and 0 <= n < 1 << 62}

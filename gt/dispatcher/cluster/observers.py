@@ -13,6 +13,7 @@ from typing import Protocol
 
 from gt.dispatcher.cluster.admission import Admission
 from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared
+from gt.dispatcher.cluster.look_budget import LookBudget
 from gt.dispatcher.cluster.news import News
 from gt.dispatcher.cluster.observation import (
     Answers,
@@ -38,7 +39,7 @@ log = logging.getLogger("gt.dispatcher")
 
 MAX_OBSERVERS = 64
 MIN_INTERVAL, MAX_INTERVAL = 0.5, 60.0  # seconds between two Records
-WORKER_SECONDS = 0.01  # of the interval for each worker: the dispatcher takes about 0.1 ms for its record
+WORKER_SECONDS = 0.03  # of the interval for each worker: the dispatcher takes about 0.3 ms for its Query, Report and record
 IDLE_SHARE = 200  # times as long as the slowest worker takes to count, so that counting takes 0.5% of its time
 PATIENCE = 1.0  # seconds for workers' answers; then Records are sent without them
 MAX_UNREAD = 16  # Records that an observer has not acknowledged
@@ -93,7 +94,8 @@ class Observers:
         self._began = self._next = 0.0  # of the observation under way, and when the next may begin
         self._under_way = False
         self._turn = 0  # counts observations
-        self._cost = 0.0  # CPU seconds of the slowest worker's answer
+        self._cost = self._counting = 0.0  # CPU seconds of the slowest worker's answer, and of all
+        self._budget = LookBudget()
 
     @property
     def active(self) -> bool:
@@ -135,6 +137,8 @@ class Observers:
         if observer.log != message.log:
             observer.log, observer.lines = message.log, self.news.next_line
             self._follow_log()
+        if not observer.sent:  # its first Records do not wait for a pause
+            self._next = min(self._next, self._began + MIN_INTERVAL)
         if not was:
             self._next = 0.0
             self._tell_clients(self._core.sessions)
@@ -176,7 +180,7 @@ class Observers:
         leases = self._core.lending.leases
         count = sum(len(lease.cluster.workers) for lease in leases)
         self._next = now + max(MIN_INTERVAL, WORKER_SECONDS * count, IDLE_SHARE * self._cost)
-        self._cost = 0.0
+        self._cost = self._counting = 0.0
         for lease in leases:
             shown = self._shown(lease)
             numbers: Mapping[int, list[int]] = shown.programs.newest if shown is not None else {}
@@ -203,6 +207,7 @@ class Observers:
             self._answers[worker.name] = WorkerAnswer(worker.lives, self._core.now, stats, position)
         if type(took) is float and 0 <= took <= MAX_INTERVAL / IDLE_SHARE:
             self._cost = max(self._cost, took)
+            self._counting += took
         if not self._asked and self._under_way:
             self._finish()
 
@@ -221,6 +226,10 @@ class Observers:
             behind = due.pop(peer)
             text = f"the observer has not acknowledged {behind.sent - behind.seen} Records, want fewer than {MAX_UNREAD}"
             self._core.refuse(peer, Refused(f"{text}: read faster, or ask for a longer interval"))
+        ops = sum(session.op_stream.ops for session in self._core.sessions.values())
+        self._budget.pay(now, self._answers, ops, len(due), self._counting)
+        if all(o.sent for o in self.peers.values() if o.interval):  # another waits for its second Records: rates take two
+            self._next = max(self._next, now + self._budget.pause)
         wire = rows(self._records(now)) if due else []
         for peer, observer in due.items():
             observer.sent += 1
@@ -246,6 +255,8 @@ class Observers:
         lag = core.pace.lag.counters()["loop_lag_recent"]
         sharing = "exclusive" if isinstance(lending, Exclusive) else "shared"
         interval = round(self._next - self._began, 3)
+        workers = {worker.name for lease in lending.leases for worker in lease.cluster.workers}
+        self._answers = {name: answer for name, answer in self._answers.items() if name in workers}
         listed: list[Record] = [ServerRecord(now, sharing, interval, len(self.peers), core.sent, core.received, lag)]
         for session in core.sessions.values():
             session.roles.renew(session.table, session.cluster.workers, session.number, now)

@@ -16,7 +16,7 @@ MAX_LINKS = 64
 MAX_MBPS = 1 << 30
 WORKER: dict[str, Any] = {
     "name": "", "pid": 0, "host": "", "backend": "", "device": "", "heap_fd": -1, "heap_bytes": 0, "doorbell": "",
-    "unique_id": "", "home": "", "proof": "", "ops": [], "rank": -1, "gpu": -1, "port": 0, "links": [],
+    "unique_id": "", "home": "", "proof": "", "ops": [], "rank": -1, "gpu": -1, "port": 0, "links": [], "nccl": "",
 }  # fmt: skip
 CLIENT: dict[str, Any] = {"user": "", "program": "", "host": "", "pid": 0}
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gt import errors
-from gt.dispatcher.cluster.health import COMPILE, DEVICE, LOAD, Watch, WorkerPosition
+from gt.dispatcher.cluster.health import COMPILE, DEVICE, LOAD, Halt, Watch, WorkerPosition
 from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import WorkerStuck
@@ -59,7 +59,7 @@ class Stragglers:
 
     def report(self, sessions: Iterable[ClientSession], now: float) -> None:
         """Notices and errors for the programs that wait for workers."""
-        halted = {i: halt.how for i, halt in self.watch.halted(HALTED).items()}
+        halted = self.watch.halted(HALTED)
         for session in sessions:
             if session.uploads.awaited or session.arenas.asked:
                 self._end_held(session, halted, now)
@@ -82,29 +82,30 @@ class Stragglers:
 
     # ---- errors
 
-    def _end(self, session: ClientSession, behind: set[int], halted: dict[int, str], now: float) -> None:
+    def _end(self, session: ClientSession, behind: set[int], halted: dict[int, Halt], now: float) -> None:
         """End what waits for a worker that is stopped, or for workers of which none gets on."""
         stalled = self._stalled(session, behind)
         if not stalled and behind.isdisjoint(halted):
             return
         for request in list(session.fetches.open.values()):
             waits, waited = self._waits(request.runs), now - max(request.since, self.watch.awake)
-            stopped = {i: halted[i] for i in waits & set(halted)}
+            # Seen while the question waited: a worker that was let go on since it was last looked at is not stopped.
+            stopped = {i: halted[i].how for i in waits & set(halted) if halted[i].seen > request.since}
             if stopped or (stalled and waits and waited >= session.stall_timeout):
                 said = self._says(session, self._blamed(waits), now)
                 session.fetches.give_up(request, self._error(session, stopped, said))
         pending = session.op_stream.pending
         if pending and self._without_credit(session):
             waits = self._waits(pending[0].runs)
-            stopped = {i: halted[i] for i in waits & set(halted)}
+            stopped = {i: halted[i].how for i in waits & set(halted)}
             if stopped or (stalled and waits):
                 said = self._says(session, self._blamed(waits), now)
                 self._report_stuck(session, self._error(session, stopped, said))
 
-    def _end_held(self, session: ClientSession, halted: dict[int, str], now: float) -> None:
+    def _end_held(self, session: ClientSession, halted: dict[int, Halt], now: float) -> None:
         """End questions behind an upload that a stopped worker has to take in, or only such as do not get on."""
         uploads, waits = session.uploads, session.uploads.waits()
-        stopped = {i: halted[i] for i in waits & set(halted)}
+        stopped = {i: halted[i].how for i in waits & set(halted)}
         stalled = self._silent(session, waits, uploads.moved, now)
         if not waits or not (stopped or stalled):
             return

@@ -23,6 +23,7 @@ from gt.ir.template import weight
 
 MOST = 1 << 17  # numbers of one Run, about: it has to fit a body whatever a client sends
 ABSENT = "it has not joined yet"
+RETRY_SECONDS = 2.0  # from the failure of connections to another attempt, where no other way is left
 
 
 @dataclass(slots=True)
@@ -141,7 +142,8 @@ class Cluster:
         self._channels: dict[int, tuple[int, Sizes]] = {}
         self._teams: dict[tuple[int, ...], tuple[int, int, int]] = {}
         self.relayed: list[list] = []  # rows of the newest `routes` with workers that relay
-        self._failed: set[Failure] = set()  # connections between hosts
+        self.nccl: list[list[int]] = []  # pairs of the newest `routes` that NCCL joins
+        self._failed: dict[Failure, float] = {}  # connections between hosts, and when they failed
         self._routes: dict[tuple[int, int], tuple] = {}  # pairs of workers on different hosts -> their way, and whose it is
         self._epochs: dict[tuple[int, int], int] = {}  # how often that has changed
 
@@ -206,18 +208,30 @@ class Cluster:
         """The way of each pair of hosts."""
         return links.ways(self.hosts_of(self.workers), frozenset(self._failed))
 
-    def fail_link(self, a: Worker, b: Worker, source: str, target: str) -> bool:
-        """No connection between these addresses was made, or it broke. True if it was the way of the two hosts."""
+    def fail_link(self, a: Worker, b: Worker, epoch: int, source: str, target: str, now: float) -> bool:
+        """No connection between these addresses was made, or it broke. True if it was the way of the two in this epoch."""
         one, other = links.home(a.info), links.home(b.info)
         way = self.ways().get((one, other)) if not (a.lost or b.lost) else None
         if way is None or (way.kind, way.source, way.target) != ("tcp", source, target):
             return False
-        self._failed.add((one, other, source, target) if one <= other else (other, one, target, source))
+        if self._epochs.get((min(a.index, b.index), max(a.index, b.index))) != epoch:
+            return False
+        self._failed[(one, other, source, target) if one <= other else (other, one, target, source)] = now
         return True
+
+    def retry_links(self, now: float) -> bool:
+        """Try connections again where nothing else is left to try. True if there are any."""
+        if not self._failed or now - max(self._failed.values()) < RETRY_SECONDS:
+            return False
+        cut = {pair for pair, way in self.ways().items() if way.kind == "none"}
+        again = [row for row in self._failed if row[:2] in cut]
+        for row in again:
+            del self._failed[row]
+        return bool(again)
 
     def forgive(self, worker: Worker) -> None:
         """A worker has joined: its host's connections are tried anew."""
-        self._failed = {row for row in self._failed if links.home(worker.info) not in row[:2]}
+        self._failed = {row: at for row, at in self._failed.items() if links.home(worker.info) not in row[:2]}
 
     def routes(self) -> list[list]:
         """Rows of World.ways. The epoch of a pair grows whenever its way, or a worker of it, is another than before."""
@@ -225,7 +239,7 @@ class Cluster:
         hosts: dict[str, list[Worker]] = {}
         for worker in living:
             hosts.setdefault(links.home(worker.info), []).append(worker)
-        self.relayed = []
+        self.relayed, self.nccl = [], []
         if len(hosts) < 2:
             return []
         ways, rows = self.ways(), []
@@ -244,6 +258,8 @@ class Cluster:
                 self._routes[key], self._epochs[key] = now, self._epochs.get(key, 0) + 1
             direct[key] = self._epochs[key]
             rows.append([*key, self._epochs[key], way.kind, way.source, way.target, [one.index for one in relays]])
+            if links.by_nccl(a.info, b.info, way):
+                self.nccl.append([*key])
         self.relayed = [row for row in rows if row[6]]
         return rows
 
@@ -326,19 +342,28 @@ class Cluster:
         offset, found = self.channel(source, target)
         return {"peer": peer, "offset": offset, "bytes": found.slot, "slots": found.slots}
 
-    def form(self, again: bool = False) -> list[int]:
-        """Workers whose devices are to share memory from here on: all of one host that can, unless some do already.
+    def form(self, again: bool = False) -> list[list[int]]:
+        """Workers whose devices are to share memory from here on, by host: all of one that can, unless some do already.
 
-        again: only once all are back that did so before.
+        again: only once all of a host are back that did so before.
         """
-        if any(not self.workers[i].lost and self.workers[i].lives == lives for i, lives in self.formed.items()):
-            return []
         hosts: dict[str, list[int]] = {}
+        before: dict[str, set[int]] = {}
         for worker in self.workers:
+            if worker.index in self.formed:
+                before.setdefault(links.home(worker.info), set()).add(worker.index)
             if not worker.lost and worker.info.get("unique_id"):
                 hosts.setdefault(links.home(worker.info), []).append(worker.index)
-        able = max(hosts.values(), key=lambda some: (set(self.formed) <= set(some), len(some)), default=[])
-        if len(able) < 2 or (again and not set(self.formed) <= set(able)):
-            return []
-        self.formed = {i: self.workers[i].lives for i in able}
-        return able
+        worlds = []
+        for home, able in hosts.items():
+            former = before.get(home, set())
+            if len(able) < 2 or (again and not (former and former <= set(able))) or any(map(self._shares, former)):
+                continue
+            self.formed = {i: lives for i, lives in self.formed.items() if i not in former}
+            self.formed.update((i, self.workers[i].lives) for i in able)
+            worlds.append(able)
+        return worlds
+
+    def _shares(self, index: int) -> bool:
+        """True if the process that shares its device's memory is there."""
+        return not self.workers[index].lost and self.workers[index].lives == self.formed[index]

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from gt.dispatcher.programs.passes.hoist_transfers import backward_of
 from gt.dispatcher.programs.recording import Instruction
 from gt.ir.dataflow import last_uses
-from gt.ir.instr import FREE, RECEIVES, Define
+from gt.ir.instr import COLLECTIVES, FREE, RECEIVES, Define
 from gt.wire.messages import FinishCapture
 
+BATCHED = COLLECTIVES | {"together"}  # kinds that stay in one definition with what follows them
 MAX_NUMBERS_PER_DEFINITION = 1 << 19  # of a program's code; a longer program is several definitions
 
 
@@ -81,10 +82,7 @@ class ProgramWriter:
                 self._randoms.append(len(self._code) + 2 + place)
                 operands[place + 1] -= self.counter
         self._code += (row.define.number, self._at, *operands)
-        if len(self._code) > MAX_NUMBERS_PER_DEFINITION and row.kind not in (
-            "together",
-            "all_reduce",
-        ):  # those stay in one definition
+        if len(self._code) > MAX_NUMBERS_PER_DEFINITION and row.kind not in BATCHED:
             self._end()
 
     def _free(self, ids: Sequence[int]) -> None:

@@ -1,6 +1,7 @@
 """The pass manager: the passes over a captured step, in order. One verifier checks the result of each.
 
-    recording -> apply_schedule -> prefetch_gathers -> bucket_all_reduces -> rematerialize -> hoist_transfers -> program
+    recording -> apply_schedule -> prefetch_gathers -> bucket_reductions -> rematerialize -> hoist_transfers
+              -> batch_collectives -> program
 
 A pass that has nothing to do returns its argument. A result that the verifier refuses is not taken: the pass before it stands.
 """
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gt.dispatcher.programs.passes.bucket_all_reduces import bucket_all_reduces
+from gt.dispatcher.programs.passes.batch_collectives import batch_collectives
+from gt.dispatcher.programs.passes.bucket_reductions import bucket_reductions
 from gt.dispatcher.programs.passes.context import PassContext
 from gt.dispatcher.programs.passes.hoist_transfers import hoist_transfers
 from gt.dispatcher.programs.passes.pipeline import apply_schedule
@@ -20,7 +22,9 @@ from gt.dispatcher.programs.reorder_check import CannotReorder, Verifier
 
 Pass = Callable[[Recording, PassContext], Recording]
 
-PASSES: tuple[Pass, ...] = (apply_schedule, prefetch_gathers, bucket_all_reduces, rematerialize, hoist_transfers)
+PASSES: tuple[Pass, ...] = (
+    apply_schedule, prefetch_gathers, bucket_reductions, rematerialize, hoist_transfers, batch_collectives,
+)  # fmt: skip
 
 
 def run_passes(recording: Recording, context: PassContext, passes: Sequence[Pass]) -> Recording:

@@ -179,9 +179,10 @@ class Programs:
         self._outbox.cut()
         counts = {self._cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
         recomputed = {self._cluster.workers[worker].name: row for worker, row in context.recomputed.items()}
+        batched = {self._cluster.workers[worker].name: row for worker, row in context.batched.items()}
         return {
             "why": why, "ops": len(tape.journal), "instructions": counts, "schedule": context.schedule,
-            "recomputed": recomputed,
+            "recomputed": recomputed, "batched": batched,
         }  # fmt: skip
 
     def _pass_context(self, tape: Recording, message: FinishCapture, added: dict[str, Define]) -> PassContext:
@@ -198,6 +199,7 @@ class Programs:
             homes={offset + i: rows[i].storage for i in tape.before if i in rows},
             fresh=lambda: offset + emitter.temporary(),
             define=partial(self._define, added),
+            bucket=self._context.config.bucket,
             sharded=self._context.config.zero > 0,
         )
 

@@ -251,7 +251,7 @@ def embedding_backward(known: OpSchema, places: list[Place], size: int) -> Decis
     if isinstance(grad, Shard) and grad.dim == last:
         return Decision((grad, R), (Shard(1, grad.parts),))
     place = next((p for p in (grad, index) if isinstance(p, Shard)), None)
-    if place is not None and place.parts == 1:
+    if place is not None and place.parts == 1 and not known.arg(4):  # a gradient by frequency counts all indices
         return Decision((place, place), (P,))
     return Decision((R, R), (R,))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -23,10 +22,6 @@ LINGER_SECONDS = 60.0  # without a page, until the server is no longer observed
 RETRY_SECONDS = 2.0  # after a link has ended
 ALIVE_SECONDS = 15.0  # without an event, until a page is sent a sign of life
 MAX_LOG_LINES = 2000
-LOOK_SECONDS = 1e-3  # of CPU time that a look takes in each process
-MAX_SHARE = 0.007  # of the workers' CPU time that looks may take, where that is possible
-IDLE_SHARE = 0.05  # of a core: workers that take less do nothing
-MAX_PAUSE = 4.0  # seconds between two looks, at most
 ONCE = ("schedule", "layouts")  # of a session's row: events of their own, for they are large and change seldom
 
 Event = tuple[str, Any]  # name, data
@@ -38,10 +33,14 @@ class Page:
     def __init__(self, log: bool) -> None:
         self.log = log
         self.version = -1
+        self.next_line = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Another server may be observed from now on, whose sessions have the same numbers."""
         self.merges = -1  # of the history that it has
         self.replays: dict[int, int] = {}  # by session
         self.layouts: dict[int, int] = {}
-        self.next_line = 0
 
 
 class Feed:
@@ -137,13 +136,13 @@ class Feed:
                 log = any(page.log for page in self._pages)
                 with self._connect(log) as stream:
                     with self._changed:
-                        self._stream = stream
-                    self._view, interval = LiveView(), stream.interval
+                        self._stream, self._schedules = stream, {}
+                        for page in self._pages:
+                            page.forget()
+                    self._view, self._predicted = LiveView(), PredictedSchedules()
                     while self._wanted(LINGER_SECONDS):
                         stream.log = any(page.log for page in list(self._pages))
-                        records, began = stream.next(), time.thread_time()
-                        state = self._take(records)
-                        stream.interval = pause(state, interval, time.thread_time() - began)
+                        self._take(stream.next())
                 with self._changed:
                     self._state = None  # the next page waits for a new one
             except (GTError, ValueError) as error:
@@ -161,7 +160,7 @@ class Feed:
             wanted = self._changed.wait_for(lambda: self._closed or self._pages or self._always, seconds)
             return bool(wanted) and not self._closed
 
-    def _take(self, records: list[Record]) -> dict[str, Any]:
+    def _take(self, records: list[Record]) -> None:
         state = self._view.update(records)
         schedules = {
             s["number"]: self._predicted.beside(s["number"], s["schedule"])
@@ -179,20 +178,10 @@ class Feed:
                     self._next_line = record.number if record.number > self._next_line else self._next_line + len(record.lines)
                     self._lines.extend(record.lines)
             self._bump()
-        return state
 
     def _bump(self) -> None:
         self._version += 1
         self._changed.notify_all()
-
-
-def pause(state: dict[str, Any], interval: float, own: float) -> float:
-    """Seconds until the next look: longer than the interval where workers do little. own: CPU seconds of this one here."""
-    busy = sum(worker["cpu_share"] or 0.0 for worker in state["workers"])
-    if busy < IDLE_SHARE:
-        return interval
-    cost = own + LOOK_SECONDS * (len(state["workers"]) + 2)
-    return max(interval, min(MAX_PAUSE, cost / (MAX_SHARE * busy)))
 
 
 def _small(state: dict[str, Any]) -> dict[str, Any]:

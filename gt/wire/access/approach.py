@@ -16,7 +16,7 @@ from gt.wire import tcp
 from gt.wire.access import auth, server_files
 from gt.wire.access.auth import CURVE, NULL, PLAIN, Credentials
 from gt.wire.messages import MAX_BODY
-from gt.wire.socket import GONE, HANDSHAKE, QUEUE, descriptor_of, monitored, options, show
+from gt.wire.socket import GONE, HANDSHAKE, QUEUE, descriptor_of, endpoint, monitored, options, show
 
 log = logging.getLogger("gt.wire")
 
@@ -60,7 +60,7 @@ class Approach:
         # The next attempt is ours, and a link once made is not made again. Without any, what came last would be dropped.
         sock.setsockopt(zmq.RECONNECT_IVL, NEVER)
         self.monitor = sock.get_monitor_socket(CONNECTED | MADE | CLOSED | GONE | FAILED)
-        sock.connect(f"tcp://{self._ip}:{self._port}")
+        sock.connect(endpoint(sock, self._ip, self._port))
         outcome = self._outcome(self.monitor, bell, min(until, time.monotonic() + HANDSHAKE), over)
         self._denied = self._denied + 1 if outcome == DENIED else 0
         self._broken = self._broken + 1 if outcome & FAILED and outcome != DENIED else 0

@@ -62,7 +62,8 @@ def publish(ip: str, port: int, text: str) -> Published:
 
 def find(ip: str, port: int) -> str | None:
     """The text of this user's running server at an address, None if there is none."""
-    names = [_name(ip, port)] + ([_name("0.0.0.0", port)] if ip.startswith("127.") else [])
+    everywhere = ("0.0.0.0", "::") if ip.startswith("127.") else ("::",) if ip == "::1" else ()
+    names = [_name(address, port) for address in (ip, *everywhere)]
     for folder in _folders():
         if _fault(folder):
             continue

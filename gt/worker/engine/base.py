@@ -166,6 +166,18 @@ class Moves(Protocol):
         """The dtype's name as in ir.spec.DTYPES."""
 
 
+class BounceBuffer(Protocol):
+    """Pinned memory of the host, through which a device's bytes pass. `memory`: its bytes."""
+
+    memory: memoryview
+
+    def fetch(self, source: Tensor, at: int) -> Callable[[], None]:
+        """Copy a view to memory[at:], after the work that was issued before. The result waits for the copy."""
+
+    def put(self, target: Tensor, at: int) -> None:
+        """Copy memory[at:] to a view, before work that is issued later. The memory must not change any more."""
+
+
 class Direct(Moves, Protocol):
     """The same for devices that reach each other's memory: a view is a flat tensor of bytes on the device."""
 
@@ -189,6 +201,18 @@ class Direct(Moves, Protocol):
 
     def finish(self) -> None:
         """Wait for all issued work."""
+
+    def bounce(self, nbytes: int) -> BounceBuffer:
+        """Pinned memory of the host."""
+
+    def side_stream(self, use: Hashable) -> int:
+        """The stream of a use. Its later work follows all work that was issued before, and compute does not wait for it."""
+
+    def issuing_to(self, stream: int) -> AbstractContextManager:
+        """Within it the calling thread, which may be another than the engine's, issues work to this stream."""
+
+    def fence(self) -> Callable[[], None]:
+        """A wait, for any thread, for the work that the calling thread has issued so far. It raises if the device fails."""
 
 
 class HostCopies(Protocol):

@@ -73,7 +73,7 @@ def all_reduce(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
 
 
 def together(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
-    """Does nothing by itself: gt.worker.program.overlap makes one row of the all-reduces that follow."""
+    """Does nothing by itself: gt.worker.program.overlap makes one row of the collectives that follow."""
     return lambda code, at: None
 
 
@@ -100,12 +100,16 @@ def all_gather(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
         except Exception:
             _declined(plane.all_gather, team, NOTHING, [NOTHING] * len(ranks))
             raise
-        plane.all_gather(team, src, views)
-        for boxes, piece, straight in zip(ranks, pieces, direct, strict=True):
-            if not straight:
-                for box, place in zip(boxes, local(boxes)[1], strict=True):
-                    engine.copy(dst[index(box)], piece[index(place)])
-        held[code[at + 1]] = engine.adopt(dst)
+        target = code[at + 1]
+
+        def finish() -> None:
+            for boxes, piece, straight in zip(ranks, pieces, direct, strict=True):
+                if not straight:
+                    for box, place in zip(boxes, local(boxes)[1], strict=True):
+                        engine.copy(dst[index(box)], piece[index(place)])
+            held[target] = engine.adopt(dst)
+
+        plane.all_gather(team, src, views, finish)
 
     return step
 
@@ -130,8 +134,12 @@ def reduce_scatter(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
         except Exception:
             _declined(plane.reduce_scatter, team, [NOTHING] * len(ranks), NOTHING, _never)
             raise
-        plane.reduce_scatter(team, sections, view, combine)
-        held[code[at + 1]] = engine.adopt(out)
+        target = code[at + 1]
+
+        def finish() -> None:
+            held[target] = engine.adopt(out)
+
+        plane.reduce_scatter(team, sections, view, combine, finish)
 
     return step
 
@@ -187,7 +195,7 @@ def send(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
 
 def recv(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     held, receive = worker.tensors, _receiver(worker, payload)
-    engine, _ = _between(worker, payload)
+    engine = _between(worker, payload)
     need, nbytes = worker.budget.need, contiguous(tuple(payload["shape"]), payload["dtype"]).nbytes
 
     def step(code: list, at: int) -> None:
@@ -205,7 +213,7 @@ def recv(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
 
 def merge(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     held, receive = worker.tensors, _receiver(worker, payload)
-    engine, _ = _between(worker, payload)
+    engine = _between(worker, payload)
     need, nbytes = worker.budget.need, contiguous(tuple(payload["shape"]), payload["dtype"]).nbytes
     pairs = [as_boxes(pair) for pair in payload["local"]]
 
@@ -225,30 +233,30 @@ def merge(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     return step
 
 
-def _between(worker: ExecutionContext, payload: dict[str, Any]) -> tuple[Moves, Any]:
-    """Engine and plane of a receive: the same for all parts, which are assembled in one kind of memory."""
-    routes = [worker.route([channel["peer"]]) for channel, _ in payload["parts"]]
-    if len({id(plane) for _, plane in routes}) > 1:
+def _between(worker: ExecutionContext, payload: dict[str, Any]) -> Moves:
+    """Engine of a receive: the same for all parts, which are assembled in one kind of memory."""
+    engines = [worker.route([channel["peer"]])[0] for channel, _ in payload["parts"]]
+    if any(engine is not engines[0] for engine in engines):
         raise SystemFailure("workers on GPUs and others send parts of one tensor: keep groups to one kind of worker")
-    return routes[0] if routes else worker.route([])
+    return engines[0] if engines else worker.route([])[0]
 
 
 def _decline(worker: ExecutionContext, payload: dict[str, Any]) -> None:
     """Receive every part with no room for it: the channel drops the bytes."""
-    _, plane = _between(worker, payload)
     for channel, _ in payload["parts"]:
+        _, plane = worker.route([channel["peer"]])
         _declined(plane.recv, channel, NOTHING)
 
 
 def _receiver(worker: ExecutionContext, payload: dict[str, Any]) -> Any:
     """dst -> None: receives every part, even after one failed, so that the channels of living peers stay matched."""
     dtype = payload["dtype"]
-    engine, plane = _between(worker, payload)
-    parts = [(channel, as_boxes(rows)) for channel, rows in payload["parts"]]
+    engine = _between(worker, payload)
+    parts = [(worker.route([channel["peer"]])[1], channel, as_boxes(rows)) for channel, rows in payload["parts"]]
 
     def receive(dst: Tensor) -> None:
         failure: Exception | None = None
-        for channel, boxes in parts:
+        for plane, channel, boxes in parts:
             try:
                 room = _room(engine, dst, boxes, dtype)
                 view = engine.view(room)

@@ -93,7 +93,7 @@ class Plane(ABC):
     """
 
     transport = ""  # the name of its transport, a value of GT_TRANSPORT
-    on_link_failed: Callable[[int, str, str, str], None] | None = None  # (worker, own address, its address, reason)
+    on_link_failed: Callable[[int, int, str, str, str], None] | None = None  # (worker, epoch, own address, its, reason)
 
     @abstractmethod
     def open(self, index: int = -1) -> dict[str, Any]:
@@ -112,6 +112,9 @@ class Plane(ABC):
     ) -> None:
         """A World is here, which the transferring thread has not reached yet: connections may be made."""
 
+    def join_by_nccl(self, pairs: Sequence[Sequence[int]]) -> None:  # noqa: B027  a plane of one host needs no such pairs
+        """Set the pairs of workers that NCCL joins, World.nccl. Precedes `world`."""
+
     def form(self, members: Sequence[int], own: int, unique_id: str) -> None:
         """Form a world with the workers of World.members, for as long as all of these processes live."""
         raise SystemFailure("this plane has no world that is formed")
@@ -121,8 +124,10 @@ class Plane(ABC):
         return None
 
     def batch(self) -> AbstractContextManager:
-        """Around all-reduces that may be done as one, per team."""
-        return nullcontext()
+        """Around collectives of one team and kind, which may be done as one. Gives a list: of the number of each that failed
+        in there, counted from the first call, and why.
+        """
+        return nullcontext(())
 
     def reset_cursors(self, channels: Iterable[Sequence[int]]) -> None:  # noqa: B027  a plane without recordings has no cursors
         """A program begins that uses these channels, [peer, offset, True for the sender's end], at their other ends too."""
@@ -147,11 +152,13 @@ class Plane(ABC):
         """Reduce in place, in rank order; elements of at most 64 bytes, of a size that divides 64."""
 
     @abstractmethod
-    def all_gather(self, team: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
+    def all_gather(self, team: TeamForm, data: Buffer, outs: Sequence[Buffer], on_issued: OnIssued = nothing) -> None:
         """outs[r] gets the r-th member's data, of any sizes known to all; outs[rank] may be data itself."""
 
     @abstractmethod
-    def reduce_scatter(self, team: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
+    def reduce_scatter(
+        self, team: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine, on_issued: OnIssued = nothing
+    ) -> None:
         """out gets the sum of every member's sections[rank]; may not overlap the sections. Sizes are the same on all."""
 
     @abstractmethod
@@ -168,6 +175,10 @@ class Plane(ABC):
 
     def ways(self) -> dict[str, str]:
         """By name of each worker, the way to it, where some are on other hosts."""
+        return {}
+
+    def facts(self) -> dict[str, Any]:
+        """More about the plane, for gt.stats()."""
         return {}
 
     @abstractmethod

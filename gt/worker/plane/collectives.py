@@ -20,23 +20,23 @@ class Adder:
 
     def __init__(self, combine: Combine) -> None:
         self._combine = combine
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
 
     def __call__(self, team: Team, out: memoryview, at: int) -> None:
         """out = every member's bytes from `at`, added in rank order."""
         count = len(out)
-        if not count or self._failure:
+        if not count or self.failure:
             return
         out[:] = team.theirs(0)[at : at + count]
         try:
             for rank in range(1, team.size):
                 self._combine(out, team.theirs(rank)[at : at + count])
         except Exception as error:
-            self._failure = error
+            self.failure = error
 
     def finish(self) -> None:
-        if self._failure:
-            raise self._failure
+        if self.failure:
+            raise self.failure
 
 
 def all_reduce(team: Team, data: memoryview, combine: Combine) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from gt.errors import SystemFailure
@@ -23,6 +23,7 @@ class DevicePlane(ShmPlane):
     """engine: of a GPU worker."""
 
     name = ""  # a value of GT_TRANSPORT; a unique id begins with it
+    _ring: Any = None  # NCCL's library, None without it
 
     def __init__(self, engine: Any, heap_bytes: int) -> None:
         super().__init__(heap_bytes)
@@ -57,7 +58,7 @@ class DevicePlane(ShmPlane):
         return self._transport if all(index in self._members for index in workers) else None
 
     def batch(self) -> AbstractContextManager:
-        return nullcontext() if self._transport is None else self._transport.batch()
+        return super().batch() if self._transport is None else self._transport.batch()
 
     def reset_cursors(self, channels: Iterable[Sequence[int]]) -> None:
         if self._transport is not None:

@@ -25,6 +25,7 @@ class NcclTransport:
     """
 
     name = "nccl"
+    recordable = True
 
     def __init__(self, ring: Any, engine: Any, host: Any, count: Callable[[int, int, int], None]) -> None:
         self._ring, self._engine, self._host, self._count = ring, engine, host, count
@@ -59,7 +60,7 @@ class NcclTransport:
         pass
 
     def batch(self) -> AbstractContextManager:
-        return nullcontext()
+        return nullcontext(())
 
     # ---- collectives. Members add dtypes and reductions that NCCL lacks, in rank order.
 
@@ -80,15 +81,25 @@ class NcclTransport:
                 self._add(data, parts, combine)
             self._counted(form, [total] * size, [total] * size)
 
-    @issuing()
-    def all_gather(self, form: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
+    def all_gather(self, form: TeamForm, data: Buffer, outs: Sequence[Buffer], on_issued: OnIssued = nothing) -> None:
         check_present(data)
+        self._all_gather(form, data, outs)
+        on_issued()
+
+    @issuing()
+    def _all_gather(self, form: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
         self._exchange(form, [data] * len(outs), outs)
         self._counted(form, [len(data)] * len(outs), list(map(len, outs)))
 
-    @issuing()
-    def reduce_scatter(self, form: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
+    def reduce_scatter(
+        self, form: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine, on_issued: OnIssued = nothing
+    ) -> None:
         check_present(out)
+        self._reduce_scatter(form, sections, out, combine)
+        on_issued()
+
+    @issuing()
+    def _reduce_scatter(self, form: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
         parts = [self._engine.staging((len(out),), "uint8") for _ in sections]
         self._exchange(form, sections, parts)
         self._add(out, parts, combine)

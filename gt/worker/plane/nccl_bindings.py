@@ -17,6 +17,7 @@ from gt.ir.spec import DTYPES
 
 ID_BYTES = 128  # of a unique id
 TYPES = {"int8": 0, "uint8": 1, "int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
+IN_PROGRESS = 7  # a result of NCCL that is no error
 OPS = {"sum": 0, "product": 1, "max": 2, "min": 3}
 
 
@@ -42,6 +43,15 @@ class Nccl:
         self._lib.ncclReduceScatter.argtypes = [pointer, pointer, size, number, number, pointer, pointer]
         self._lib.ncclAllGather.argtypes = [pointer, pointer, size, number, pointer, pointer]
         self._lib.ncclSend.argtypes = self._lib.ncclRecv.argtypes = [pointer, size, number, number, pointer, pointer]
+        self._lib.ncclCommAbort.argtypes = [pointer]
+        self._lib.ncclCommGetAsyncError.argtypes = [pointer, ctypes.POINTER(number)]
+
+    @property
+    def version(self) -> str:
+        """As 2.28.9."""
+        number = ctypes.c_int()
+        self._check(self._lib.ncclGetVersion(ctypes.byref(number)))
+        return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
     def unique_id(self) -> bytes:
         """The id that a team's first member hands to the others."""
@@ -54,6 +64,16 @@ class Nccl:
         comm = ctypes.c_void_p()
         self._check(self._lib.ncclCommInitRank(ctypes.byref(comm), count, _UniqueId.from_buffer_copy(unique_id), rank))
         return comm
+
+    def failure(self, comm: Any) -> str:
+        """Reason why a communicator has failed, "" if it has not. By any thread."""
+        state = ctypes.c_int()
+        code = self._lib.ncclCommGetAsyncError(comm, ctypes.byref(state)) or state.value
+        return "" if code in (0, IN_PROGRESS) else f"NCCL: {self._lib.ncclGetErrorString(code).decode()}"
+
+    def abort(self, comm: Any) -> None:
+        """End a communicator at once. Calls and work on the device that wait for other members end, with any result."""
+        self._check(self._lib.ncclCommAbort(comm))
 
     @contextmanager
     def group(self) -> Iterator[None]:

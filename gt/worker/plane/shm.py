@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from gt.errors import ConfigError
@@ -19,6 +20,7 @@ from gt.ir.heap import HEAP_BYTES, ChannelRegion, TeamRegion
 from gt.wire import liveness
 from gt.worker.plane import collectives
 from gt.worker.plane.base import ALL, Buffer, Channel, Combine, OnIssued, PeerGone, Plane, TeamForm, Unreachable, nothing
+from gt.worker.plane.batch import Failures, Queued, run_batch, unused
 from gt.worker.plane.heap import OwnHeap, PeerHeap, full_fence
 from gt.worker.plane.team import Team
 
@@ -100,6 +102,7 @@ class ShmPlane(Plane):
         self._teams: dict[tuple[int, int], Team] = {}
         self._sent: dict[str, int] = {}
         self._received: dict[str, int] = {}
+        self._batch: list[Queued] | None = None  # collectives to be done as one
 
     # ---- any thread
 
@@ -209,15 +212,41 @@ class ShmPlane(Plane):
 
     # ---- collectives
 
+    def batch(self) -> AbstractContextManager:
+        return self._batched()
+
+    @contextmanager
+    def _batched(self) -> Iterator[Failures]:
+        batch: list[Queued] = []
+        failures: Failures = []
+        self._batch = batch
+        try:
+            yield failures
+        finally:
+            self._batch = None
+            if batch:
+                failures += run_batch(batch, self._team)
+
+    def _do(self, queued: Queued) -> None:
+        """One collective, now or with the others of a batch."""
+        if self._batch is not None:
+            self._batch.append(queued)
+            return
+        queued.alone(self._team(queued.form))
+        queued.on_issued()
+
     def all_reduce(self, team: TeamForm, data: Buffer, combine: Combine, on_issued: OnIssued = nothing) -> None:
-        collectives.all_reduce(self._team(team), flat(data), combine)
-        on_issued()
+        view = flat(data)
+        self._do(Queued("all_reduce", team, (view,), (view,), combine, on_issued))
 
-    def all_gather(self, team: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
-        collectives.all_gather(self._team(team), flat(data), [flat(out) for out in outs])
+    def all_gather(self, team: TeamForm, data: Buffer, outs: Sequence[Buffer], on_issued: OnIssued = nothing) -> None:
+        self._do(Queued("all_gather", team, (flat(data),), [flat(out) for out in outs], unused, on_issued))
 
-    def reduce_scatter(self, team: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
-        collectives.reduce_scatter(self._team(team), [flat(section) for section in sections], flat(out), combine)
+    def reduce_scatter(
+        self, team: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine, on_issued: OnIssued = nothing
+    ) -> None:
+        sends = [flat(section) for section in sections]
+        self._do(Queued("reduce_scatter", team, sends, (flat(out),), combine, on_issued))
 
     def all_to_all(self, team: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer], longest: int = 0) -> None:
         collectives.all_to_all(self._team(team), [flat(data) for data in sends], [flat(out) for out in recvs])

@@ -55,6 +55,7 @@ class Arena:
     """
 
     name = "nvshmem"
+    recordable = True
 
     def __init__(self, plane: Any, library: Any, engine: Any, memory: ArenaMemory, ring: Any = None) -> None:
         self.plane, self.library, self.engine, self.ring = plane, library, engine, ring
@@ -114,11 +115,11 @@ class Arena:
     # ---- collectives. Members add in rank order, so all get the same bits.
 
     @contextmanager
-    def batch(self) -> Iterator[None]:
+    def batch(self) -> Iterator[tuple]:
         """All-reduces within it are issued together at its end: as one if NCCL is faster for all their bytes."""
         self._batch = []
         try:
-            yield
+            yield ()
         finally:
             batch, self._batch = self._batch, None
         with issuing():
@@ -163,9 +164,13 @@ class Arena:
             for rank in range(team.size):
                 team.count(rank, *_share(stop - start, rank, team))
 
-    @issuing()
-    def all_gather(self, form: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
+    def all_gather(self, form: TeamForm, data: Buffer, outs: Sequence[Buffer], on_issued: OnIssued = nothing) -> None:
         check_present(data)
+        self._all_gather(form, data, outs)
+        on_issued()
+
+    @issuing()
+    def _all_gather(self, form: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
         team, size = self._team(form), len(data)
         if len(set(map(len, outs))) == 1 and team.by_nccl(size * team.size):
             row = None if self._in_a_row(outs) else self.engine.staging((size * team.size,), "uint8")
@@ -188,9 +193,15 @@ class Arena:
             team.exchange(1)
         outs[team.rank][:] = data
 
-    @issuing()
-    def reduce_scatter(self, form: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
+    def reduce_scatter(
+        self, form: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine, on_issued: OnIssued = nothing
+    ) -> None:
         check_present(out)
+        self._reduce_scatter(form, sections, out, combine)
+        on_issued()
+
+    @issuing()
+    def _reduce_scatter(self, form: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
         team = self._team(form)
         if team.size == 1:
             out[:] = sections[0]

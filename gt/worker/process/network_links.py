@@ -108,4 +108,11 @@ def _routed() -> set[str]:
                 found.add(fields[0])
     except (OSError, IndexError):
         pass
+    try:
+        for line in Path("/proc/net/ipv6_route").read_text().splitlines():
+            target, prefix, *_, device = line.split()
+            if prefix == "00" and not int(target, 16) and device != "lo":
+                found.add(device)
+    except (OSError, ValueError):
+        pass
     return found

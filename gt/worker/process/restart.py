@@ -1,6 +1,7 @@
 """Restart of a worker's process: it executes its own command line again, so that nothing of its memory is left.
 
-The new process has the same pid, name and environment, and by descriptors the secrets of files that may be gone.
+The new process has the same pid, name and environment. By descriptors it has the secrets of files that may be gone, and the
+signals that the old process received and did not handle: to the kernel they are handled once that process executes another one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NoReturn
 from gt import env
 
 WAIT_SECONDS = 120.0  # for the server: a server that has ended meanwhile will not tell the new process to end
-OPTIONS = ("--wait", "--name", "--token-file", "--worker-token-file")  # what is appended to the command line
+OPTIONS = ("--wait", "--name", "--signals", "--token-file", "--worker-token-file")  # what is appended to the command line
 
 
 class Renewal:
@@ -36,10 +37,6 @@ class Renewal:
 
     def start(self, name: str) -> NoReturn:
         """Become a new process of that name. OSError if it cannot be executed."""
-        for number in self._pending():  # one that no handler has seen yet would be lost
-            signal.pthread_sigmask(signal.SIG_SETMASK, ())
-            if number in (signal.SIGTERM, signal.SIGINT):
-                os._exit(128 + number)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         for child in children():  # compilers, say: they would be the new process's
@@ -50,21 +47,28 @@ class Renewal:
                 with contextlib.suppress(OSError):  # the listing's own
                     os.set_inheritable(int(entry), False)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        files = {option: f"/proc/self/fd/{inherited(secret)}" for option, secret in self._secrets.items() if secret}
-        os.execve(sys.executable, command(sys.orig_argv, name, files), self._environment)
-
-    def _pending(self) -> bytes:
-        with contextlib.suppress(BlockingIOError):
-            return os.read(self._signals, 1 << 10)
-        return b""
+        more = {option: f"/proc/self/fd/{inherited(secret)}" for option, secret in self._secrets.items() if secret}
+        os.set_inheritable(self._signals, True)
+        line = command(sys.orig_argv, name, {"--signals": str(self._signals), **more})
+        os.execve(sys.executable, line, self._environment)
 
 
-def command(argv: Sequence[str], name: str, files: Mapping[str, str]) -> list[str]:
-    """The command line of the process that replaces one of this command line. files: by option, of which the last counts."""
+def command(argv: Sequence[str], name: str, more: Mapping[str, str]) -> list[str]:
+    """The command line of the process that replaces one of this command line. more: options of OPTIONS; the last one counts."""
     own = list(argv)
     while len(own) > 1 and own[-2] in OPTIONS:
         del own[-2:]
-    return [*own, "--wait", f"{WAIT_SECONDS:g}", "--name", name, *(part for row in files.items() for part in row)]
+    return [*own, "--wait", f"{WAIT_SECONDS:g}", "--name", name, *(part for row in more.items() for part in row)]
+
+
+def told_to_end(signals: int) -> int:
+    """The number of the first SIGTERM or SIGINT that the process before this one received and did not handle, 0 for none.
+
+    signals: a descriptor of the numbers of the signals that it received; it is closed. OSError if it is none.
+    """
+    with os.fdopen(signals, "rb", buffering=0) as received:
+        numbers = received.read(1 << 16) or b""
+    return next((number for number in numbers if number in (signal.SIGTERM, signal.SIGINT)), 0)
 
 
 def children() -> list[int]:

@@ -17,7 +17,7 @@ from gt.ir.dataflow import Definition, decode, exposed, summarize
 from gt.ir.instr import COMMUNICATION, FREE
 from gt.worker.engine.base import CompiledSegment, Compiler, DeviceRecorder, DeviceReplays, Misfit
 from gt.worker.instructions.step import Row, Step, StepOfRows
-from gt.worker.program.overlap import RecordedProgram, group_all_reduces, overlap_transfers
+from gt.worker.program.overlap import RecordedProgram, group_collectives, overlap_transfers
 from gt.worker.program.partition import (
     BoundSegment,
     DefinitionTraits,
@@ -113,9 +113,9 @@ class CompiledProgram:
             self.compiler, self.why = open_compiler(payload["backend"])
 
     def group_rows(self, rows: list[Row], code: list) -> list[Row]:
-        """Rows in which each segment, and each batch of all-reduces, is one row."""
+        """Rows in which each segment, and each batch of collectives, is one row."""
         definition = self._runner.definition
-        rows, groups = group_all_reduces(rows, code, self._runner)
+        rows, groups = group_collectives(rows, code, self._runner)
         self._instructions.update(groups)
         compiler = self.compiler
         if compiler is None:

@@ -39,8 +39,8 @@ class RecordedProgram:
     within: Callable[[Row], Sequence[Row]]  # instructions that a row stands for, none for a mark
 
 
-def group_all_reduces(rows: Sequence[Row], code: Sequence, runner: ProgramRunner) -> tuple[list[Row], dict[int, list[Row]]]:
-    """Rows in which each batch of all-reduces is one row, and the rows that it stands for, by its place.
+def group_collectives(rows: Sequence[Row], code: Sequence, runner: ProgramRunner) -> tuple[list[Row], dict[int, list[Row]]]:
+    """Rows in which each batch of collectives is one row, and the rows that it stands for, by its place.
 
     A batch is the same in all replays and on all members, or its members would not meet.
     """
@@ -61,14 +61,17 @@ def group_all_reduces(rows: Sequence[Row], code: Sequence, runner: ProgramRunner
                 grouped += [(batch[0][0], _batch_step(batch, runner)), *ended]
         else:
             (ended if missing else grouped).append((at, step))
-    assert not missing, f"{missing} all-reduces of a batch are in another definition"
+    assert not missing, f"{missing} collectives of a batch are in another definition"
     return grouped, groups
 
 
 def _batch_step(rows: Sequence[Row], runner: ProgramRunner) -> Step:
     def step(code: list, at: int) -> None:
-        with runner.context.plane.batch():
+        with runner.context.plane.batch() as failures:
             runner.run_rows(rows)  # all of them, even if one fails: the other members do not know of that
+        for number, error in failures:
+            at, _ = rows[number]
+            runner.fail(code[at], code, at, runner.base, error)
 
     return step
 

@@ -16,7 +16,7 @@ from gt.ir.instr import Define
 from gt.worker.engine.codegen import bind
 from gt.worker.instructions.step import Row, StepOfRows
 from gt.worker.process.memory_budget import PLANNED_BYTES, result_bytes
-from gt.worker.program.overlap import group_all_reduces
+from gt.worker.program.overlap import group_collectives
 from gt.worker.program.partition import runs
 from gt.worker.program.program import Actions
 from gt.worker.program.runner import ProgramRunner
@@ -44,7 +44,7 @@ class CodeGenerator:
 
     def group_rows(self, rows: list[Row], code: list) -> list[Row]:
         """Rows in which each run of ops is one row."""
-        rows = group_all_reduces(rows, code, self.runner)[0]
+        rows = group_collectives(rows, code, self.runner)[0]
         grouped: list[Row] = []
         for fits, run in runs(rows, code, lambda at: bool(self.form(code[at]))):
             for first in range(0, len(run), MAX_ROWS):

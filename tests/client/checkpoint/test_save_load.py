@@ -220,6 +220,16 @@ def test_the_end_of_a_session_waits_for_its_save(session, tmp_path):
     assert equal(gt.load(tmp_path / "c"), want)
 
 
+def test_shutdown_waits_for_a_save_of_a_session_that_began_before_the_import_of_gt_save(session, tmp_path, monkeypatch):
+    monkeypatch.setattr(current_session, "on_connect", [])  # parts imported later were not there when the session began
+    session()
+    parts = trained()
+    want = {key: value.cpu() for key, value in parts[0].state_dict().items()}
+    handle = gt.save(parts[0], tmp_path / "c", wait=False)
+    gt.shutdown()
+    assert handle.done and equal(gt.load(tmp_path / "c", device="cpu"), want)
+
+
 def test_workers_elsewhere_stream_their_pieces(session, tmp_path, monkeypatch):
     """Without a common disk the client writes what workers send, and sends what it reads."""
     monkeypatch.setattr(ClientArenas, "take", lambda self, nbytes: None)

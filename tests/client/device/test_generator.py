@@ -11,7 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, random_split
 
-pytestmark = pytest.mark.usefixtures("one")
+pytestmark = [
+    pytest.mark.usefixtures("one"),
+    pytest.mark.filterwarnings("ignore:.*draws on this process's CPU:UserWarning"),
+]
 Draw = Callable[[torch.Generator], torch.Tensor]
 DRAWS: dict[str, Draw] = {
     "randn": lambda g: torch.randn(8, generator=g, device="remote"),
@@ -28,6 +31,8 @@ DRAWS: dict[str, Draw] = {
     "random_": lambda g: torch.empty(8, device="remote").random_(100, generator=g),
     "exponential_": lambda g: torch.empty(8, device="remote").exponential_(generator=g),
     "init": lambda g: nn.init.kaiming_uniform_(torch.empty(4, 4, device="remote"), generator=g),
+    "binomial": lambda g: torch.binomial(torch.full((8,), 9.0).to("remote"), torch.full((8,), 0.5).to("remote"), generator=g),
+    "gamma": lambda g: torch._standard_gamma(torch.full((8,), 2.0, device="remote"), generator=g),
     "on the CPU": lambda g: torch.randn(8, generator=g),
 }
 
@@ -44,6 +49,25 @@ def test_its_seed_decides_the_numbers(name: str) -> None:
     generator.manual_seed(3)
     assert torch.equal(draw(generator).cpu(), first)
     assert not torch.equal(draw(remote(4)).cpu(), first)
+
+
+def test_draws_of_distributions_follow_the_seed_and_have_gradients() -> None:
+    """Those whose elements take several draws are drawn on the CPU."""
+    D = torch.distributions
+    rate = torch.tensor([0.5, 2.0, 9.0]).to("remote").requires_grad_()
+
+    def drawn(seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        made = [D.Gamma(rate, 1.0).rsample((2000,)), D.Beta(rate, 2.0).rsample((2000,)), D.Dirichlet(rate).rsample((2000,))]
+        return [*made, D.Binomial(10, rate / 10).sample((2000,))]
+
+    first, again, other = drawn(1), drawn(1), drawn(2)
+    assert all(torch.equal(a, b) and not torch.equal(a, c) for a, b, c in zip(first, again, other))
+    assert all(sample.device.type == "remote" for sample in first)
+    for sample, mean in zip(first, (rate, rate / (rate + 2), rate / rate.sum(), rate)):
+        torch.testing.assert_close(sample.mean(0), mean, rtol=0.1, atol=0.02)
+    first[0].mean().backward()
+    torch.testing.assert_close(rate.grad.cpu(), torch.full((3,), 1 / 3), rtol=0.15, atol=0.0)  # a gamma's mean is its rate
 
 
 def test_it_is_a_generator_of_the_device() -> None:

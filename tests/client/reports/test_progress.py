@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import gt
 from gt.client import host_buffers
@@ -80,3 +82,28 @@ def test_a_plan_shows_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = shown_on(monkeypatch)
     gt.plan(lambda: (gt.ones(8, 8) @ gt.ones(8, 8)).sum().item(), workers=1)
     assert "gt: planning" in terminal.getvalue()
+
+
+def test_saving_and_loading_show_their_bytes(session: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    session()
+    kind = progress.opened()
+    monkeypatch.setattr(progress, "opened", lambda: lambda **about: kind(mininterval=0, miniters=1, **about))
+    state = {"remote": gt.ones(64, 64), "here": torch.ones(1000)}
+    terminal = shown_on(monkeypatch)
+    gt.save(state, tmp_path / "a-checkpoint")
+    gt.load(tmp_path / "a-checkpoint", device="cpu")
+    text = terminal.getvalue()
+    assert "gt: saving a-checkpoint" in text and "20.4k/20.4k" in text
+    assert "gt: loading a-checkpoint: 20.4kB" in text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_first_replay_shows_that_workers_may_compile(session: Any, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    session()
+    stream = shown_on(monkeypatch) if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    step = gt.compile(lambda x: (x @ x).sum())
+    x = gt.ones(8, 8)
+    for _ in range(5):
+        assert step(x).item() == 512.0
+    assert ("first replay of a captured step" in stream.getvalue()) is terminal

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import gt
 from gt.client import current_session
 from tests.helpers.inline_session import InlineSession, inline  # noqa: F401
+from tests.helpers.serving import serving
 
 pytestmark = pytest.mark.usefixtures("inline")
 
@@ -374,3 +375,14 @@ def test_threads_record_their_own_groups(inline: InlineSession) -> None:  # noqa
         thread.join()
         one_line(x)
     assert groups(inline, "add") == [("", False), ("other", False), ("main", False)]
+
+
+def test_a_source_file_may_have_any_name() -> None:
+    """Names of files are bytes: those that are no UTF-8 are shown as escapes."""
+    name = "/tmp/\udcff\x1b[31m/train.py"
+    scope = {"torch": torch, "device": gt.device}
+    with serving(1) as server:
+        gt.connect(server.address, name=False, config="")
+        exec(compile("x = torch.ones(2, device=device) + 1\ntotal = x.sum().item()", name, "exec"), scope)
+        assert scope["total"] == 4.0
+        gt.shutdown()

@@ -136,14 +136,15 @@ def test_devices_of_several_hosts_share_memory_within_one():
     cluster = Cluster()
     for n, host in enumerate(["a", "b", "b", "a", "b"]):
         cluster.add(b"%d" % n, {"name": f"w{n}", "host": host, "unique_id": f"id {n}"})
-    assert cluster.form() == [1, 2, 4]
+    assert cluster.form() == [[0, 3], [1, 2, 4]]
     for n in (1, 2, 4):
         cluster.workers[n].lost = "killed"
     cluster.add(b"new", {"name": "w1", "host": "b", "unique_id": "id 5"})
     assert not cluster.form(again=True)
     for n in (2, 4):
         cluster.add(b"new", {"name": f"w{n}", "host": "b", "unique_id": f"id {n + 4}"})
-    assert cluster.form(again=True) == [1, 2, 4]
+    assert cluster.form(again=True) == [[1, 2, 4]]
+    assert not cluster.form(), "all do already"
 
 
 def test_a_batch_that_waited_for_a_lost_worker_is_acknowledged_also_when_that_comes_back():

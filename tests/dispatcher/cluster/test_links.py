@@ -107,13 +107,27 @@ def test_a_failed_connection_makes_another_way_and_another_epoch():
         [1, 2, 1, "tcp", []],
     ]
     a, b, _ = cluster.workers
-    assert not cluster.fail_link(a, b, "10.0.1.1", "10.0.9.9"), "it is not their way"
-    assert cluster.fail_link(b, a, "10.0.1.2", "10.0.1.1")
+    assert not cluster.fail_link(a, b, 1, "10.0.1.1", "10.0.9.9", 0.0), "it is not their way"
+    assert not cluster.fail_link(a, b, 0, "10.0.1.1", "10.0.1.2", 0.0), "it is news of an earlier way"
+    assert cluster.fail_link(b, a, 1, "10.0.1.2", "10.0.1.1", 0.0)
     assert [row[:4] + [row[6]] for row in cluster.routes()] == [
         [0, 2, 1, "tcp", []], [1, 2, 1, "tcp", []], [0, 1, 2, "via", [2]],
     ]  # fmt: skip
+    assert not cluster.retry_links(100.0), "a worker relays"
     cluster.forgive(a)
     assert [0, 1, 3, "tcp", "10.0.1.1", "10.0.1.2", []] in cluster.routes()
+
+
+def test_failed_connections_are_tried_again_where_no_other_way_is_left():
+    cluster = Cluster()
+    for at, one in enumerate(MESH[:2]):
+        about = {"host": one.name, "home": one.home, "port": 7, "links": [list(link) for link in one.links], "heap_bytes": 1}
+        cluster.add(b"%d" % at, worker_info(about))
+    [(_, _, epoch, _, source, target, _)] = cluster.routes()
+    assert cluster.fail_link(*cluster.workers, epoch, source, target, 1.0)
+    assert [row[2:4] for row in cluster.routes()] == [[2, "none"]]
+    assert not cluster.retry_links(2.0) and cluster.retry_links(100.0) and not cluster.retry_links(200.0)
+    assert [row[2:4] for row in cluster.routes()] == [[3, "tcp"]]
 
 
 @pytest.mark.parametrize(
@@ -124,3 +138,22 @@ def test_a_failed_connection_makes_another_way_and_another_epoch():
 def test_a_false_description_of_links_is_refused(about):
     with pytest.raises(ProtocolError):
         worker_info(about)
+
+
+def test_nccl_joins_workers_of_one_version_that_a_connection_joins():
+    cluster = Cluster()
+    rows = [("a", "2.28.9", "10.0.1.1"), ("a", "2.28.9", "10.0.1.1"), ("b", "2.28.9", "10.0.1.2"), ("c", "2.30.1", "10.0.1.3")]
+    rows += [("d", "", "10.0.1.4"), ("e", "2.28.9", "10.0.9.5")]
+    for n, (name, version, address) in enumerate(rows):
+        info = {
+            "name": f"w{n}",
+            "host": name,
+            "home": name,
+            "nccl": version,
+            "port": 4,
+            "links": [[address, 24, "eth0", 0, False]],
+        }
+        cluster.add(b"%d" % n, info)
+    cluster.routes()
+    assert cluster.nccl == [[0, 1], [0, 2], [1, 2]]
+    assert worker_info({"nccl": "2.28.9"})["nccl"] == "2.28.9"

@@ -286,6 +286,22 @@ def test_a_stopped_worker_is_named_within_a_heartbeat_and_then_given_up():
     bench.core.check()
 
 
+def test_a_worker_that_was_let_go_on_is_not_called_stopped_by_what_was_seen_before():
+    bench = CoreBench()
+    seen(bench)
+    begun(bench)
+    bench.give(b"w1", Done(1))
+    bench.give(b"c", Fetch(1, 2))
+    rows = told(bench, lambda now: {}, until=9, halts=lambda now: {b"w0": ("T", 0.0)})
+    assert [kind for _, _, kind, _ in rows if kind != "Notice"] == ["WorkerStuck"]
+    bench.give(b"w0", Done(bench.core.cluster.workers[0].runs), at=9)  # SIGCONT
+    bench.give(b"c", Ops(1, [], [], [17, 1, 1, 10]), at=9)
+    bench.give(b"c", Fetch(2, 10), at=9)
+    assert bench.core.watch.halts
+    rows = told(bench, lambda now: {}, start=9, until=20, step=0.01)
+    assert [kind for _, _, kind, _ in rows if kind != "Notice"] == []
+
+
 def test_an_idle_worker_that_is_stopped_is_given_up_and_a_debuggers_moment_is_nothing():
     bench = CoreBench()
     seen(bench)

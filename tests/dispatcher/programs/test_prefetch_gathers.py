@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
+from gt.dispatcher.programs.pass_manager import run_passes
+from gt.dispatcher.programs.passes import prefetch_gathers as module
+from gt.dispatcher.programs.passes.bucket_reductions import bucket_reductions
 from gt.dispatcher.programs.passes.prefetch_gathers import prefetch_gathers
 from gt.dispatcher.programs.recording import Instruction, Recording
 from gt.ir.instr import Define
-from tests.dispatcher.programs.test_bucket_all_reduces import ADD, ADD_, VIEW
-from tests.helpers.passes import passed
-
-TEAM = {"id": 1, "workers": [0, 1], "rank": 0}
-HALVES = [[[[0, 4]]], [[[4, 8]]]]
-ALIAS = Define(52, "alias", {})
+from tests.dispatcher.programs.test_bucket_reductions import ADD, ADD_, ALIAS, HALVES, SCATTER, TEAM, VIEW
+from tests.helpers.passes import context
 
 
 def gather(elements: int = 8) -> Define:
@@ -22,13 +22,17 @@ def gather(elements: int = 8) -> Define:
     return Define(50 + elements, "all_gather", payload)
 
 
-SCATTER = Define(51, "reduce_scatter", {"team": TEAM, "op": "sum", "shape": [8], "dtype": "float32", "boxes": HALVES})
+@pytest.fixture(autouse=True)
+def no_least(monkeypatch):
+    """The largest weight alone says how many bytes are gathered ahead."""
+    monkeypatch.setattr(module, "LEAST_AHEAD", 0)
 
 
-def ordered(*rows: tuple[Define, list[int]], **chosen: bool) -> tuple[list[list[int]], dict[str, str]]:
-    """Operands of the rows in the order of the pass, and what was rejected."""
+def ordered(*rows: tuple[Define, list[int]], **chosen: Any) -> tuple[list[list[int]], dict[str, str]]:
+    """Operands of the rows in the order of the passes, and what was rejected."""
     code = {w: [Instruction(n, define, list(ids)) for n, (define, ids) in enumerate(rows)] for w in (0, 1)}
-    result, about = passed(Recording(0, [], {}, code=code), prefetch_gathers, **{"sharded": True, **chosen})
+    about = context(**{"sharded": True, **chosen})
+    result = run_passes(Recording(0, [], {}, code=code), about, (prefetch_gathers, bucket_reductions))
     return [row.operands for row in result.code[0]], about.rejected
 
 
@@ -63,14 +67,11 @@ def test_a_weight_is_not_gathered_before_it_is_written():
     assert ordered(*rows)[0] == [ids for _, ids in rows]
 
 
-def test_terms_are_added_up_as_soon_as_they_are_complete():
-    rows = [
-        (ADD, [1, 2, 30]), (VIEW, [30, 31]), (ADD_, [30, 1]), (ADD, [1, 2, 40]), (ADD, [40, 2, 41]),
-        (SCATTER, [30, 50]), (ALIAS, [50, 30]), (VIEW, [30, 31]), (ADD_, [5, 31]),
-    ]  # fmt: skip
-    order, rejected = ordered(*rows)
-    assert not rejected
-    assert order == [[1, 2, 30], [30, 31], [30, 1], [30, 50], [50, 30], [30, 31], [1, 2, 40], [40, 2, 41], [5, 31]]
+def test_small_weights_are_gathered_ahead_together(monkeypatch):
+    monkeypatch.setattr(module, "LEAST_AHEAD", 3 * 32)
+    monkeypatch.setattr(module, "AHEAD_SHARE", 1)
+    rows = [row for n in range(4) for row in ((gather(), [1 + n, 11 + n]), (ADD, [9, 11 + n, 21 + n]))]
+    assert ordered(*rows)[0] == [[1, 11], [2, 12], [3, 13], [4, 14], *([9, 11 + n, 21 + n] for n in range(4))]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -92,5 +93,5 @@ def test_random_steps_keep_their_data_flow(seed):
                 piece, view = next(fresh), next(fresh)
                 rows += [(ADD, [1, 2, next(fresh)]), (SCATTER, [made, piece]), (ALIAS, [piece, made]), (VIEW, [made, view])]
             alive.append(made)
-    order, rejected = ordered(*rows)
+    order, rejected = ordered(*rows, bucket=draw.choice([1, 64, 1 << 20]))
     assert not rejected and sorted(order) == sorted(ids for _, ids in rows)

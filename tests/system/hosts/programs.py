@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +115,124 @@ def lose(address: str, target: str) -> None:
     except gt.GTError as error:
         say(error=type(error).__name__, text=str(error), at=time.monotonic())
     sys.stdin.readline()
-    pause = threading.Event()
-    for number in range(100):
+    pause, until, failures = threading.Event(), time.monotonic() + 60, list[str]()
+    while time.monotonic() < until:
         try:
-            say(again=transfer(), failures=number, ways=[row.get("ways", {}) for row in gt.stats()["workers"]])
+            say(again=transfer(), failures=failures, ways=[row.get("ways", {}) for row in gt.stats()["workers"]])
             break
-        except gt.GTError:
+        except gt.GTError as error:
+            failures.append(f"{type(error).__name__}: {error}")
             pause.wait(0.1)  # no message announces that the worker's successor has joined
+    else:
+        say(again=None, failures=failures)
+    gt.shutdown()
+
+
+KINDS = """
+s0: {workers: [0]}
+s1: {workers: [1]}
+all: {shard: {axis: 0, workers: [0, 1]}}
+columns: {shard: {axis: 1, workers: [0, 1]}}
+zero_: {shard: {axis: 0, workers: [0, 1]}}
+pp_stage0: {workers: [0]}
+pp_stage1: {workers: [1]}
+"""
+
+
+def send() -> bool:
+    with gt.signal.context("s0"):
+        x = torch.ones(200_000, device="remote") + 0
+    with gt.signal.context("s1"):
+        return (x * 2).sum().item() == 400_000
+
+
+def total() -> bool:
+    with gt.signal.context("all"):
+        x = torch.ones(2, 200_000, device="remote") + 0
+        return x.sum(0)[-1].item() == 2
+
+
+def gather() -> bool:
+    with gt.signal.context("all"):
+        x = torch.ones(600, 500, device="remote") + 0
+    with gt.signal.context("columns"):
+        x = x + 1
+    with gt.signal.context("s0"):
+        return (x * 2).sum().item() == 600 * 500 * 4
+
+
+def upload() -> bool:
+    with gt.signal.context("s1"):
+        return torch.ones(500_000).to("remote").add(1).cpu()[-1].item() == 2
+
+
+def pipeline() -> Callable[[], bool]:
+    """A captured step over two stages. A lost transfer spoils the parameters: a new model for each attempt."""
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(64, 400), torch.nn.Linear(400, 1)
+    first.to("remote"), second.to("remote")
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 1e-3)
+
+    @gt.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with gt.signal.context("pp_stage0"):
+            hidden = first(x)
+        with gt.signal.context("pp_stage1"):
+            loss = second(hidden).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    x = torch.randn(300, 64, generator=torch.Generator().manual_seed(1)).to("remote")
+    return lambda: step(x).item() >= 0
+
+
+def restore() -> Callable[[], bool]:
+    """A checkpoint of sharded tensors that is written and read."""
+    folder = f"/dev/shm/{os.getpid()}"
+
+    def step() -> bool:
+        with gt.signal.context("all"):
+            x = torch.ones(600, 500, device="remote") + 0
+        gt.save({"x": x}, folder)
+        return gt.load(folder)["x"].sum().item() == 600 * 500
+
+    return step
+
+
+WORK: dict[str, Callable[[], Callable[[], bool]]] = {
+    "send": lambda: send, "total": lambda: total, "gather": lambda: gather, "upload": lambda: upload,
+    "pipeline": pipeline, "restore": restore,
+}  # fmt: skip
+
+
+def cuts(address: str) -> None:
+    """For each kind of transfer that is named: it is repeated until it fails, and then until it succeeds."""
+    start(address, KINDS, 2)
+    say(ready=True)
+    pause = threading.Event()
+    for line in sys.stdin:
+        kind = line.strip()
+        work = WORK[kind]()
+        assert all([work() for _ in range(3)])
+        say(running=kind)
+        try:
+            while True:
+                assert work()
+        except gt.GTError as error:
+            say(error=type(error).__name__, text=str(error), at=time.monotonic())
+        sys.stdin.readline()
+        until, failures = time.monotonic() + 60, list[str]()
+        while time.monotonic() < until:
+            try:
+                say(again=WORK[kind]()(), failures=failures)
+                break
+            except gt.GTError as error:
+                failures.append(f"{type(error).__name__}: {error}")
+                pause.wait(0.1)  # no message announces that a worker or a link is back
+        else:
+            say(again=None, failures=failures)
     gt.shutdown()
 
 
@@ -133,4 +245,4 @@ def refused(address: str) -> None:
 
 
 if __name__ == "__main__":
-    {"demo": demo, "zero": zero, "client": client, "lose": lose, "refused": refused}[sys.argv[1]](*sys.argv[2:])
+    {"demo": demo, "cuts": cuts, "zero": zero, "client": client, "lose": lose, "refused": refused}[sys.argv[1]](*sys.argv[2:])

@@ -53,9 +53,10 @@ class Site:
     """`placed`: the host of each worker, in order of rank. links: only those of the lab carry tensors, not its management."""
 
     def __init__(self, lab: Lab, placed: Sequence[int], links: bool = True, backend: str = "torch") -> None:
-        self.lab, self.address = lab, f"{lab.address(0)}:{PORT}"
+        host = lab.address(0)
+        self.lab, self.address = lab, f"[{host}]:{PORT}" if ":" in host else f"{host}:{PORT}"
         self._links, self._backend = links, backend
-        server = [sys.executable, "-m", "gt.server", "--host", "*", "-p", str(PORT)]
+        server = [sys.executable, "-m", "gt.server", "--host", "::" if ":" in host else "*", "-p", str(PORT)]
         self.server = lab.host(0).popen(server, env=environment(), stdout=subprocess.PIPE, text=True)
         assert self.server.stdout is not None and self.server.stdout.readline()
         self.workers = [self.worker(rank, host) for rank, host in enumerate(placed)]

@@ -46,6 +46,22 @@ def test_on_a_mesh_all_bits_are_one_hosts():
         site.close()
 
 
+def test_a_mesh_with_addresses_of_ipv6_alone():
+    with Lab.mesh(3, management=True, six=True) as lab:
+        site = Site(lab, [0, 1, 2], backend="numpy")
+        program = site.program("lose", "1", host=2)
+        assert program.hear() == {"ready": True}
+        site.workers[1].kill()
+        assert program.hear()["error"] == "WorkerLost"
+        site.workers[1].wait()
+        site.workers[1] = site.worker(1, 1)
+        program.tell()
+        again = program.hear()
+        assert again["again"] == 400_000 and again["ways"][0]["w1"] == "tcp fd00:100::1 to fd00:100::2", again
+        program.end()
+        site.close()
+
+
 def test_zero_3_on_a_mesh_trains_as_on_one_host_and_four_programs_share_it():
     with Lab.mesh(3, management=True) as lab:
         site = Site(lab, [0, 1, 2])
@@ -82,6 +98,53 @@ def test_a_cable_of_a_mesh_is_pulled_and_the_third_host_relays():
         program.tell()
         again = program.hear()
         assert again["again"] == 400_000 and again["ways"][0]["w1"] == "via worker 2", again
+        program.end()
+        site.close()
+
+
+def test_the_only_cable_is_pulled_in_each_kind_of_transfer_and_is_used_again_once_it_is_back():
+    with Lab.mesh(2, management=True) as lab:
+        site = Site(lab, [0, 1], backend="numpy")
+        program = site.program("cuts")
+        assert program.hear() == {"ready": True}
+        for kind in ("send", "total", "gather", "pipeline"):
+            program.tell(kind)
+            assert program.hear() == {"running": kind}
+            cut = time.monotonic()
+            lab.cut(0, 1)
+            found = program.hear()
+            assert found["at"] - cut < DETECTED, found
+            assert all(part in found["text"] for part in ("'w0' on h0", "'w1' on h1", "192.168.100.1", "192.168.100.2")), found
+            lab.mend(0, 1)
+            program.tell()
+            again = program.hear()
+            assert again["again"] is True, again
+        program.process.stdin.close()
+        program.end()
+        site.close()
+
+
+def test_a_host_is_unplugged_amid_uploads_and_checkpoints_and_comes_back():
+    with Lab.switch(2) as lab:
+        site = Site(lab, [0, 1], links=False, backend="numpy")
+        program = site.program("cuts")
+        assert program.hear() == {"ready": True}
+        for kind in ("upload", "restore"):
+            program.tell(kind)
+            assert program.hear() == {"running": kind}
+            unplugged = time.monotonic()
+            lab.unplug(1)
+            found = program.hear()
+            assert found["at"] - unplugged < DETECTED, found
+            assert found["error"] == "WorkerLost" or all(part in found["text"] for part in ("'w0' on h0", "'w1' on h1")), found
+            site.workers[1].kill()
+            site.workers[1].wait()
+            lab.plug(1)
+            site.workers[1] = site.worker(1, 1)
+            program.tell()
+            again = program.hear()
+            assert again["again"] is True, again
+        program.process.stdin.close()
         program.end()
         site.close()
 

@@ -1,8 +1,14 @@
-"""Random models, meshes, optimizers and stages of ZeRO: the losses and first gradients of one process."""
+"""Random models, meshes, optimizers and strategies, eager and captured: the losses and first gradients of one process.
+
+More of them: `python -m tests.stress.strategies`.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from fnmatch import fnmatchcase as fnmatch
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +17,7 @@ from torch import nn
 
 import gt
 
-STEPS, ROWS, CLOSE = 6, 16, 1e-5
+STEPS, ROWS, CLOSE = 20, 16, 1e-5
 
 
 class Block(nn.Module):
@@ -78,55 +84,87 @@ OPTIMIZERS = [
     lambda p: torch.optim.Adagrad(p, lr=1e-2),
 ]  # with an eps that keeps gradients of rounding errors small
 
-TENSOR = {"blocks.*.up": "s_colpar", "blocks.*.down": "s_rowpar", "": "s"}
+TENSOR = {"*.up": "s_colpar", "*.down": "s_rowpar", "": "s"}
+PIPELINE = {"table": "pp_stage0", "blocks.[01]": "pp_stage0", "blocks.[23]": "pp_stage1", "head": "pp_stage1"}
 
 
-def config(draw: random.Random) -> tuple[str, bool]:
-    """A config, and true if modules are placed by its groups."""
-    stage = draw.choice([1, 2, 3])
-    if draw.random() < 0.6:
-        return f"gt: {{data_parallel: {[*range(draw.choice([2, 3, 4, 8]))]}, zero: {stage}}}", False
-    rows = draw.choice(["[[0, 1], [2, 3]]", "[[0, 1, 2], [5, 4, 3]]", "[[0, 1], [2, 3], [4, 5], [6, 7]]"])
-    return "\n".join(
-        f"s{suffix}: {{workers: {rows}}}" for suffix in ("", "_colpar", "_rowpar")
-    ) + f"\ngt: {{zero: {stage}}}", True
+def strategy(draw: random.Random, folder: str) -> str:
+    """The settings of a config besides its workers."""
+    stage = draw.choice([0, 1, 2, 3])
+    parts = [f"zero: {stage}"]
+    if draw.random() < 0.5:
+        parts.append(f"bucket: {draw.choice(['1B', '2KiB', '25MiB'])}")
+    if draw.random() < 0.4:
+        spaces = [f"optimizer: {draw.choice(['cpu', 'nvme'])}"] + (
+            ["params: cpu"] if stage == 3 and draw.random() < 0.5 else []
+        )
+        parts.append(f"offload: {{{', '.join(spaces)}, path: {folder}}}")
+    if draw.random() < 0.4:
+        parts.append('activation_checkpoint: {modules: "blocks.[02]"}')
+    return ", ".join(parts)
 
 
-def train(draw: random.Random, device: str, grouped: bool) -> tuple[list[float], list]:
+def config(draw: random.Random, folder: str) -> tuple[str, dict[str, str]]:
+    """A config, and the groups of modules by their patterns."""
+    settings = strategy(draw, folder)
+    mesh = draw.choice(["dp", "dp", "tp", "pp"])
+    if mesh == "dp":
+        return f"gt: {{data_parallel: {[*range(draw.choice([2, 3, 4, 8]))]}, {settings}}}", {}
+    if mesh == "tp":
+        rows = draw.choice(["[[0, 1], [2, 3]]", "[[0, 1, 2], [5, 4, 3]]", "[[0, 1], [2, 3], [4, 5], [6, 7]]"])
+        groups = "\n".join(f"s{suffix}: {{workers: {rows}}}" for suffix in ("", "_colpar", "_rowpar"))
+        return f"{groups}\ngt: {{{settings}}}", TENSOR
+    first, second = draw.choice([([0, 1], [2, 3]), ([0, 1, 2], [5, 4, 3]), ([0, 1, 2, 3], [4, 5, 6, 7])])
+    groups = f"pp_stage0: {{workers: {first}}}\npp_stage1: {{workers: {second}}}"
+    return f"{groups}\ngt: {{{settings}}}", PIPELINE
+
+
+def train(draw: random.Random, device: str, groups: dict[str, str]) -> tuple[list[float], list]:
+    """Losses of all steps, and gradients after the first backward pass."""
     torch.manual_seed(0)
     model = Model(draw).to(device)
-    if grouped and device != "cpu":
+    if groups and device != "cpu":
         names = [name for name, _ in model.named_modules()]
-        used = {k: g for k, g in TENSOR.items() if not k or any(name.endswith(k.rpartition(".")[2]) for name in names)}
+        used = {k: g for k, g in groups.items() if not k or any(fnmatch(name, k) for name in names)}
         gt.signal.apply(model, used)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = draw.choice(OPTIMIZERS)(trained)
     micro, clip, keep = draw.choice([1, 2]), draw.random() < 0.5, draw.random() < 0.5
-    batches = torch.randint(0, model.words, (STEPS, ROWS))
-    losses, first = [], []
-    for batch in batches:
-        total = 0.0
-        for part in batch.to(device).chunk(micro):
+    captured = draw.random() < 0.5
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=keep)
+        total = torch.zeros((), device=device)
+        for part in batch.chunk(micro):
             loss = model(part) / micro
             loss.backward()
-            total += float(loss.detach())
+            total = total + loss.detach()
         if clip:
             torch.nn.utils.clip_grad_norm_(trained, 0.5)
-        first = first or [None if p.grad is None else p.grad.cpu().clone() for p in trained]
         optimizer.step()
-        optimizer.zero_grad(set_to_none=keep)
-        losses.append(total)
+        return total
+
+    call = gt.compile(step) if captured and device != "cpu" else step
+    losses, first = [], []
+    for batch in torch.randint(0, model.words, (STEPS, ROWS)):
+        losses.append(float(call(batch.to(device))))
+        first = first or [None if p.grad is None else p.grad.cpu().clone() for p in trained]
     return losses, first
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_random_program_has_the_numbers_of_one_process(session, seed):
-    text, grouped = config(random.Random(seed))
+def compare(seed: int, folder: str, session: Callable[[str], Any]) -> None:
+    """AssertionError unless the random program of a seed has the numbers of one process."""
+    text, groups = config(random.Random(seed), folder)
     session(text)
-    got, want = (train(random.Random(seed), device, grouped) for device in ("remote", "cpu"))
+    got, want = (train(random.Random(seed), device, groups) for device in ("remote", "cpu"))
     assert got[0] == pytest.approx(want[0], abs=CLOSE), text
     norm = sum(float(b.square().sum()) for b in want[1] if b is not None) ** 0.5
     for a, b in zip(got[1], want[1], strict=True):
-        assert (a is None) == (b is None)
+        assert (a is None) == (b is None), text
         # some are zero but for rounding (of a bias before a norm): all gradients together are the measure of those
         assert a is None or float((a - b).norm()) <= CLOSE * max(float(b.norm()), norm / 10), text
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_random_program_has_the_numbers_of_one_process(session, seed, tmp_path):
+    compare(seed, str(tmp_path), session)

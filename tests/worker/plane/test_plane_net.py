@@ -12,7 +12,7 @@ import pytest
 
 from gt import env
 from gt.worker.plane.base import PeerGone, Unreachable
-from gt.worker.plane.net import chain
+from gt.worker.plane.net import chain, handshake
 from gt.worker.plane.net.plane import NetPlane
 from tests.worker.plane import planes
 
@@ -196,7 +196,7 @@ def test_a_broken_connection_names_both_ends_and_the_next_world_has_another():
             world[0].recv(channel(1), into)
         with pytest.raises(Unreachable):
             world[1].recv(channel(0), into)
-        assert [failure[:3] for failure in said] == [(1, "127.0.0.1", "127.0.0.1")]
+        assert [failure[:4] for failure in said] == [(1, 1, "127.0.0.1", "127.0.0.1")]
         again = [[0, 1, 2, "via", "", "", [2]], *ways(3)[1:]]
         tell(world, world[0].rows, again)
         world[0].send(channel(1), b"again")
@@ -256,6 +256,32 @@ def test_strangers_and_other_keys_are_not_let_in():
         assert said.wait(10)
         with pytest.raises(Unreachable, match="what listens there is no worker of this world"):
             first.recv(channel(1), bytearray(1))
+
+
+def test_a_worker_that_is_late_to_know_the_world_is_asked_again(monkeypatch):
+    refused, accept = threading.Event(), handshake.accept
+
+    def accept_and_say(sock, key_of):
+        try:
+            return accept(sock, key_of)
+        except OSError:
+            refused.set()
+            raise
+
+    monkeypatch.setattr(handshake, "SECONDS", 0.1)
+    monkeypatch.setattr(handshake, "accept", accept_and_say)
+    said = []
+    with hosts(2) as (first, second):
+        first.on_link_failed = lambda *failure: said.append(failure)
+        first.introduce(first.rows, ways(2, epoch=2), KEY, 0)
+        first.world(first.rows, ways(2, epoch=2))
+        assert refused.wait(10)
+        second.introduce(first.rows, ways(2, epoch=2), KEY, 1)
+        second.world(first.rows, ways(2, epoch=2))
+        first.send(channel(1), b"late")
+        into = bytearray(4)
+        second.recv(channel(0), into)
+        assert into == b"late" and not said
 
 
 def test_chunks_of_a_chain_divide_no_element():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -102,6 +104,103 @@ def test_all_to_all_where_only_a_pair_knows_its_size(data, count, buffer):
         for index, recvs in enumerate(planes.together(world, work)):
             for rank, out in enumerate(recvs):
                 assert np.array_equal(out, values(10 * rank + index, sizes[rank][index]))
+
+
+@st.composite
+def batches(draw):
+    """Members, kind, elements of each collective by rank, bytes of a buffer."""
+    count, kind = draw(st.integers(1, 4)), draw(st.sampled_from(["all_reduce", "reduce_scatter", "all_gather"]))
+    sizes = draw(st.lists(st.lists(st.integers(0, 400), min_size=count, max_size=count), min_size=1, max_size=6))
+    return count, kind, sizes, draw(st.sampled_from([256, 1024, 1 << 16]))
+
+
+def collective(index, plane, kind, sizes, number, form, log, combine=FLOATS):
+    """One collective, and its result once it is done."""
+
+    def call(done):
+        seed = 100 * number + 10 * index
+        if kind == "all_reduce":
+            out = values(seed, sizes[0])
+            plane.all_reduce(form, out, combine, lambda: done(out))
+        elif kind == "reduce_scatter":
+            out = np.empty(sizes[index], np.float32)
+            sections = [values(seed + rank, size) for rank, size in enumerate(sizes)]
+            plane.reduce_scatter(form, sections, out, combine, lambda: done(out))
+        else:
+            outs = [np.empty(size, np.float32) for size in sizes]
+            plane.all_gather(form, values(seed, sizes[index]), outs, lambda: done(np.concatenate(outs)))
+
+    call(lambda out: log.append((number, out)))
+
+
+@settings(max_examples=80, deadline=None)
+@given(case=batches())
+def test_a_batch_has_the_bits_and_bytes_of_its_collectives_one_by_one(case):
+    count, kind, sizes, buffer = case
+
+    def work(together):
+        def part(index, plane):
+            form, log = planes.team(list(range(count)), index, bytes=buffer), []
+            with plane.batch() if together else contextlib.nullcontext(()) as failures:
+                for number, of_ranks in enumerate(sizes):
+                    collective(index, plane, kind, of_ranks, number, form, log)
+            assert not failures and [number for number, _ in log] == [*range(len(sizes))]
+            return [out for _, out in log], plane.counters()
+
+        return part
+
+    with planes.world(count) as world:
+        alone = planes.together(world, work(False))
+    with planes.world(count) as world:
+        batched = planes.together(world, work(True))
+    for (want, _), (got, _) in zip(alone, batched, strict=True):
+        assert all(map(np.array_equal, want, got))
+    if kind != "all_reduce":  # of which the members add parts of a batch, not parts of each
+        assert [counters for _, counters in alone] == [counters for _, counters in batched]
+
+
+@pytest.mark.parametrize("lacking", [{0: 1}, {0: 1, 1: 2}, {0: 0, 1: 0, 2: 0}, {2: 3}])
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_a_member_that_cannot_bring_its_part_of_a_batch_fails_that_one_alone(kind, lacking):
+    """lacking: by member, the number of the collective without its bytes."""
+    nothing = memoryview(bytearray())
+
+    def work(index, plane):
+        form, log = planes.team([0, 1, 2], index, bytes=4096), []
+        with plane.batch() as failures:
+            for number in range(4):
+                if lacking.get(index) != number:
+                    collective(index, plane, kind, [30, 30, 30], number, form, log)
+                elif kind == "all_reduce":
+                    plane.all_reduce(form, nothing, FLOATS)
+                elif kind == "reduce_scatter":
+                    plane.reduce_scatter(form, [nothing] * 3, nothing, FLOATS)
+                else:
+                    plane.all_gather(form, nothing, [nothing] * 3)
+        return [number for number, _ in log], failures
+
+    with planes.world(3) as world:
+        for index, (done, failures) in enumerate(planes.together(world, work)):
+            short = set(lacking.values())
+            assert done == [n for n in range(4) if n not in short]
+            assert [n for n, _ in failures] == sorted(short - {lacking.get(index)})
+            assert all("members of a collective brought" in str(error) for _, error in failures)
+
+
+def test_a_combine_that_raises_fails_its_collective_and_the_batch_goes_on():
+    def broken(dst, src):
+        raise MemoryError("no room")
+
+    def work(index, plane):
+        form, log = planes.team([0, 1], index, bytes=256), []
+        with plane.batch() as failures:
+            for number in range(4):
+                combine = broken if index and number == 1 else FLOATS
+                collective(index, plane, "all_reduce", [20, 20], number, form, log, combine)
+        return len(log), [(n, type(error)) for n, error in failures]
+
+    with planes.world(2) as world:
+        assert planes.together(world, work) == [(4, []), (3, [(1, MemoryError)])]
 
 
 def mixed(index, plane):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import gt
-from gt.dispatcher.programs.passes import bucket_all_reduces
+from gt.dispatcher.programs.passes import bucket_reductions
 from gt.ir.template import T, V
 from gt.wire.messages import OpError
 from gt.worker.engine.numpy import NumpyEngine
@@ -360,11 +360,12 @@ def test_steps_on_two_workers(config: str, schedule: str | None, optimizer: Call
 @pytest.mark.usefixtures("graphs", "plain_threads")
 def test_a_data_parallel_step_is_the_same_with_its_optimizer_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """On parameters whose gradients are summed, and on those whose are not yet."""
-    monkeypatch.setattr(bucket_all_reduces, "MAX_BUCKET_BYTES", 1 << 14)
+    moved = bucket_reductions._moved
+    monkeypatch.setattr(bucket_reductions, "_moved", lambda rows, room: moved(rows, 1 << 14))
     counts: list[int] = []
-    two = bucket_all_reduces._split_list_op
+    two = bucket_reductions._split_list_op
     monkeypatch.setattr(
-        bucket_all_reduces, "_split_list_op", lambda *args: (rows := list(two(*args)), counts.append(len(rows)))[0]
+        bucket_reductions, "_split_list_op", lambda *args: (rows := list(two(*args)), counts.append(len(rows)))[0]
     )
     with serving(2, backend="torch") as server:
         gt.connect(server.address, config=str(CONFIGS / "dp2.yaml"))

@@ -13,7 +13,7 @@ import pytest
 from gt.ir.dataflow import summarize
 from gt.ir.instr import FREE, Define
 from gt.worker.instructions.step import Row
-from gt.worker.program.overlap import ON_SIDE_STREAM, RecordedProgram, group_all_reduces, overlap_transfers
+from gt.worker.program.overlap import ON_SIDE_STREAM, RecordedProgram, group_collectives, overlap_transfers
 
 TEAM = {"id": 0, "workers": [0, 1], "rank": 0, "offset": 0, "bytes": 64}
 DTYPE = {"shape": [1], "dtype": "float32"}
@@ -167,9 +167,9 @@ def test_operands_of_instructions_run_together_are_freed_afterwards() -> None:
     rows = [(at, lambda code, place: log.append(place - 2)) for at in (0, 2, 5, 9, 12, 16)]
 
     @contextlib.contextmanager
-    def batch() -> Iterator[None]:
+    def batch() -> Iterator[tuple]:
         log.append("begin")
-        yield
+        yield ()
         log.append("end")
 
     defines = {**DEFINES, 40: Define(40, "together", {"count": 2})}
@@ -180,7 +180,7 @@ def test_operands_of_instructions_run_together_are_freed_afterwards() -> None:
 
     plane = SimpleNamespace(batch=batch)
     runner: Any = SimpleNamespace(definition=defines.get, context=SimpleNamespace(plane=plane), run_rows=each)
-    found, groups = group_all_reduces(rows, code, runner)
+    found, groups = group_collectives(rows, code, runner)
     for at, step in found:
         step(code, at + 2)
     assert log == ["begin", 2, 9, "end", 5, 12, 16]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gt.config.schema import BUCKET_BYTES
 from gt.ir.instr import Define
 
 if TYPE_CHECKING:
@@ -33,9 +34,11 @@ class PassContext:
     homes: Mapping[int, object]
     fresh: Callable[[], int]
     define: MakeDefinition
+    bucket: int = BUCKET_BYTES  # bytes of reductions that wait for one another
     sharded: bool = False  # whether parameters rest in pieces of the data-parallel axis
     schedule: dict[str, Any] = field(default_factory=dict)  # the report of the schedule, {} where none was asked for
     recomputed: dict[int, list[int]] = field(default_factory=dict)  # by worker: values, bytes at the peak before and after
+    batched: dict[int, list[int]] = field(default_factory=dict)  # by worker: collectives, and as how many they are done
     rejected: dict[str, str] = field(default_factory=dict)  # passes whose result was not verified, and why
 
     @property

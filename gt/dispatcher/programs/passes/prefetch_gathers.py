@@ -1,14 +1,14 @@
-"""The pass that moves the communication of sharded parameters up, so that compute hides it.
+"""The pass that moves gathers of sharded parameters up, so that compute hides them.
 
-A step gathers a parameter right before its use, and reduces the terms of a gradient right before the optimizer. A worker
-overlaps transfers with compute (gt.worker.program.overlap), so each gather moves up to an earlier gather, as long as the copies
-that are then gathered ahead have no more bytes than the largest of them. Each reduction moves up behind the last row that
-touches the terms. This is the prefetch of ZeRO-3 and FSDP (Zhao et al., VLDB 2023) as an order of instructions.
+A step gathers a parameter right before its use. A worker overlaps transfers with compute (gt.worker.program.overlap), so each
+gather moves up to an earlier gather, as long as the copies that are then gathered ahead have no more bytes than the largest of
+them, or than LEAST_AHEAD.
+This is the prefetch of ZeRO-3 and FSDP (Zhao et al., VLDB 2023) as an order of instructions.
 
 Example, all weights of one size:
 
-    before:  a = all_gather w1; h = mm x a; b = all_gather w2; y = mm h b; ...; d = mm ...; ...; s = reduce_scatter d; step s
-    after:   a = all_gather w1; b = all_gather w2; h = mm x a; y = mm h b; ...; d = mm ...; s = reduce_scatter d; ...; step s
+    before:  a = all_gather w1; h = mm x a; b = all_gather w2; y = mm h b; ...
+    after:   a = all_gather w1; b = all_gather w2; h = mm x a; y = mm h b; ...
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from math import prod
 
 from gt.dispatcher.programs.passes.context import PassContext
 from gt.dispatcher.programs.recording import Code, Instruction, Recording
-from gt.ir.dataflow import MemoryAccess, accesses
+from gt.ir.dataflow import accesses
 from gt.ir.spec import DTYPES
+
+# Bytes that may be gathered ahead of small weights too, since a batch of them costs about as much as one: LEAST_AHEAD, but no
+# more than this part of all gathers
+LEAST_AHEAD, AHEAD_SHARE = 1 << 20, 16
 
 
 def prefetch_gathers(recording: Recording, context: PassContext) -> Recording:
-    """The recording with gathers of parameters and reductions of gradients moved up, unless a schedule has placed them."""
+    """The recording with gathers of parameters moved up, unless a schedule has placed them."""
     if not context.sharded or context.scheduled:
         return recording
-    code: Code = {worker: _gathered_early(_reduced_early(rows)) for worker, rows in recording.code.items()}
+    code: Code = {worker: _gathered_early(rows) for worker, rows in recording.code.items()}
     return replace(recording, code=code)
-
-
-# ---- gathers
 
 
 def _gathered_early(rows: Sequence[Instruction]) -> list[Instruction]:
     """Rows with each gather of memory from before them behind an earlier gather."""
     gathers = [n for n, row in enumerate(rows) if row.kind == "all_gather"]
     nbytes = [prod(rows[n].define.payload["shape"]) * DTYPES[rows[n].define.payload["dtype"]][0] for n in gathers]
-    room, changed = max(nbytes, default=0), _last_changes(rows)
+    room, changed = max([min(LEAST_AHEAD, sum(nbytes) // AHEAD_SHARE), *nbytes]), _last_changes(rows)
     behind: dict[int, list[Instruction]] = defaultdict(list)  # row -> gathers that follow it
     moved: set[int] = set()
     for k, n in enumerate(gathers):
@@ -67,38 +68,3 @@ def _last_changes(rows: Sequence[Instruction]) -> dict[int, int]:
         written.update(dict.fromkeys([access.reads[k] for k in row.define.effects.writes], n))
         defined.update(dict.fromkeys(row.makes, n))
     return last
-
-
-# ---- reductions
-
-
-def _reduced_early(rows: Sequence[Instruction]) -> list[Instruction]:
-    """Rows with each reduce_scatter, and the names that its result gets, behind the last row that touches its terms."""
-    memory = accesses(rows)
-    touched: dict[int, int] = {}  # memory -> the row that touched it last
-    behind: dict[int, list[Instruction]] = defaultdict(list)
-    moved: set[int] = set()
-    for n, (row, access) in enumerate(zip(rows, memory)):
-        last = touched.get(access.reads[0], -1) if row.kind == "reduce_scatter" else -1
-        if last >= 0:
-            block = _names(rows, memory, n)
-            if last < n - 1:
-                behind[last] += [rows[k] for k in block]
-                moved.update(block)
-        touched.update(dict.fromkeys((*access.reads, *access.makes), n))
-    order: list[Instruction] = []
-    for n, row in enumerate(rows):
-        order += [*([] if n in moved else [row]), *behind.get(n, ())]
-    return order
-
-
-def _names(rows: Sequence[Instruction], memory: Sequence[MemoryAccess], n: int) -> list[int]:
-    """A reduction and the rows that follow it which only name its result: an alias, and views."""
-    made = memory[n].makes[0]
-    block = [n]
-    for k in range(n + 1, len(rows)):
-        views = rows[k].define.effects.views
-        if set(memory[k].reads) != {made} or len(views) < len(rows[k].makes) or rows[k].define.effects.writes:
-            break
-        block.append(k)
-    return block

@@ -131,13 +131,15 @@ export function curve(c, width, height, times, values, colour, fromZero) {
   for (const value of values) if (value !== null) { low = Math.min(low, value); high = Math.max(high, value); }
   if (!(high >= low)) return;
   if (fromZero && low >= 0) low = 0;
-  const span = high - low || Math.abs(high) || 1, top = 15, room = height - top - 4, scale = timeScale(times, width);
+  // Halves, because a difference may be beyond all numbers. A flat curve is in the middle, away from its label.
+  const flat = high === low, span = high / 2 - low / 2 || 1, top = 15, room = height - top - 4, scale = timeScale(times, width);
+  const share = (value) => (flat ? 0.5 : (value / 2 - low / 2) / span);
   c.strokeStyle = colour; c.lineWidth = 1.75; c.lineJoin = "round";
   c.beginPath();
   let open = false;
   values.forEach((value, n) => {
     if (value === null) { open = false; return; }
-    const x = scale(times[n]), y = top + room - ((value - low) / span) * room;
+    const x = scale(times[n]), y = top + room - share(value) * room;
     open ? c.lineTo(x, y) : c.moveTo(x, y);
     if (!open && (n + 1 === values.length || values[n + 1] === null)) c.lineTo(x + 1, y);
     open = true;
@@ -145,7 +147,7 @@ export function curve(c, width, height, times, values, colour, fromZero) {
   c.stroke();
   c.fillStyle = theme.quiet;
   c.textBaseline = "top"; c.textAlign = "left"; c.fillText(number(high), 1, 1);
-  c.textBaseline = "bottom"; c.fillText(number(low), 1, height - 2);
+  c.textBaseline = "bottom"; if (!flat) c.fillText(number(low), 1, height - 2);
 }
 
 // Layers of bytes above one another; top: the largest sum.

@@ -6,7 +6,7 @@ import { Layouts, Log, Pipeline } from "./structure.js";
 
 const MAX_LOG_LINES = 2000;
 const store = {
-  state: null, samples: [], schedules: new Map(), layouts: new Map(), log: [], lines: 0, missed: 0, following: false, session: -1, problem: "", link: "loading",
+  state: null, samples: [], schedules: new Map(), layouts: new Map(), log: [], lines: 0, missed: 0, following: false, session: -1, problem: "", link: "loading", told: 0,
 };
 
 // ---- drawing
@@ -51,6 +51,7 @@ function open() {
     }
   });
   on("state", (state) => {
+    if (store.state && state.server.at < store.state.server.at) { store.schedules.clear(); store.layouts.clear(); } // another server
     store.state = state;
     const alive = new Set(state.sessions.map((s) => s.number));
     for (const kept of [store.schedules, store.layouts]) for (const number of kept.keys()) if (!alive.has(number)) kept.delete(number);
@@ -58,7 +59,7 @@ function open() {
     setText(document.getElementById("server"), `${state.server.sharing ?? ""} server, up ${seconds(Math.floor(state.server.at ?? 0))}`);
   });
   on("schedule", (schedule) => { store.schedules.set(schedule.session, schedule); });
-  on("layouts", (layouts) => { store.layouts.set(layouts.session, layouts); });
+  on("layouts", (layouts) => { store.layouts.set(layouts.session, { ...layouts, order: store.told += 1 }); });
   on("log", ({ lines, missed }) => {
     store.log = [...store.log, ...lines].slice(-MAX_LOG_LINES);
     store.lines += lines.length;

@@ -61,7 +61,7 @@ export class Tiles {
     this.set("sessions", String(sessions.length), store.state.queue.length ? `${store.state.queue.length} waiting` : "");
     this.set("steps a second", known(sessions, "steps_per_second") ? rate(sum(sessions, "steps_per_second")) : "–", "");
     this.set("ops a second", known(sessions, "ops_per_second") ? rate(sum(sessions, "ops_per_second")) : "–", "planned");
-    this.set("busy", known(alive, "busy_share") ? percent(sum(alive, "busy_share") / Math.max(1, alive.length)) : "–", "of workers' time");
+    this.set("busy", known(alive, "busy_share") ? percent(sum(alive, "busy_share") / Math.max(1, alive.length)) : "–", "of time");
     this.set("tensors", size(sum(workers, "live_bytes")), `${sum(workers, "live_tensors").toLocaleString("en")} alive`);
     this.set("sent between workers", known(links, "bytes_per_second") ? `${size(sum(links, "bytes_per_second"))}/s` : "–", size(sum(links, "bytes")));
   }
@@ -168,7 +168,7 @@ export class Errors extends Panel {
   missing(store) { return this.rows(store).length ? "" : "No op has failed, no worker is lost, and nobody was refused."; }
 
   show(store) {
-    const rows = this.rows(store), key = rows.map((e) => e.number).join();
+    const rows = this.rows(store), key = rows.map((e) => `${e.number} ${e.at} ${e.text}`).join(); // numbers begin anew with another server
     setText(this.note, `${rows.length} of the last 64`);
     if (key === this.shown) return;
     this.shown = key;

@@ -113,7 +113,7 @@ export class Layouts extends Panel {
 
   show(store) {
     const sets = sessionsOf(store).filter((s) => store.layouts.has(s.number)).map((s) => [s.number, store.layouts.get(s.number)]);
-    const wanted = this.filter.value.trim().toLowerCase(), key = `${sets.map(([n, l]) => `${n}:${l.number}`)}|${wanted}|${theme.dark}`;
+    const wanted = this.filter.value.trim().toLowerCase(), key = `${sets.map(([n, l]) => `${n}:${l.order}`)}|${wanted}|${theme.dark}`;
     if (key === this.shown) return;
     this.shown = key;
     const all = sets.flatMap(([number, layouts]) => layouts.tensors.map((tensor) => [number, tensor]));

@@ -5,6 +5,7 @@ The key itself is never sent. Both proofs are HMACs of all that was said, so nei
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import os
@@ -15,13 +16,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 MAGIC = b"gt-net-1"
-SECONDS = 5.0  # that a handshake may take
+SECONDS = 5.0  # that a handshake may take at its accepting end
+PATIENCE = 2 * SECONDS  # at its offering end, which is never the first to give up
 PROOF_BYTES = NONCE_BYTES = 32
 _GREETING = struct.Struct("<8sIIIQQ32s")
 
 
 class Refusal(OSError):
     """The other end is no worker of this world, or does not take this one for one."""
+
+
+class Later(OSError):
+    """The other end is busy, or does not know this world yet."""
 
 
 class Greeting(NamedTuple):
@@ -35,22 +41,21 @@ class Greeting(NamedTuple):
 
 
 def offer(sock: socket.socket, greeting: Greeting, key: bytes) -> None:
-    """The connecting end. Refusal, or another OSError where the connection ends."""
-    until = time.monotonic() + SECONDS
+    """The connecting end. Refusal; Later, or the connection's end, where it may be repeated; OSError where nothing answers."""
+    until = time.monotonic() + PATIENCE
     hello = _GREETING.pack(MAGIC, *greeting, os.urandom(NONCE_BYTES))
-    sock.settimeout(SECONDS)
+    sock.settimeout(PATIENCE)
     sock.sendall(hello)
     nonce = _read(sock, NONCE_BYTES, until)
     if not hmac.compare_digest(_read(sock, PROOF_BYTES, until), _proof(key, b"accepts", hello, nonce)):
         raise Refusal("what listens there is no worker of this world")
     sock.sendall(_proof(key, b"offers", hello, nonce))
-    if _read(sock, 1, until) != b"\1":
-        raise Refusal("it refused this worker")
+    _read(sock, 1, until)
     sock.settimeout(None)
 
 
 def accept(sock: socket.socket, key_of: Callable[[Greeting], bytes | None]) -> Greeting:
-    """The accepting end. key_of: the key for a greeting, None for one that fits no worker of this world. Raises as `offer`."""
+    """The accepting end. key_of: the key for a greeting, None for one that fits no worker here. Raises Refusal or Later."""
     until = time.monotonic() + SECONDS
     hello, nonce = _read(sock, _GREETING.size, until), os.urandom(NONCE_BYTES)
     magic, *fields, _ = _GREETING.unpack(hello)
@@ -75,10 +80,15 @@ def _read(sock: socket.socket, count: int, until: float) -> bytes:
     while len(data) < count:
         left = until - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the handshake took too long")
+            raise Later("the handshake took too long")
         sock.settimeout(left)
-        part = sock.recv(count - len(data))
+        try:
+            part = sock.recv(count - len(data))
+        except TimeoutError as error:
+            if error.errno == errno.ETIMEDOUT:  # the kernel's word: the other host answers nothing
+                raise
+            raise Later("the handshake took too long") from None
         if not part:
-            raise Refusal("it ended the connection in the handshake")
+            raise Later("it ended the connection in the handshake")
         data += part
     return data

@@ -18,7 +18,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gt.errors import ConfigError
@@ -26,6 +25,7 @@ from gt.wire import tcp
 from gt.worker.plane.net import handshake
 from gt.worker.plane.net.handshake import Greeting
 from gt.worker.plane.net.lane import Lane
+from gt.worker.plane.net.route import Route, routes
 from gt.worker.plane.net.wire import (
     CREDIT,
     DATA,
@@ -43,8 +43,11 @@ from gt.worker.plane.net.wire import (
 log = logging.getLogger("gt.worker")
 
 CONNECT_SECONDS = 3.0
+MEET_SECONDS = 30.0  # that a process which listens may take for a connection
+AGAIN_SECONDS = 0.2  # between two attempts
 GRACE_SECONDS = 0.5  # from the end of a connection to that of waits on it: the dispatcher may say that the worker is lost
 ENDED_SECONDS = 1.5  # the same where the other end has closed it, as a worker that ends does
+TEND_SECONDS = 0.5  # between looks at connections that are full
 IDLE = 0.02  # seconds after which the background thread reads a connection that nobody has read
 PATIENCE = 0.05  # seconds that a waiting thread reads a connection itself
 GREETINGS = 256  # connections at a time that have not proved who they are
@@ -55,41 +58,12 @@ Pair = tuple[int, int]  # index of the other worker, epoch
 CUT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """This worker's way to another. next: the worker whose connection the frames take."""
-
-    index: int
-    epoch: int
-    kind: str
-    source: str
-    target: str
-    next: int
-    relays: tuple[int, ...]
-
-    def __str__(self) -> str:
-        if self.kind == "via":
-            return f"via {', '.join(f'worker {index}' for index in self.relays)}"
-        return f"tcp {self.source} to {self.target}" if self.kind == "tcp" else self.kind
-
-
-def routes(ways: Iterable[Sequence[Any]], own: int) -> dict[int, Route]:
-    """This worker's ways in the rows of World.ways."""
-    found = {}
-    for a, b, epoch, kind, source, target, relays in ways:
-        if own == a:
-            found[b] = Route(b, epoch, kind, source, target, relays[0] if relays else b, tuple(relays))
-        elif own == b:
-            found[a] = Route(a, epoch, kind, target, source, relays[-1] if relays else a, tuple(relays[::-1]))
-    return found
-
-
 class Network:
-    """wake: called when a waiting thread should look again. failed(index, source, target, reason): a connection has failed."""
+    """wake: called when a waiting thread should look again. failed(index, epoch, source, target, reason): a connection has."""
 
     def __init__(self, mark: int, wake: Callable[[], None], ports: Iterable[int]) -> None:
         self._mark, self._wake = mark, wake
-        self.failed: Callable[[int, str, str, str], None] = lambda *_: None
+        self.failed: Callable[[int, int, str, str, str], None] = lambda *_: None
         self.own = -1
         self.relayed: Counter[str] = Counter()  # bytes of payload by "source>target"
         self.owned: set[Wire] = set()
@@ -104,6 +78,7 @@ class Network:
         self._by_fd: dict[int, Wire] = {}
         self._gone: set[int] = set()
         self._deadlines: list[tuple[float, Wire, str]] = []
+        self._tended = 0.0  # when connections that are full were looked at
         self._connecting: set[Pair] = set()
         self._whys: dict[Pair, str] = {}  # why connections have ended
         self._early: list[tuple[Wire, Frame, memoryview]] = []  # to be relayed once there is a connection
@@ -382,7 +357,31 @@ class Network:
         thread.start()
 
     def _connect(self, route: Route) -> None:
-        pair = route.index, route.epoch
+        """Connect. A process that answers and is busy, or does not know this world yet, is asked again: its link is whole."""
+        until, why = time.monotonic() + MEET_SECONDS, ""
+        try:
+            while not why and not self._over(route):
+                try:
+                    self._offer(route)
+                    return
+                except (handshake.Later, ConnectionResetError, BrokenPipeError) as error:
+                    why = _why(error) if time.monotonic() >= until else ""
+                    with self._changed:
+                        self._changed.wait(AGAIN_SECONDS)
+                except OSError as error:
+                    why = _why(error)
+        finally:
+            with self._lock:
+                self._connecting.discard((route.index, route.epoch))
+        if not self._over(route):
+            self._report(route.index, route.epoch, route.source, route.target, f"no connection: {why}")
+
+    def _over(self, route: Route) -> bool:
+        """True if nobody wants a connection of this route any more."""
+        with self._lock:
+            return self._closing or route.index in self._gone or self._routes.get(route.index) != route
+
+    def _offer(self, route: Route) -> None:
         family = socket.AF_INET6 if ":" in route.target else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -390,20 +389,17 @@ class Network:
                 self._greetings.add(sock)
                 key, marks, port = self._key, self._marks, self._ports.get(route.index, 0)
             sock.settimeout(CONNECT_SECONDS)
+            tcp.watch(sock)
             sock.bind((route.source, 0))
             sock.connect((route.target, port))
             handshake.offer(sock, Greeting(self.own, route.index, route.epoch, self._mark, marks.get(route.index, 0)), key)
-            self._enter(sock, pair, route.source, route.target)
-        except OSError as error:
+            self._enter(sock, (route.index, route.epoch), route.source, route.target)
+        except OSError:
             sock.close()
-            with self._lock:
-                over = self._closing or route.index in self._gone or self._routes.get(route.index) != route
-            if not over:
-                self._report(route.index, route.epoch, route.source, route.target, f"no connection: {_why(error)}")
+            raise
         finally:
             with self._lock:
                 self._greetings.discard(sock)
-                self._connecting.discard(pair)
 
     def _greet(self, sock: socket.socket, address: str) -> None:
         try:
@@ -468,7 +464,7 @@ class Network:
             self._arm(other)
         route = self._routes.get(wire.index)
         if cut and wire.index not in self._gone and route is not None and route.epoch == wire.epoch:
-            self.failed(wire.index, wire.source, wire.target, _why(error))
+            self.failed(wire.index, wire.epoch, wire.source, wire.target, _why(error))
         self._ring()
 
     def _report(self, index: int, epoch: int, source: str, target: str, why: str) -> None:
@@ -482,7 +478,7 @@ class Network:
                     lane.broken = lane.broken or text
         route = self._routes.get(index)
         if route is not None and route.epoch == epoch:
-            self.failed(index, source, target, why)
+            self.failed(index, epoch, source, target, why)
         self._wake()
 
     # ---- the background thread
@@ -508,7 +504,9 @@ class Network:
     def _pause(self) -> float:
         if self.owned:
             return IDLE
-        return max(0.0, min(when for when, _, _ in self._deadlines) - time.monotonic()) if self._deadlines else -1
+        if self._deadlines:
+            return max(0.0, min(when for when, _, _ in self._deadlines) - time.monotonic())
+        return TEND_SECONDS if any(wire.relayed for wire in self._by_fd.copy().values()) else -1
 
     def _serve(self, wire: Wire, events: int) -> None:
         if events & select.EPOLLOUT:
@@ -549,6 +547,10 @@ class Network:
                 finally:
                     wire.reading.release()
         now = time.monotonic()
+        if now >= self._tended + TEND_SECONDS:
+            self._tended = now
+            for wire in [wire for wire in self._by_fd.copy().values() if wire.relayed]:
+                tcp.tend(wire.sock)
         for row in [row for row in self._deadlines if row[0] <= now]:
             self._deadlines.remove(row)
             _, wire, why = row
@@ -584,9 +586,7 @@ def _listener(ports: Iterable[int]) -> socket.socket:
     tried = None
     for port in ports:
         try:
-            made = socket.create_server(
-                ("", port), family=family, backlog=128, dualstack_ipv6=family == socket.AF_INET6
-            )
+            made = socket.create_server(("", port), family=family, backlog=128, dualstack_ipv6=family == socket.AF_INET6)
             made.setblocking(False)
             return made
         except OSError as error:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from gt.ir.heap import HEAP_BYTES, SLOT_BYTES, SLOTS
 from gt.worker.plane.base import ALL, Buffer, Channel, Combine, OnIssued, TeamForm, Unreachable, nothing
 from gt.worker.plane.net import collectives
 from gt.worker.plane.net.lane import Incoming, Lane, Outgoing
-from gt.worker.plane.net.network import Network, Route, routes
+from gt.worker.plane.net.network import Network
+from gt.worker.plane.net.route import Route, routes
 from gt.worker.plane.net.wide_team import StreamLike, WideTeam
 from gt.worker.plane.net.wire import CREDIT, DATA, FAIL, HEADER, JOINED, Wire
 from gt.worker.plane.shm import Peer, ShmPlane, flat
@@ -236,9 +237,9 @@ class NetPlane(ShmPlane):
             if self._own is not None and self._own.words[self._own.asleep]:
                 self._own.ring()
 
-    def _link_failed(self, index: int, source: str, target: str, reason: str) -> None:
+    def _link_failed(self, index: int, epoch: int, source: str, target: str, reason: str) -> None:
         if self.on_link_failed is not None:
-            self.on_link_failed(index, source, target, reason)
+            self.on_link_failed(index, epoch, source, target, reason)
 
     def _stays(self, peer: Peer, row: Sequence[Any]) -> bool:
         route = self._routes.get(peer.index)
@@ -279,10 +280,43 @@ class NetPlane(ShmPlane):
             return
         stream.post(view)
         stream.wait()
+        self._complete(peer, stream, len(view))
+
+    def send_chunks(self, channel: Channel, total: int, chunks: Iterable[memoryview]) -> None:
+        """Send a message of `total` bytes, whose chunks of a slot each become ready one after the other."""
+        peer = self._peer(channel["peer"])
+        if not isinstance(peer, FarPeer):
+            return self.send(channel, b"".join(chunks))
+        stream = self._stream(peer, channel["offset"], channel["bytes"], channel["slots"])
+        for chunk in chunks if total else (flat(b""),):
+            stream.send(chunk, total)
+        self.count(peer, total, 0)
+
+    def recv_chunks(self, channel: Channel, into: memoryview) -> Iterator[tuple[int, int]]:
+        """Receive as `recv` does; (start, stop) of each slot's bytes as soon as they are there."""
+        peer, step = self._peer(channel["peer"]), channel["bytes"]
+        done = 0
+        if isinstance(peer, FarPeer) and len(into) > step:
+            stream = self._stream(peer, channel["offset"], channel["bytes"], channel["slots"])
+            stream.post(into)
+            while done + step < len(into):
+                stream.wait_for(done + step)
+                if stream.incoming.done or stream.incoming.message.total != len(into):
+                    break
+                yield done, done + step
+                done += step
+            stream.wait()
+            self._complete(peer, stream, len(into))
+        else:
+            self.recv(channel, into)
+        yield done, len(into)
+
+    def _complete(self, peer: FarPeer, stream: PairStream, want: int) -> None:
+        """Count a message that is there. ValueError if it has another size."""
         sent = stream.incoming.message.total
         self.count(peer, 0, sent)
-        if sent != len(view):
-            raise ValueError(f"worker {peer.name} sent {sent} bytes, want {len(view)}")
+        if sent != want:
+            raise ValueError(f"worker {peer.name} sent {sent} bytes, want {want}")
 
     def wait(self, ready: Callable[[], bool], peers: Sequence) -> None:
         if self.network.owned:
@@ -311,17 +345,21 @@ class NetPlane(ShmPlane):
             collectives.all_reduce(wide, flat(data), combine)
         on_issued()
 
-    def all_gather(self, team: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
+    def all_gather(self, team: TeamForm, data: Buffer, outs: Sequence[Buffer], on_issued: OnIssued = nothing) -> None:
         if (wide := self._team_of_hosts(team)) is None:
-            return super().all_gather(team, data, outs)
+            return super().all_gather(team, data, outs, on_issued)
         with wide.together():
             collectives.all_gather(wide, flat(data), [flat(out) for out in outs])
+        on_issued()
 
-    def reduce_scatter(self, team: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
+    def reduce_scatter(
+        self, team: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine, on_issued: OnIssued = nothing
+    ) -> None:
         if (wide := self._team_of_hosts(team)) is None:
-            return super().reduce_scatter(team, sections, out, combine)
+            return super().reduce_scatter(team, sections, out, combine, on_issued)
         with wide.together():
             collectives.reduce_scatter(wide, [flat(section) for section in sections], flat(out), combine)
+        on_issued()
 
     def all_to_all(self, team: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer], longest: int = 0) -> None:
         if (wide := self._team_of_hosts(team)) is None:

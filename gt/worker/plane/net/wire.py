@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from gt.wire import tcp
+
 DATA, CREDIT, FAIL = 1, 2, 3
 HEADER = struct.Struct("<BBHIHHIQQQ")  # kind, hops, credit, bytes of payload, source, target, epoch, key, total, note
 HEADER_BYTES = HEADER.size
@@ -23,6 +25,7 @@ JOINED = 4 << 10  # bytes of a payload that is copied behind its header
 MAX_FRAME_BYTES = 64 << 20  # of a peer's frame
 MAX_HOPS = 16
 PAUSE_BYTES = 4 << 20  # of frames that wait to be relayed, from which on their sender is not read
+TEND = 5  # waits of 100 ms for a full connection
 NOWAIT, WHOLE = socket.MSG_DONTWAIT, socket.MSG_WAITALL
 
 
@@ -185,8 +188,12 @@ class Wire:
     def _wait(self, check: Callable[[], None]) -> None:
         poll = select.poll()
         poll.register(self.fd, select.POLLOUT)
+        number = 0
         while not poll.poll(100):
             check()
+            number += 1
+            if number % TEND == 0:
+                tcp.tend(self.sock)
         check()
 
     def _drain(self, check: Callable[[], None]) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
 from gt.worker.engine.base import Moves
 from gt.worker.engine.torch.dtypes import DTYPE
+from gt.worker.engine.torch.gpu.bounce_buffer import BounceBuffer
 
 
 class GpuEngine(Moves, Protocol):
@@ -44,6 +46,7 @@ class DirectEngine:
 
     def __init__(self, engine: GpuEngine, combines: dict[str, Callable]) -> None:
         self.device, self._combines = engine.device, combines
+        self._sides: dict[Hashable, torch.cuda.Stream] = {}
         self.copy, self.flat, self.dtype, self.divide = engine.copy, engine.flat, engine.dtype, engine.divide
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -89,6 +92,35 @@ class DirectEngine:
     def finish(self) -> None:
         if self.device.type != "cpu":
             torch.cuda.synchronize(self.device)
+
+    # ---- for transfers between hosts
+
+    def bounce(self, nbytes: int) -> BounceBuffer:
+        return BounceBuffer(self.device, nbytes)
+
+    def side_stream(self, use: Hashable) -> int:
+        if self.device.type == "cpu":
+            return 0
+        if use not in self._sides:
+            self._sides[use] = torch.cuda.Stream(self.device)
+        stream = self._sides[use]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        return stream.cuda_stream
+
+    @contextmanager
+    def issuing_to(self, stream: int) -> Iterator[None]:
+        if self.device.type == "cpu":
+            with torch.no_grad():
+                yield
+            return
+        torch.cuda.set_device(self.device)
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.ExternalStream(stream, self.device)):
+            yield
+
+    def fence(self) -> Callable[[], None]:
+        if self.device.type == "cpu":
+            return lambda: None
+        return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(blocking=True)).synchronize
 
 
 def direct(engine: Any, combines: dict[str, Callable]) -> DirectEngine | None:

@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 
 from gt.dispatcher.programs import codegen as writing
-from gt.dispatcher.programs.passes import bucket_all_reduces as module
+from gt.dispatcher.programs.pass_manager import run_passes
+from gt.dispatcher.programs.passes import bucket_reductions as module
+from gt.dispatcher.programs.passes.batch_collectives import batch_collectives
+from gt.dispatcher.programs.passes.bucket_reductions import bucket_reductions
+from gt.dispatcher.programs.passes.context import PassContext
 from gt.dispatcher.programs.recording import Instruction, Recording
 from gt.dispatcher.programs.reorder_check import check_no_deadlock
 from gt.ir.instr import FREE, Define
 from gt.ir.spec import contiguous
 from gt.wire.messages import FinishCapture
-from tests.helpers.passes import passed
+from tests.helpers.passes import context
 
 SPEC = contiguous((8,), "float32").wire()  # 32 bytes
 
@@ -29,6 +33,10 @@ def op(number: int, name: str, tensors: int, out: list | None, writes: int = 0) 
 ADD = op(10, "aten.add.Tensor", 2, ["new", SPEC, 0])
 ADD_ = op(11, "aten.add_.Tensor", 2, ["same", SPEC, 0], 1)
 VIEW = op(12, "aten.t.default", 1, ["view", SPEC, 0])
+HALVES = [[[[0, 4]]], [[[4, 8]]]]
+TEAM = {"id": 1, "workers": [0, 1], "rank": 0}
+SCATTER = Define(51, "reduce_scatter", {"team": TEAM, "op": "sum", "shape": [8], "dtype": "float32", "boxes": HALVES})
+ALIAS = Define(52, "alias", {})
 MARK, PART = 98, 99
 
 
@@ -48,6 +56,16 @@ def reduce(number: int, workers: tuple[int, ...], rank: int) -> Define:
 
 def define(kind: str, payload: dict) -> Define:
     return Define(MARK if kind == "together" else PART, kind, payload)
+
+
+def bucketed(tape: Recording, **chosen: Any) -> tuple[Recording, PassContext]:
+    """The recording with its reductions in buckets that workers reduce as one, and the reports of both passes."""
+    about = context(define=define, **chosen)
+    return run_passes(tape, about, (bucket_reductions, batch_collectives)), about
+
+
+def _team(row: Instruction) -> tuple[int, ...]:
+    return tuple(row.define.payload["team"]["workers"]) if row.kind == "all_reduce" else ()
 
 
 def programs(rng: random.Random, workers: int, length: int, own: float) -> dict[int, list[Instruction]]:
@@ -91,7 +109,7 @@ def values(code: dict[int, list[Instruction]]) -> dict[tuple[int, int], int]:
                 if row.define.kind == "all_reduce":
                     team = row.define.payload["team"]["workers"]
                     there = [next(iter(code[m][places[m] : places[m] + 1]), None) for m in team]
-                    if any(r is None or module._team(r) != tuple(team) for r in there):
+                    if any(r is None or _team(r) != tuple(team) for r in there):
                         break
                     found = [cells[m, r.operands[0]] for m, r in zip(team, there, strict=True) if r is not None]
                     result = sum(cell[0] for cell in found) % 1000003
@@ -122,19 +140,17 @@ def _carry_out(cells: dict, worker: int, row: Instruction) -> None:
 
 @pytest.mark.parametrize("own", [0.0, 0.05])
 @pytest.mark.parametrize("seed", range(100))
-def test_values_are_the_same_and_all_meet(seed: int, own: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_the_same_and_all_meet(seed: int, own: float) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(module, "MAX_BUCKET_BYTES", rng.choice((1, 64, 1 << 20)))
+    room = rng.choice((1, 64, 1 << 20))
     workers = rng.choice((2, 3, 4))
     code = programs(rng, workers, 40, own)
     before = {worker: list(rows) for worker, rows in code.items()}
     tape = Recording(0, [], {})
     tape.code.update(code)
-    tape, about = passed(tape, module.bucket_all_reduces, define=define)
-    if about.rejected:
-        assert own and tape.code == before
-        return
-    plain = {worker: [row for row in rows if row.define.number != MARK] for worker, rows in tape.code.items()}
+    tape, about = bucketed(tape, bucket=room)
+    plain = unmarked(tape)
+    assert not about.rejected or (own and plain == before)
     for worker, rows in plain.items():
         parts = [row for row in rows if row.define.number == PART]
         whole = [row for row in before[worker] if all(row is not other for other in rows)]
@@ -145,6 +161,10 @@ def test_values_are_the_same_and_all_meet(seed: int, own: float, monkeypatch: py
     done = {worker: together(rows) for worker, rows in tape.code.items()}
     for found in done.values():
         assert all(done[member][team] == some for team, some in found.items() for member in team)
+
+
+def unmarked(tape: Recording) -> dict[int, list[Instruction]]:
+    return {worker: [row for row in rows if row.define.number != MARK] for worker, rows in tape.code.items()}
 
 
 def together(rows: list[Instruction]) -> dict[tuple[int, ...], list[list[int]]]:
@@ -159,15 +179,14 @@ def together(rows: list[Instruction]) -> dict[tuple[int, ...], list[list[int]]]:
     return found
 
 
-def test_sums_move_up_behind_what_made_their_data_in_groups_of_enough_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_BUCKET_BYTES", 64)
+def test_sums_move_up_behind_what_made_their_data_in_groups_of_enough_bytes() -> None:
     makes = [Instruction(n, ADD, [0, 1, 10 + n]) for n in range(5)]
     sums = [Instruction(10 + n, reduce(20, (0, 1), 0), [10 + n]) for n in (4, 0, 3, 1, 2)]
     last = Instruction(20, op(13, "aten._foreach_add_.List", 5, None, 5), [10, 11, 12, 13, 14])
     tape = Recording(0, [], {})
     for worker in (0, 1):
         tape.code[worker] = [*makes, *sums, last]
-    tape, about = passed(tape, module.bucket_all_reduces, define=define)
+    tape, about = bucketed(tape, bucket=64)
     assert not about.rejected
     by = {row.operands[0] - 10: row for row in sums}
     order = [f"make {makes.index(r)}" if r in makes else "last" if r is last else r.define.kind for r in tape.code[0]]
@@ -179,8 +198,7 @@ def test_sums_move_up_behind_what_made_their_data_in_groups_of_enough_bytes(monk
     assert [r for r in tape.code[0] if r.define.kind == "all_reduce"] == [by[n] for n in range(5)]
 
 
-def test_the_optimizer_hides_the_last_sums_with_what_does_not_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_BUCKET_BYTES", 32)
+def test_the_optimizer_hides_the_last_sums_with_what_does_not_need_them() -> None:
     makes = [Instruction(n, ADD, [0, 1, 10 + n]) for n in range(3)]
     sums = [Instruction(10 + n, reduce(20, (0, 1), 0), [10 + n]) for n in range(3)]
     optimizer = op(13, "aten._fused_sgd_.default", 7, None, 3)
@@ -189,7 +207,7 @@ def test_the_optimizer_hides_the_last_sums_with_what_does_not_need_them(monkeypa
     tape = Recording(0, [], {})
     for worker in (0, 1):
         tape.code[worker] = [*makes, *sums, Instruction(20, optimizer, [1, 2, 3, 12, 10, 11, 9, 0.5, 0.25])]
-    tape, about = passed(tape, module.bucket_all_reduces, define=define)
+    tape, about = bucketed(tape, bucket=32)
     assert not about.rejected
     *_, last, first, second = tape.code[0]
     assert (last.operands, first.operands, second.operands) == ([12], [2, 3, 10, 11, 9, 0.25, 0.5], [1, 12, 9, 0.25, 0.5])
@@ -208,7 +226,7 @@ def test_an_op_whose_indices_depend_on_each_other_stays_one() -> None:
     tape = Recording(0, [], {})
     for worker in (0, 1):
         tape.code[worker] = [*makes, Instruction(11, reduce(20, (0, 1), 0), [11]), last]
-    tape, about = passed(tape, module.bucket_all_reduces, define=define)
+    tape, about = bucketed(tape)
     assert not about.rejected
     assert tape.code[0][-1] is last
 
@@ -222,7 +240,7 @@ def test_sums_that_members_do_not_share_are_not_bucketed() -> None:
         first, second = (Instruction(n, reduce(20, (0, 1), worker), [0 if n == 2 else 1]) for n in (2, 3))
         tape.code[worker] = [first, *([extra] if worker else []), second, after]
     kinds = {w: [r.define.kind for r in rows] for w, rows in tape.code.items()}
-    tape, about = passed(tape, module.bucket_all_reduces, define=define)
+    tape, about = bucketed(tape)
     assert not about.rejected
     assert {w: [r.define.kind for r in rows] for w, rows in tape.code.items()} == kinds
 
@@ -235,8 +253,68 @@ def test_nothing_is_moved_if_members_would_sum_different_tensors() -> None:
         sums = [Instruction(5 + n, reduce(20, (0, 1), worker), [10 + n]) for n in range(2)]
         tape.code[worker] = [*makes, *([Instruction(4, ADD, [10, 10, 30])] if worker else []), *sums]
     before = {worker: list(rows) for worker, rows in tape.code.items()}
-    tape, about = passed(tape, module.bucket_all_reduces, define=define)
-    assert about.rejected and tape.code == before
+    tape, about = bucketed(tape)
+    assert about.rejected and unmarked(tape) == before
+
+
+@pytest.fixture(autouse=True)
+def share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets of all terms are allowed: steps here have few."""
+    monkeypatch.setattr(module, "SCATTERED_SHARE", 1)
+
+
+def test_few_of_all_scattered_terms_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SCATTERED_SHARE", 2)
+    rows = [
+        *((ADD, [1, 2, 30 + n]) for n in range(4)),
+        *(row for n in range(4) for row in ((SCATTER, [30 + n, 50 + n]), (ALIAS, [50 + n, 30 + n]))),
+        *((ADD_, [5, 30 + n]) for n in range(4)),
+    ]
+    order = scatters(*rows, room=1 << 20)
+    assert order.index([30, 50]) < order.index([1, 2, 32]) < order.index([32, 52])
+
+
+def scatters(*rows: tuple[Define, list[int]], room: int = 1) -> list[list[int]]:
+    """Operands of the rows in the order of the passes, and the counts of batches."""
+    code = {w: [Instruction(n, define, list(ids)) for n, (define, ids) in enumerate(rows)] for w in (0, 1)}
+    tape, about = bucketed(Recording(0, [], {}, code=code), bucket=room, sharded=True)
+    assert not about.rejected
+    return [[row.define.payload["count"]] if row.kind == "together" else row.operands for row in tape.code[0]]
+
+
+def test_terms_are_scattered_as_soon_as_they_are_complete() -> None:
+    rows = [
+        (ADD, [1, 2, 30]), (VIEW, [30, 31]), (ADD_, [30, 1]), (ADD, [1, 2, 40]), (ADD, [40, 2, 41]),
+        (SCATTER, [30, 50]), (ALIAS, [50, 30]), (VIEW, [30, 31]), (ADD_, [5, 31]),
+    ]  # fmt: skip
+    assert scatters(*rows) == [
+        *([1, 2, 30], [30, 31], [30, 1], [30, 50], [50, 30], [30, 31], [1, 2, 40], [40, 2, 41], [5, 31]),
+    ]
+
+
+def test_scattered_terms_wait_for_one_another_until_there_are_enough_bytes() -> None:
+    """The names of all pieces follow the reductions, which workers then do as one."""
+    rows = [
+        *((ADD, [1, 2, 30 + n]) for n in range(3)),
+        *(row for n in (0, 1, 2) for row in ((SCATTER, [30 + n, 50 + n]), (ALIAS, [50 + n, 30 + n]))),
+        *((ADD_, [5, 30 + n]) for n in range(3)),
+    ]
+    assert scatters(*rows, room=64) == [
+        *([1, 2, 30], [1, 2, 31], [2], [30, 50], [31, 51], [50, 30], [51, 31]),
+        *([1, 2, 32], [5, 30], [5, 31], [32, 52], [52, 32], [5, 32]),
+    ]
+    late = [*rows[:2], (ADD, [5, 6, 60]), *rows[2:]]
+    assert scatters(*late, room=1 << 20)[3:6] == [[1, 2, 32], [3], [30, 50]]  # as many as there are
+
+
+def test_a_row_that_needs_a_piece_ends_the_bucket() -> None:
+    rows = [
+        (ADD, [1, 2, 30]), (SCATTER, [30, 50]), (ALIAS, [50, 30]), (ADD, [1, 2, 31]), (ADD_, [5, 30]),
+        (SCATTER, [31, 51]), (ALIAS, [51, 31]), (ADD_, [5, 31]),
+    ]  # fmt: skip
+    assert scatters(*rows, room=1 << 20) == [
+        *([1, 2, 30], [1, 2, 31], [2], [30, 50], [31, 51], [50, 30], [51, 31], [5, 30], [5, 31]),
+    ]
 
 
 def test_a_bucket_is_in_one_definition(monkeypatch: pytest.MonkeyPatch) -> None:

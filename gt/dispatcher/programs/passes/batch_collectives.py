@@ -1,0 +1,67 @@
+"""The pass that has workers do adjacent collectives of one team and kind as one: it puts a `together` before them.
+
+It is the last, so that no other pass puts a row among them. Gathers are large or urgent, mostly: only small ones are batched,
+since the first reader would wait for all. All members have the same batches, or none.
+
+    before:  g1 = mm ...; all_reduce g0; all_reduce g1; ...
+    after:   g1 = mm ...; together 2; all_reduce g0; all_reduce g1; ...
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from math import prod
+
+from gt.dispatcher.programs.passes.bucket_reductions import REDUCTIONS
+from gt.dispatcher.programs.passes.context import MakeDefinition, PassContext
+from gt.dispatcher.programs.recording import Instruction, Recording
+from gt.ir.instr import COLLECTIVES
+from gt.ir.spec import DTYPES
+
+MAX_GATHER_BYTES = 256 << 10  # of a gathered tensor; a larger one is gathered by itself
+
+_Key = tuple[str, tuple[int, ...], str]  # kind, workers, action of a schedule
+
+
+def batch_collectives(recording: Recording, context: PassContext) -> Recording:
+    """The recording with a `together` before each run of collectives that may be done as one."""
+    runs = {worker: _runs(rows) for worker, rows in recording.code.items()}
+    lengths = [count for counts in runs.values() for of_team in counts.values() for count in of_team]
+    alike = all(runs[w][key] == runs[peer][key] for w in runs for key in runs[w] for peer in key[1] if peer in runs)
+    if not alike or max(lengths, default=0) < 2:
+        return recording
+    for worker, rows in recording.code.items():
+        single = sum(row.kind in COLLECTIVES for row in rows)
+        saved = sum(count - 1 for counts in runs[worker].values() for count in counts)
+        if saved:
+            context.batched[worker] = [single, single - saved]
+    return replace(recording, code={w: list(_marked(rows, context.define)) for w, rows in recording.code.items()})
+
+
+def _key(row: Instruction) -> _Key | None:
+    payload = row.define.payload
+    if row.kind == "all_gather":
+        small = prod(payload["shape"]) * DTYPES[payload["dtype"]][0] <= MAX_GATHER_BYTES
+    else:
+        small = row.kind in REDUCTIONS
+    return (row.kind, tuple(payload["team"]["workers"]), row.action) if small else None
+
+
+def _runs(rows: Sequence[Instruction]) -> dict[_Key, list[int]]:
+    """Lengths of the runs of each key, in order."""
+    lengths: dict[_Key, list[int]] = defaultdict(list)
+    for key, group in groupby(rows, key=_key):
+        if key is not None:
+            lengths[key].append(len(list(group)))
+    return lengths
+
+
+def _marked(rows: Sequence[Instruction], define: MakeDefinition) -> Iterator[Instruction]:
+    for key, group in groupby(rows, key=_key):
+        run = list(group)
+        if key is not None and len(run) > 1:
+            yield Instruction(run[0].seq, define("together", {"count": len(run)}), [], run[0].action)
+        yield from run

@@ -1,0 +1,217 @@
+"""The pass that reduces gradients in buckets, as soon as they are complete, so that the rest of the backward pass hides it.
+
+A step asks for a sum where it first needs it: behind the whole backward pass, one after the other. A worker overlaps transfers
+with compute (gt.worker.program.overlap), so each reduction moves up behind the last instruction that touches its terms.
+Several wait for one another until there are as many bytes as a bucket has (`bucket` of the config), since a small reduction
+costs much by itself and ends a compiled region. This is gradient bucketing as in DistributedDataParallel (Li et al., PyTorch
+Distributed, VLDB 2020). Behind the last bucket there is only the optimizer: it is split, so that its step on other gradients
+hides the bucket. A reduction is an all_reduce, or a reduce_scatter with the rows that name its pieces (ZeRO).
+
+    before:  g1 = mm ...; g0 = mm ...; h = mm ...; all_reduce g0; all_reduce g1; _fused_adamw_ [w0, w1] [g0, g1]
+    after:   g1 = mm ...; g0 = mm ...; all_reduce g0; all_reduce g1; h = mm ...; _fused_adamw_ ...
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from gt.dispatcher.programs.passes.context import MakeDefinition, PassContext
+from gt.dispatcher.programs.recording import Code, Instruction, Recording
+from gt.ir.dataflow import MemoryAccess, accesses
+from gt.ir.spec import DTYPES, Spec
+from gt.ir.template import Chosen, T, from_wire, to_wire
+
+REDUCTIONS = ("all_reduce", "reduce_scatter")
+SCATTERED_SHARE = 8  # of the bytes of terms that reduce_scatters end, at most this part waits: stages 2 and 3 are for memory
+LIST_OPS = ("aten._fused_", "aten._foreach_")  # ops that do the same to each tensor of a list
+
+
+def bucket_reductions(recording: Recording, context: PassContext) -> Recording:
+    """The recording with its reductions moved up and in buckets, unless a schedule has placed them."""
+    if context.scheduled or not any(row.kind in REDUCTIONS for rows in recording.code.values() for row in rows):
+        return recording
+    moved: Code = {worker: list(_moved(rows, context.bucket)) for worker, rows in recording.code.items()}
+    return replace(recording, code={worker: _with_optimizer_split(rows, context.define) for worker, rows in moved.items()})
+
+
+def names_only(row: Instruction) -> bool:
+    """True for a row that only gives names to memory: an alias, or views."""
+    effects = row.define.effects
+    return bool(row.makes) and len(effects.views) == len(row.makes) and not effects.writes
+
+
+# ---- the optimizer
+
+
+def _with_optimizer_split(rows: Sequence[Instruction], define: MakeDefinition) -> list[Instruction]:
+    """Rows, with the list op that first needs the last bucket as two ops: over the tensors that do not, and the rest."""
+    memory = _touched_memory(rows)
+    late: set[int] = set()
+    last = -1
+    for n, row in enumerate(rows):
+        if row.kind in REDUCTIONS:
+            late = {*memory[n]} | (late if n == last + 1 else set())
+            last = n
+    later = (n for n in range(last + 1, len(rows)) if not late.isdisjoint(memory[n]) and not names_only(rows[n]))
+    at = next(later, None)
+    if at is None:
+        return [*rows]
+    return [*rows[:at], *_split_list_op(rows[at], memory[at], late, define), *rows[at + 1 :]]
+
+
+def _split_list_op(row: Instruction, memory: Sequence[int], late: set[int], define: MakeDefinition) -> Iterator[Instruction]:
+    """A list op over the indices without late memory, then over the others, if no index touches memory of both.
+
+    memory: of its tensors; late: memory that is complete late.
+    """
+    payload = row.define.payload
+    args = from_wire(payload["args"]) if row.kind == "op" and payload["op"].startswith(LIST_OPS) else []
+    count = len(args[0]) if args and isinstance(args[0], list) else 0
+    if not count or payload["outs"]:
+        yield row
+        return
+    kwargs = {name: from_wire(arg) for name, arg in payload["kwargs"].items()}
+    whole = Chosen(range(count), count)
+    columns = [arg for arg in (*args, *kwargs.values()) if whole.cuts(arg)]
+    touched = [{memory[column[i].index] for column in columns if isinstance(column[i], T)} for i in range(count)]
+    waits = [not late.isdisjoint(used) for used in touched]
+    parts = [set().union(*(used for used, last in zip(touched, waits, strict=True) if last == part)) for part in (False, True)]
+    beside = set(range(payload["tensors"])).difference(hole.index for arg in columns for hole in arg if isinstance(hole, T))
+    if not parts[0] or not parts[1] or not parts[0].isdisjoint(parts[1]) or any(memory[i] in late for i in beside):
+        yield row
+        return
+    for last in (False, True):
+        yield _over(row, Chosen([i for i in range(count) if waits[i] == last], count), args, kwargs, define)
+
+
+def _over(row: Instruction, chosen: Chosen, args: list, kwargs: dict, define: MakeDefinition) -> Instruction:
+    """The list op of a row over the chosen indices of its lists."""
+    payload, operands = row.define.payload, row.operands
+    part = {**payload, "args": [to_wire(chosen(arg)) for arg in args]}
+    part["kwargs"] = {name: to_wire(chosen(arg)) for name, arg in kwargs.items()}
+    part["tensors"], part["values"] = len(chosen.ins), len(chosen.values)
+    part["writes"] = [n for n, i in enumerate(chosen.ins) if i in payload["writes"]]
+    taken = [*chosen.ins, *(payload["tensors"] + i for i in chosen.values)]
+    return Instruction(row.seq, define("op", part), [operands[i] for i in taken], row.action, row)
+
+
+# ---- buckets
+
+
+@dataclass(slots=True)
+class _Reduction:
+    """A reduction, the rows that name its result, the memory and names that these touch or make, and the bytes of its terms."""
+
+    rows: list[Instruction]
+    memory: set[int]
+    names: set[int]
+    nbytes: int
+
+    @property
+    def key(self) -> tuple:
+        row = self.rows[0]
+        return row.kind, tuple(row.define.payload["team"]["workers"])
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Reductions that wait for one another. room, scattered_room: bytes of all of them, and of those whose terms then end."""
+
+    room: int
+    scattered_room: int
+    waiting: list[_Reduction] = field(default_factory=list)
+
+    @property
+    def full(self) -> bool:
+        scattered = sum(r.nbytes for r in self.waiting if r.rows[0].kind == "reduce_scatter")
+        return sum(r.nbytes for r in self.waiting) >= self.room or scattered >= max(self.scattered_room, 1)
+
+    def holds(self, memory: Sequence[int], names: Sequence[int]) -> bool:
+        """True if something that waits touches this memory, or makes one of these names."""
+        return any(not (r.memory.isdisjoint(memory) and r.names.isdisjoint(names)) for r in self.waiting)
+
+    def release(self) -> list[Instruction]:
+        """The reductions, those of one team side by side, and then the names of their results; none waits any longer."""
+        released = sorted(self.waiting, key=lambda reduction: reduction.key)
+        self.waiting = []
+        return [r.rows[0] for r in released] + [row for r in released for row in r.rows[1:]]
+
+
+def _moved(rows: Sequence[Instruction], room: int) -> Iterator[Instruction]:
+    """Rows, each reduction behind the last that touches its terms, or a little later with others."""
+    ready, placed = _ready(rows)
+    memory = _touched_memory(rows)
+    scattered = sum(r.nbytes for of_row in ready.values() for r in of_row if r.rows[0].kind == "reduce_scatter")
+    bucket = _Bucket(room, min(room, scattered // SCATTERED_SHARE))
+    for n, row in enumerate(rows):
+        if n not in placed:
+            if bucket.waiting and bucket.holds(memory[n], row.operands):
+                yield from bucket.release()
+            yield row
+        for reduction in ready.get(n, ()):
+            if bucket.holds([*reduction.memory], ()):  # a sum of sums
+                yield from bucket.release()
+            bucket.waiting.append(reduction)
+        if bucket.full:
+            yield from bucket.release()
+    yield from bucket.release()
+
+
+def _touched_memory(rows: Sequence[Instruction]) -> list[list[int]]:
+    """The memory that each row touches: of each tensor that it reads or makes."""
+    return [[*access.reads, *access.makes] for access in accesses(rows)]
+
+
+def _ready(rows: Sequence[Instruction]) -> tuple[Mapping[int, list[_Reduction]], set[int]]:
+    """By number of a row the reductions that may follow it, and the numbers of all rows of reductions."""
+    memory = accesses(rows)
+    last: dict[int, int] = {}  # memory -> the row that touched it last
+    specs: dict[int, Spec] = {}
+    ready: dict[int, list[_Reduction]] = defaultdict(list)
+    placed: set[int] = set()
+    for n, row in enumerate(rows):
+        if row.kind in REDUCTIONS:
+            block = _block(rows, memory, n)
+            touched = {i for k in block for i in (*memory[k].reads, *memory[k].makes)}
+            names = {i for k in block for i in rows[k].makes}
+            behind = max((last.get(i, -1) for i in memory[n].reads), default=-1)
+            if behind < 0 and row.kind == "reduce_scatter":
+                behind = n  # of terms from before: where it is
+            ready[max(behind, 0)].append(_Reduction([rows[k] for k in block], touched, names, _term_bytes(row, specs)))
+            placed.update(block)
+        else:
+            specs.update(_specs(row))
+        last.update(dict.fromkeys((*memory[n].reads, *memory[n].makes), n))
+    return ready, placed
+
+
+def _block(rows: Sequence[Instruction], memory: Sequence[MemoryAccess], n: int) -> list[int]:
+    """A reduction and the rows that follow it which only name its result."""
+    block = [n]
+    if rows[n].kind == "reduce_scatter":
+        made = memory[n].makes[0]
+        for k in range(n + 1, len(rows)):
+            if set(memory[k].reads) != {made} or not names_only(rows[k]):
+                break
+            block.append(k)
+    return block
+
+
+def _term_bytes(row: Instruction, specs: Mapping[int, Spec]) -> int:
+    payload = row.define.payload
+    if row.kind == "reduce_scatter":
+        return prod(payload["shape"]) * DTYPES[payload["dtype"]][0]
+    spec = specs.get(row.operands[0])
+    return 0 if spec is None else spec.nbytes
+
+
+def _specs(row: Instruction) -> Iterator[tuple[int, Spec]]:
+    if row.kind != "op":
+        return
+    outs = [out for out in row.define.payload["outs"] if out[0] in ("new", "view")]
+    for i, out in zip(row.makes, outs, strict=True):
+        if out[1] is not None:
+            yield i, Spec.from_wire(out[1])
