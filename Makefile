@@ -40,6 +40,7 @@ format: .venv/stamp
 	@echo "installing torch and the rest into .venv: 200 MB, or 3 GB with CUDA"
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
+	$(BIN)/python -m compileall -q gt
 	touch $@
 
 .venv-site/stamp: pyproject.toml

@@ -7,6 +7,7 @@ section runs in a fresh process. Times are medians; a workload is repeated until
 from __future__ import annotations
 
 import argparse
+import compileall
 import itertools
 import json
 import os
@@ -310,6 +311,7 @@ def main() -> int:
     if args.section:
         print(json.dumps(SECTIONS[args.section](args.device)))
         return 0
+    compileall.compile_dir(ROOT / "gt", quiet=1)  # as in an installed package, such as torch's; an editable one may have none
     figures: dict[str, dict[str, float]] = {"remote": {}, "cpu": {}}
     for section in [args.only] if args.only else SECTIONS:
         for device in figures:

@@ -207,15 +207,11 @@ class Session:
         """Wait until few batches are queued, so that a program faster than its workers cannot fill memory."""
         if self._link.inside or self.has_credit():
             return
-        try:
-            with spans.span("wait until workers have taken ops"):
-                if not self._link.lead(self._unblocked):
-                    with self._room:
-                        while not self._unblocked():
-                            self._room.wait()
-        except KeyboardInterrupt:
-            self.interrupt()
-            raise
+        with spans.span("wait until workers have taken ops"):
+            if not self._link.lead(self._unblocked):
+                with self._room:
+                    while not self._unblocked():
+                        self._room.wait()
         if not self.has_credit():
             self._raise_deferred()
 

@@ -68,6 +68,7 @@ from gt.wire.messages import (
     OfferFile,
     OpError,
     Ops,
+    Paused,
     Piece,
     Records,
     Reject,
@@ -130,7 +131,7 @@ class Core:
             OfferArena: self._offer_arena, CloseArenas: self._close_arenas, ArenaOpened: self._arena_opened,
             OfferFile: self._offer_file, Store: self._store, Metrics: self._metrics, TensorRoles: self._tensor_roles,
             Observe: self.observers.observe, Trace: self.traces.trace, TraceRows: self._trace_rows, Interrupt: self._interrupt,
-            LinkFailed: self.membership.link_failed,
+            LinkFailed: self.membership.link_failed, Paused: self._paused,
         }  # fmt: skip
 
     @property
@@ -362,6 +363,12 @@ class Core:
     def _interrupt(self, peer: Peer, message: Interrupt, frames: tuple) -> None:
         self._session(peer).op_stream.interrupt(message.upto)
         self.round_robin.resume(peer)
+
+    def _paused(self, peer: Peer, message: Paused, frames: tuple) -> None:
+        worker = self._worker(peer)
+        for session in list(self._lease(peer).sessions.values()):
+            if session.number == message.session:
+                self.guarded(session, "an interrupt", session.op_stream.paused, worker.index, message.seq)
 
     def _metrics(self, peer: Peer, message: Metrics, frames: tuple) -> None:
         self._session(peer).logged = logged(message)

@@ -84,6 +84,7 @@ class ClientSession:
         cause = self.failures.cause_of_loss(worker)
         self.programs.lose(worker.index, cause)
         self.op_stream.fragments.clear()
+        self.op_stream.lose(worker.index)
         for tensor in self.table.rows.values():
             if tensor.layout is not None and worker.index in tensor.layout.mesh.workers:
                 tensor.storage.failed = cause
@@ -101,6 +102,8 @@ class ClientSession:
         self.failures.drop(seqs)
         self.fetches.drop(seqs)
         for tensor in self.table.rows.values():  # of what was dropped nobody knows which are there
+            for layout, (_, copy) in (tensor.copies or {}).items():
+                self.op_stream.stale.append((layout.mesh.workers, copy))
             tensor.copies = tensor.sums = None
 
     def regain(self, worker: Worker) -> None:
@@ -109,6 +112,7 @@ class ClientSession:
         self.failures.regain(worker)
         self.emitter.used.discard(worker.index)
         self.arenas.regain(worker)
+        self.op_stream.regain(worker)
 
     def close(self, leavings: Leavings) -> None:
         """The client is gone: nothing of it stays on any worker. What is large is left to be freed in slices."""

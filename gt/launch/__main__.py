@@ -1,5 +1,7 @@
 """`python -m gt.launch`: a supervisor, which gt.launch.local, gt.launch.job or ssh starts; it is not for the command line."""
 
+import logging
+import os
 import sys
 
 from gt.launch import host_agent, machine
@@ -23,4 +25,8 @@ def main(args: list[str]) -> int:
     return Supervisor(order).run()
 
 
-sys.exit(main(sys.argv[1:]))
+code = main(sys.argv[1:])
+logging.shutdown()
+for stream in (sys.stdout, sys.stderr):
+    stream.flush()
+os._exit(code)  # the interpreter would take 0.1 s to free torch's modules, while the program waits for this process

@@ -40,7 +40,8 @@ def facts() -> dict[str, Any]:
     return {
         "name": socket.gethostname(), "home": home(), "time": time.time(), "versions": versions, "driver": _driver(),
         "gpus": len(machine.gpus()), "links": links(), "rdma": rdma_devices(), "plugin": _plugin(),
-        "nccl": env.starting("NCCL_"), "shm_free": shm.f_bavail * shm.f_frsize, "memlock": soft, "peermem": Path("/sys/module/nvidia_peermem").exists(),
+        "nccl": env.starting("NCCL_"), "shm_free": shm.f_bavail * shm.f_frsize, "memlock": soft,
+        "peermem": Path("/sys/module/nvidia_peermem").exists(),
     }  # fmt: skip
 
 

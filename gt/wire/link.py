@@ -40,6 +40,7 @@ from gt.wire.messages import (
     OfferFile,
     OpError,
     Ops,
+    Paused,
     Piece,
     Query,
     Records,
@@ -82,7 +83,9 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
         ),
     ),
     "worker": (
-        frozenset({Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, TraceRows, LinkFailed, Goodbye}),
+        frozenset(
+            {Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, TraceRows, LinkFailed, Paused} | {Goodbye}
+        ),
         frozenset(
             {Welcome, Reject, World, Run, Data, OfferArena, OfferFile, CloseArenas, UseBlock, WindowUpdate, TorchSettings}
             | {Abort, Query, Trace, Skip, Renew, Exit}

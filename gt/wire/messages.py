@@ -188,7 +188,7 @@ class Interrupt(Message):
     """Client -> dispatcher: ops of batches up to `upto` that workers have not begun are not wanted any more. Not answered.
 
     Tensors that such ops would have made fail; those that they would have changed stay as they are. Batches up to `upto` may
-    still come. Ignored by sessions that use several workers or captured steps.
+    still come. A replay is dropped whole. Ignored while a call is recorded.
     """
 
     upto: int
@@ -506,13 +506,16 @@ class TorchSettings(Message):
 
 @dataclass(frozen=True, slots=True)
 class Skip(Message):
-    """Dispatcher -> worker: begin no instruction of this session but uploads, from now on until `on` is false in a later Skip.
+    """Dispatcher -> worker: begin no instruction of this session but uploads, and answer by Paused.
 
-    That one is in order with Runs. A Run's seqs that were skipped are reported by an OpError of the kind "interrupted".
+    When all workers have answered, another Skip has the first seq that none of them has begun as `since`: carry out what
+    precedes it, and skip what does not, until `on` is false in a later Skip. That one is in order with Runs. A Run's seqs that
+    were skipped are reported by an OpError of the kind "interrupted".
     """
 
     session: int
     on: bool
+    since: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -590,6 +593,14 @@ class OpError(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Paused(Message):
+    """Worker -> dispatcher, answers a Skip without `since`: the last seq of the session that it has begun, -1 for none."""
+
+    session: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
 class UploadProgress(Message):
     """Worker -> dispatcher: it has received bytes of upload `key` up to `upto`, or read all of them from their block.
 
@@ -654,4 +665,5 @@ CODES: tuple[type[Message], ...] = (
     Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
     UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened, InspectFragments,
     Metrics, Watched, Observe, Records, TensorRoles, Trace, TraceRows, OfferFile, Store, Interrupt, Skip, LinkFailed,
+    Paused,
 )  # fmt: skip

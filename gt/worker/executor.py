@@ -6,10 +6,11 @@ and no peer waits for a collective that never begins. Knows neither torch nor so
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from threading import get_ident
+from threading import Condition, get_ident
 from typing import Any
 
 from gt.errors import ProtocolError
@@ -36,6 +37,7 @@ from gt.worker.program.runner import BoundDefinition, ProgramRunner
 from gt.worker.uploads import UploadBuffers
 
 Send = Callable[..., None]  # (message, frames=())
+PAUSED = -1  # of a session: it is not known yet from which seq on nothing is begun
 WAITING = ("compile", "load", "device")  # kinds by `where` of a thread that may wait for the device
 
 
@@ -64,7 +66,10 @@ class Executor:
         self.traces: dict[int, Tracer] = {}  # by session
         self._busy = False
         self._thread = self._peak_bytes = 0
-        self.interrupted: set[int] = set()  # sessions of which nothing is begun; the thread that receives messages adds them
+        # session -> the seq from which on nothing is begun, or PAUSED; the thread that receives messages enters them
+        self.interrupted: dict[int, int] = {}
+        self._reached: dict[int, int] = {}  # session -> the last seq of its newest stream that has ended
+        self._resumed = Condition()
 
     @property
     def instructions(self) -> int:
@@ -144,7 +149,7 @@ class Executor:
     def run(self, code: list[int], base: int, epoch: int = 0, timed: bool = False) -> None:
         """Carry out a stream, seqs counting from base. ProtocolError for a number that was never defined."""
         runner, pending = self.runner, self.runner.pending_outputs
-        at, end, executed = 0, len(code), 0
+        at, end, executed, last = 0, len(code), 0, -1
         self.worker.epoch, self.worker.base, self._thread = epoch, base, get_ident()
         runner.begin(code, base)
         steps, interrupted, skipped = self._steps(timed), self.interrupted, dict[int, None]()
@@ -159,11 +164,11 @@ class Executor:
                     step, size = steps[number]
                 except KeyError:
                     raise ProtocolError(f"instruction {number} was never defined") from None
-                if interrupted and self._skips(number):
+                runner.place = last = at  # before the look at `interrupted`: see `pause`
+                if interrupted and self._skips(number, base + code[at + 1]):
                     skipped[base + code[at + 1]] = None
                     at += size
                     continue
-                runner.place = at
                 if pending.exist:
                     self._track_pending(number, code[at + 2 : at + size])
                 try:
@@ -172,6 +177,8 @@ class Executor:
                     runner.fail(number, code, at, base, error)
                 at += size
                 executed += 1
+        if last >= 0:
+            self._reached[self.session] = base + code[last + 1]
         runner.errors.end_run()
         if skipped:
             self.worker.send(OpError(next(iter(skipped)), "interrupted", "", {}, list(skipped)))
@@ -180,9 +187,46 @@ class Executor:
         if self._engine.progress is not None:
             self._engine.progress.note()
 
-    def _skips(self, number: int) -> bool:
-        """True if an instruction is not begun, for an interrupt. Uploads are: their bytes have come."""
-        return self.session in self.interrupted and self._table.definitions[number].kind != "upload"
+    # ---- interrupts
+
+    def pause(self, session: int) -> int:
+        """Begin nothing more of a session until `skip`; the last seq that was begun, -1 for none.
+
+        By the thread that receives. The executing thread names its place first, then looks here: either this sees the
+        instruction, or that thread waits before it.
+        """
+        self.interrupted[session] = PAUSED
+        begun = -1
+        if self.session == session:
+            with contextlib.suppress(IndexError):  # another stream begins, whose first instruction will wait
+                begun = self.runner.base + self.runner.code[self.runner.place + 1]
+        return max(begun, self._reached.get(session, -1))
+
+    def skip(self, session: int, since: int) -> None:
+        """Go on with a session, and skip its instructions from this seq on. By the thread that receives."""
+        with self._resumed:
+            self.interrupted[session] = since
+            self._resumed.notify_all()
+
+    def resume(self, session: int) -> None:
+        """Carry out what follows of a session. By the thread that runs."""
+        self.interrupted.pop(session, None)
+
+    def end_pauses(self) -> None:
+        """The link has ended: nobody will say where to go on."""
+        for session in list(self.interrupted):
+            self.skip(session, 0)
+
+    def _skips(self, number: int, seq: int) -> bool:
+        """True if an instruction is not begun, for an interrupt. Uploads are: their bytes have come. Waits during a pause."""
+        since = self.interrupted.get(self.session)
+        if since is None or self._table.definitions[number].kind == "upload":
+            return False
+        if since == PAUSED:
+            with self._resumed:
+                self._resumed.wait_for(lambda: self.interrupted[self.session] != PAUSED)
+            since = self.interrupted[self.session]
+        return seq >= since
 
     def _steps(self, timed: bool) -> Steps:
         """The table of steps for one stream."""
@@ -212,6 +256,7 @@ class Executor:
             for i in [i for i in self.tensors if ids[0] <= i < ids[1]]:
                 del self.tensors[i]
             self.tensors.drop_range(ids[0], ids[1])
+            self._reached.pop(ids[0] >> BASE_BITS, None)
         elif code[at] == FORGET:
             self._close_programs([program for program in map(self._compiled.get, ids) if program is not None])
             self._table.forget(ids)

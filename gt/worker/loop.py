@@ -37,6 +37,7 @@ from gt.wire.messages import (
     Message,
     OfferArena,
     OfferFile,
+    Paused,
     Piece,
     Query,
     Reject,
@@ -186,7 +187,10 @@ class Loop:
     def _receive_in_order(self, message: Run | TorchSettings | World | CloseArenas | Skip) -> None:
         """Queue it for the executing thread, but for the beginning of an interrupt."""
         if isinstance(message, Skip) and message.on:
-            self.executor.interrupted.add(message.session)
+            if message.since >= 0:
+                self.executor.skip(message.session, message.since)
+            else:
+                self.send(Paused(message.session, self.executor.pause(message.session)))
             return
         if isinstance(message, World):
             self._introduce(message)
@@ -261,6 +265,7 @@ class Loop:
             _end_soon()
         self._plane.abort(ALL, message.reason)
         self.executor.uploads.cancel(message.reason)
+        self.executor.end_pauses()
         self._inbox.put((message, 0))
 
     # ---- executing thread
@@ -277,7 +282,7 @@ class Loop:
                 self._switch(message)
                 continue
             if isinstance(message, Skip):
-                self.executor.interrupted.discard(message.session)
+                self.executor.resume(message.session)
                 continue
             if isinstance(message, CloseArenas):
                 self.executor.arenas.close(message)

@@ -29,7 +29,7 @@ def interrupted(wait) -> None:
     begun = threading.Event()
 
     def press() -> None:
-        while not session.waiting:
+        while not session.waiting and session.has_credit():
             begun.wait(0.01)
         begun.wait(0.2)
         _thread.interrupt_main()
@@ -94,3 +94,72 @@ def test_an_interrupt_of_what_is_nearly_done_harms_nothing(one: None) -> None:
             assert y.sum().item() == 4 * n
         except OpFailed as error:
             assert "was not begun" in str(error)
+
+
+TWO = "gt: {data_parallel: null}"
+STEPS = 3000
+
+
+def grind(capture: bool, workers: int) -> tuple:
+    """Train with thousands of steps queued, and press Ctrl-C: the steps that were counted, the weight before and after."""
+    x = torch.randn(256, 256).remote()
+    weight = torch.nn.Parameter((torch.eye(256) * 0.5).remote())
+    counter = torch.zeros(()).remote()
+    before = weight.detach().cpu().clone()
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        y = x
+        for _ in range(6):
+            y = (y @ weight).clamp(-2, 2)
+        loss = y.square().mean()
+        loss.backward()
+        optimizer.step()
+        counter.add_(1)
+        return loss
+
+    run = gt.compile(step) if capture else step
+    for _ in range(4):
+        loss = run(x)
+    assert loss.isfinite().item()
+
+    def queue_and_wait() -> None:
+        for _ in range(STEPS):
+            loss = run(x)
+        loss.item()
+
+    interrupted(queue_and_wait)
+    return int(counter.item()), before, weight.detach().cpu(), x, run, counter, weight
+
+
+def plain(weight: torch.Tensor, x: torch.Tensor, steps: int) -> torch.Tensor:
+    weight = torch.nn.Parameter(weight.clone())
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        y = x
+        for _ in range(6):
+            y = (y @ weight).clamp(-2, 2)
+        y.square().mean().backward()
+        optimizer.step()
+    return weight.detach()
+
+
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_of_a_session_drop_the_same_steps(workers: int, capture: bool) -> None:
+    torch.manual_seed(0)
+    gt.cpu_workers(workers, TWO if workers > 1 else None)
+    try:
+        done, before, after, x, run, counter, weight = grind(capture, workers)
+        assert 4 <= done < STEPS
+        if capture:  # a replay is dropped whole
+            torch.testing.assert_close(after, plain(before, x.cpu(), done), rtol=1e-3, atol=1e-4)
+        # the workers' copies of the weight are the same, and so are what they do next
+        torch.testing.assert_close((x @ weight).cpu(), x.cpu() @ after, rtol=1e-4, atol=1e-4)
+        run(x).item()
+        assert counter.item() == done + 1
+        torch.testing.assert_close(weight.detach().cpu(), plain(after, x.cpu(), 1), rtol=1e-3, atol=1e-4)
+    finally:
+        gt.shutdown()

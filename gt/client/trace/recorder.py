@@ -95,7 +95,14 @@ class Recorder:
         """Hand everything recorded so far to the session; raises if its link is dead. asks: see Session.submit."""
         wait = getattr(self.session, "wait_credit", None)
         if wait is not None:
-            wait()  # may take long, and Ctrl-C must work: nothing has left the buffers yet
+            try:
+                wait()  # may take long, and Ctrl-C must work: nothing has left the buffers yet
+            except KeyboardInterrupt:
+                if self.tape is None:  # what the rest of a step would write must not read what its first part did not make
+                    with uninterrupted(), self._lock:
+                        self._hand_over()
+                self.session.interrupt()
+                raise
         with uninterrupted(), self._lock:
             self._hand_over(asks)
         if self.when_watched is not None and getattr(self.session, "watched", False):

@@ -16,7 +16,7 @@ from gt.client.device import meta as metas
 from gt.client.device.meta import Meta, dtype_name
 from gt.client.device.remote_tensor import RemoteTensor, Shown, new_view, wrapper_of
 from gt.client.trace import refusals
-from gt.client.trace.meta_kernels import spare_dynamo
+from gt.client.trace.meta_kernels import spare_dynamo, without_dtensor_rules
 from gt.client.trace.op_info import ASK, CONST, FIRST, INTO, LONG, ONE, TENSOR, TENSORS, VALUE, VALUES, Entry, OpInfo
 from gt.errors import UnsupportedOp
 from gt.ir import check
@@ -229,14 +229,15 @@ class _Probe(torch.Tensor):
 
 
 def warm() -> None:
-    """Run a meta kernel, and dispatch an op to Python: the first ones of a process import 0.5 s of torch's modules.
+    """Run a meta kernel, and dispatch an op to Python: the first ones of a process import 0.2 s of torch's modules.
 
     Called while workers start.
     """
-    spare_dynamo()
     with torch.no_grad(), uninterrupted(), uncollected():
+        spare_dynamo()
         torch.empty(1, device="meta").add(1)
-        _Probe._make_wrapper_subclass(_Probe, (1,)).neg_()  # type: ignore[attr-defined]
+        with without_dtensor_rules():
+            _Probe._make_wrapper_subclass(_Probe, (1,)).neg_()  # type: ignore[attr-defined]
 
 
 def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:

@@ -112,7 +112,10 @@ class Materializer:
             made = self._layouts(recipe, storage, root, replicated(want.mesh))
             assert made is not None
         self._run(recipe, made, names)
-        self._context.note_planned(recipe[-1].known, (), (storage,))
+        if self._hosts(recipe):
+            self._context.note_planned(recipe[-1].known, (), (storage,))
+        else:
+            self._context.note_placed(recipe[-1].known, storage)
         self.drop_recipe(storage)
         for tensor in storage.tensors.values():
             tensor.layout = self._context.intern(made[storage.slots[tensor.id]])

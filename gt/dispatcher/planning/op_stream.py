@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.fairness.run_queue import CLOSER, GRAIN, UNIT
 from gt.dispatcher.planning.planner import Planner
 from gt.dispatcher.planning.redistributor import Redistributor
@@ -30,6 +31,7 @@ from gt.wire.messages import Ack, Message, Ops, Skip
 MAX_WAITING_BATCHES = CREDIT // 2  # batches: a client without credit could not send the next
 CLOCK_INTERVAL = 128  # numbers of the stream, about 20 ops, between looks at the clock
 MAX_FREED_AT_ONCE = 2048  # tensors that are freed in one go
+NEVER = 1 << 62  # number of an op that no session reaches
 
 
 class OpStream:
@@ -53,6 +55,9 @@ class OpStream:
         self._work: Iterator[None] | None = None
         self._asked = False  # a fetch follows within the same event
         self.interrupted = -1  # the last batch of those of which workers begin nothing more
+        self._pausing: set[int] = set()  # workers that have not said yet how far they are
+        self._begun = -1  # the last op that one of the others has begun
+        self.stale: list[tuple[Sequence[int], int]] = []  # workers and id of copies that an interrupt may have prevented
         self.ops = 0  # planned
         self.in_thread = False  # work of this session goes on in a thread
         self.told_stuck = False  # the client knows that workers are, since batches were last acknowledged
@@ -95,30 +100,64 @@ class OpStream:
         return self.interrupted >= 0 and not (isinstance(message, Ops) and message.seq <= self.interrupted)
 
     def interrupt(self, upto: int) -> None:
-        """Have the worker begin nothing more of batches up to this one, if it is the only one: others need not agree then.
+        """Have workers begin nothing more of batches up to this one. A recording is left alone.
 
-        Without programs the dispatcher knows by op what exists. A recording is left alone.
+        They pause first and say how far they are, so that all skip the same ops: none waits in a collective for another.
         """
-        workers, cluster = self._emitter.used, self._context.cluster
-        if self.in_thread or self._context.tape is not None or self._programs.all or self.fragments.any:
+        if self.in_thread or self._context.tape is not None or self._outbox.deferred is not None:
             return
-        if len(workers) != 1 or not self.pending or self.pending[0].seq > upto:
+        if not self.pending or self.pending[0].seq > upto:
             return
-        (worker,) = (cluster.workers[index] for index in workers)
-        if worker.lost or self._outbox.deferred is not None:
-            return
-        self.interrupted = max(self.interrupted, upto)
-        self._context.out(worker.peer, Skip(self._context.number, True), ())
+        begins, self.interrupted = self.interrupted < 0, max(self.interrupted, upto)
+        if begins:
+            self._begun = self._programs.sealed - 1
+            self._pausing = {worker.index for worker in self._alive()}
+            self._tell(Skip(self._context.number, True))
         if not self.busy:
             self.finish()
+
+    def paused(self, worker: int, seq: int) -> None:
+        """A worker begins nothing after this op. The last to say so lets all go on to the same one."""
+        if worker not in self._pausing:
+            return
+        self._begun = max(self._begun, seq)
+        self.lose(worker)
+
+    def lose(self, worker: int) -> None:
+        """The others do not wait for a worker."""
+        if worker in self._pausing:
+            self._pausing.discard(worker)
+            if not self._pausing:
+                self._tell(Skip(self._context.number, True, self._begun + 1))
+
+    def regain(self, worker: Worker) -> None:
+        """A new process has a lost worker's place: it skips what the others skip."""
+        if self._pausing:
+            self._pausing.add(worker.index)
+            self._context.out(worker.peer, Skip(self._context.number, True), ())
+        elif self.interrupted >= 0:
+            self._context.out(worker.peer, Skip(self._context.number, True, self._begun + 1), ())
 
     def end_interrupt(self) -> None:
         """All that came before it is through."""
         self.interrupted = -1
-        for index in self._emitter.used:
-            worker = self._context.cluster.workers[index]
-            if not worker.lost:
-                self._context.out(worker.peer, Skip(self._context.number, False), ())
+        if self._pausing:  # the session ends: nobody knows what all may skip
+            self._pausing = set()
+            self._tell(Skip(self._context.number, True, NEVER))
+        self._tell(Skip(self._context.number, False))
+
+    def _alive(self) -> list[Worker]:
+        """All workers, since a batch that is still planned may be the first on one of them."""
+        return [worker for worker in self._context.cluster.workers if not worker.lost]
+
+    def _tell(self, message: Skip) -> None:
+        for worker in self._alive():
+            self._context.out(worker.peer, message, ())
+
+    def _free_stale(self) -> None:
+        for workers, copy in self.stale:
+            self._emitter.free(workers, [copy])
+        self.stale = []
 
     def finish(self) -> None:
         """Plan what waits for more: the client asks something, and what it asks is of all that it has sent."""
@@ -167,6 +206,8 @@ class OpStream:
         while self.coming:
             batch, queue.final = self.coming[0], final or self.interrupted >= 0
             emitter.begin_run()
+            if self.stale:
+                self._free_stale()
             emitter.seconds = 0.0
             queue.frames = batch.frames
             try:

@@ -148,6 +148,7 @@ class Redistributor:
         root = next(t for t in storage.tensors.values() if t.base is None)
         emitter = self._emitter
         assert root.layout is not None
+        storage.moved = emitter.seq
         if self._shards:
             pieces = storage.rest
             if pieces is None and tensor is not None and want is not None:
@@ -238,6 +239,7 @@ class Redistributor:
 
     def _replace_root(self, storage: Storage, root: Tensor, made: int, want: Layout) -> None:
         """A storage's root is `made` from now on, in layout `want`; every live view is made again."""
+        storage.moved = self._emitter.seq
         if row_major(root.spec):
             self._alias(made, root.id, want)
         else:

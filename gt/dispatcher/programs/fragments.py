@@ -339,6 +339,7 @@ class Fragments:
         fragment.why = result if isinstance(result, str) else ""
         if isinstance(result, FragmentProgram):
             fragment.program, fragment.tries = result, 0
+            self._programs.sealed = self._context.cluster.seq
 
     def _write(self, recording: _Recording) -> FragmentProgram | str:
         """The program of a recorded call, or why there is none."""

@@ -70,6 +70,7 @@ class Programs:
         self.newest: dict[int, list[int]] = {}
         self.times: dict[int, float] = {}  # of its definitions: the least seconds that one took while something was recorded
         self.launches = self.kept = 0  # replays, and instructions of all programs
+        self.sealed = -1  # number of what follows the newest program: what precedes it may make constants of one
         self._hints: dict[int, list[tuple[int, Layout | None]]] = {}  # slot -> dims of its inputs, how they came to lie
 
     @property
@@ -177,6 +178,7 @@ class Programs:
             self._make(tape, pairs, message, parts)
             self.all[message.program].order = context.schedule
         self._outbox.cut()
+        self.sealed = self._cluster.seq
         counts = {self._cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
         recomputed = {self._cluster.workers[worker].name: row for worker, row in context.recomputed.items()}
         batched = {self._cluster.workers[worker].name: row for worker, row in context.batched.items()}

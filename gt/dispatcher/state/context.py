@@ -14,7 +14,7 @@ from gt.dispatcher.programs.recording import Recording
 from gt.dispatcher.sharding.groups import Groups
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.state.emitter import Emitter
-from gt.dispatcher.state.failures import Failures, OpJournal, Planned
+from gt.dispatcher.state.failures import Failures, OpJournal, Placed, Planned
 from gt.dispatcher.state.op_queue import OpQueue
 from gt.dispatcher.state.records import NO_ORIGIN, Origin
 from gt.dispatcher.state.tensors import Storage, Table, Tensor
@@ -94,6 +94,14 @@ class SessionContext:
     def note_planned(self, known: OpSchema, reads: tuple[Storage, ...], makes: tuple[Storage, ...]) -> None:
         """Journal what is done beside ops, under a number of its own; the op that is being planned gets the next."""
         self.journal.add(Planned(self.emitter.seq, known, self.emitter.origin, reads, (), makes))
+        self.emitter.end_op()
+
+    def note_placed(self, known: OpSchema, storage: Storage) -> None:
+        """Journal the placement of a storage whose recipe needs nothing that the client keeps."""
+        seq, origin = self.emitter.seq, self.emitter.origin
+        assert storage.recipe is not None
+        row = Placed(seq, known, origin, (), (), (storage,), storage.recipe, storage.slots, storage.undecided)
+        self.journal.add(row)
         self.emitter.end_op()
 
     def apart(self) -> AbstractContextManager[None]:

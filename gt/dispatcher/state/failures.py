@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from gt.dispatcher.cluster.workers import Cluster, Worker
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.state.records import Cause, Origin
-from gt.dispatcher.state.tensors import Storage, Table
+from gt.dispatcher.state.tensors import RecipeStep, Storage, Table
 from gt.errors import GTError, OpFailed, UnsupportedOp, WorkerLost
 from gt.ir.layout import Layout
 
+NOT_MOVED = "a tensor was not moved to where an op wanted it, since an interrupt (Ctrl-C): compute it again"
 MAX_UNREPORTED_FAILURES = 64  # that the client has not been told of
 
 
@@ -38,6 +39,26 @@ class Planned:
     def at(self, seq: int) -> Planned:
         """The op of this number."""
         return self
+
+
+@dataclass(slots=True)
+class Placed(Planned):
+    """The placement of a storage, with the recipe that it had before. The recipe needs no data that the client keeps."""
+
+    recipe: list[RecipeStep]
+    slots: dict[int, int]
+    undecided: bool
+
+    def undo(self) -> bool:
+        """Have the storage unplaced again; False if a view of it is not in the recipe."""
+        (storage,) = self.makes
+        if storage.recipe is not None or not storage.tensors.keys() <= self.slots.keys():
+            return False
+        storage.recipe, storage.slots = self.recipe, {i: slot for i, slot in self.slots.items() if i in storage.tensors}
+        storage.undecided, storage.default, storage.rest = self.undecided, False, None
+        for tensor in storage.tensors.values():
+            tensor.layout = None
+        return True
 
 
 @dataclass(slots=True)
@@ -211,12 +232,20 @@ class Failures:
     def drop(self, seqs: Collection[int]) -> None:
         """Ops were not begun: what they would have made has no value, what they would have changed keeps its own."""
         self.troubled = self.dropped = True
+        seqs = set(seqs) - self._failed_ops  # each worker of the mesh reports them
+        self._failed_ops |= seqs
+        unplaced = [row for row in self._journal.rows if row.seq in seqs and isinstance(row, Placed) and row.undo()]
         for row in self._journal.rows:
-            if row.seq in seqs:
+            if row.seq in seqs and row not in unplaced:
                 cause = Cause(not_begun(row), seq=row.seq)
                 for storage in row.makes:
                     if not any(storage is read for read in row.reads):  # of a view the base is there
                         storage.failed, storage.unallocated = storage.failed or cause, True
+        for storage in {id(tensor.storage): tensor.storage for tensor in self._table.rows.values()}.values():
+            if storage.moved in seqs and storage.recipe is None:  # nobody moved its pieces, or added up its terms
+                op = self._journal.find(storage.moved)
+                error = not_begun(op) if op is not None else OpFailed(NOT_MOVED)
+                storage.failed, storage.unallocated = storage.failed or Cause(error, seq=storage.moved), True
 
     def cause_of_loss(self, worker: Worker | None) -> Cause:
         assert worker is not None

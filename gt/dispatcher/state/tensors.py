@@ -32,8 +32,8 @@ class Storage:
     """Memory that one or several tensors view. `failed` says why its content cannot be trusted."""
 
     __slots__ = (
-        "default", "evicted", "failed", "gradient", "home", "made_by", "origin", "param", "recipe", "rest", "sharded", "slots",
-        "space", "tensors", "unallocated", "undecided", "version",
+        "default", "evicted", "failed", "gradient", "home", "made_by", "moved", "origin", "param", "recipe", "rest", "sharded",
+        "slots", "space", "tensors", "unallocated", "undecided", "version",
     )  # fmt: skip
 
     def __init__(self, origin: Origin | None = None) -> None:
@@ -41,6 +41,7 @@ class Storage:
         self.tensors: dict[int, Tensor] = {}  # live views by id, and the root as long as any lives
         self.version = 0
         self.param = False
+        self.moved = -1  # number of the op for which its pieces last moved, or its terms were added up
         self.failed: Cause | None = None
         self.unallocated = False  # no room was found for it, nor for a placeholder: an overwrite cannot heal it
         self.recipe: list[RecipeStep] | None = None  # not placed yet

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 from gt.errors import ConfigError
 from gt.wire.process_settings import uncollected
@@ -14,10 +17,24 @@ from gt.worker.engine.deferred_imports import REACHED, UNUSED, deferred, execute
 def import_torch_engine() -> None:
     """Import torch and its engine, without the modules that workers do not use."""
     first = "torch" not in sys.modules
-    with uncollected(), deferred(*UNUSED):
+    with uncollected(), without_source_lines(), deferred(*UNUSED):
         import gt.worker.engine.torch  # noqa: F401
     if first:
         execute_when_reached(sys.modules["torch"], REACHED, UNUSED)
+
+
+@contextmanager
+def without_source_lines() -> Iterator[None]:
+    """Inside, frames are described without their lines of source: torch's registrations of ops keep file and number alone.
+
+    The first search for a line compares the paths of all modules, a tenth of the time of torch's import.
+    """
+    original = inspect.getframeinfo
+    inspect.getframeinfo = partial(original, context=0)
+    try:
+        yield
+    finally:
+        inspect.getframeinfo = original
 
 
 def _torch(device: str) -> Engine:

@@ -236,6 +236,46 @@ def cuts(address: str) -> None:
     gt.shutdown()
 
 
+def far(address: str) -> None:
+    """Seconds of a captured step, of one whose loss is read, and of a small read while a large upload is under way."""
+    start(address, "", 1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 10)).to("remote")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    small, x, y = (torch.ones(4), torch.randn(64, 256), torch.zeros(64, dtype=torch.long))
+    small, x, y = small.to("remote"), x.to("remote"), y.to("remote")
+
+    @gt.compile
+    def step() -> torch.Tensor:
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def seconds(work: Callable[[], Any], count: int) -> float:
+        began = time.monotonic()
+        for _ in range(count):
+            work()
+        return (time.monotonic() - began) / count
+
+    def steps() -> None:
+        for _ in range(100):
+            loss = step()
+        loss.item()
+
+    steps()
+    captured, awaited = seconds(steps, 2) / 100, seconds(lambda: step().item(), 10)
+    read = seconds(lambda: (small + 1)[0].item(), 10)
+    large = torch.ones(1_000_000).to("remote")  # 4 MB
+    began = time.monotonic()
+    during = [seconds(lambda: (small + 1)[0].item(), 1) for _ in range(4)]
+    assert large[-1].item() == 1
+    upload = time.monotonic() - began
+    gt.shutdown()
+    say(captured=captured, awaited=awaited, read=read, during=during, upload=upload)
+
+
 def refused(address: str) -> None:
     try:
         start(address, "a: {shard: {axis: 0, workers: [0, 1]}}", 2)
@@ -245,4 +285,6 @@ def refused(address: str) -> None:
 
 
 if __name__ == "__main__":
-    {"demo": demo, "cuts": cuts, "zero": zero, "client": client, "lose": lose, "refused": refused}[sys.argv[1]](*sys.argv[2:])
+    {"demo": demo, "cuts": cuts, "far": far, "zero": zero, "client": client, "lose": lose, "refused": refused}[sys.argv[1]](
+        *sys.argv[2:]
+    )

@@ -184,6 +184,20 @@ def test_a_host_that_is_killed_is_lost_at_once():
         site.close()
 
 
+def test_a_program_far_away_waits_one_round_trip_for_a_value_and_none_for_a_captured_step():
+    trip = 0.05  # seconds there and back
+    with Lab(2, [(0, 1)], delay=trip / 2, rate="20mbit") as lab:
+        site = Site(lab, [0], links=False)
+        program = site.program("far", host=1)
+        found = program.hear()
+        assert trip < found["awaited"] < 2 * trip + 0.1 and trip < found["read"] < 2 * trip + 0.1, found
+        assert found["captured"] < trip / 2, found
+        assert found["upload"] > 1.0, f"4 MB take 1.6 s at 20 Mbit/s: {found}"
+        assert sorted(found["during"])[1] < 3 * trip + 0.1, f"an upload stalls what follows it: {found}"
+        program.end()
+        site.close()
+
+
 def test_a_group_whose_hosts_nothing_joins_is_refused_when_its_program_connects():
     with Lab(2, [], management=True) as lab:
         site = Site(lab, [0, 1], backend="numpy")  # only links named to-* would carry tensors, and there are none

@@ -87,3 +87,16 @@ assert not [name for name in UNUSED if type(sys.modules[name]) is DeferredModule
     command = [sys.executable, "-c", "import sys; sys.argv[0] = 'gt'\n" + code]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit(60))
     assert done.returncode == 0, done.stderr
+
+
+def test_registrations_of_ops_keep_file_and_line_without_a_search_for_their_source() -> None:
+    code = """
+import inspect, torch
+from gt.worker.engine.registry import without_source_lines
+whole = inspect.getframeinfo
+with without_source_lines():
+    here = torch._library.utils.get_source(1)
+    assert inspect.getframeinfo(inspect.currentframe()).code_context is None
+assert here == "<string>:6" and inspect.getframeinfo is whole
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=limit(60))

@@ -78,9 +78,10 @@ class InternodeNccl(NcclTransport):
     def close(self) -> None:
         """Give up all communicators. No call is under way."""
         for comm in self._all():
+            joined = comm.handle is not None
             if (aborting := self._abort(comm)) is not None:
                 aborting.join(ABORT_SECONDS)
-            comm.thread.close(ABORT_SECONDS if comm.handle is not None or not comm.pending else 0.0)
+            comm.thread.close(ABORT_SECONDS if joined else 0.0)  # a call that joins waits for members that may never come
 
     def _all(self) -> list[Communicator]:
         with self._lock:

@@ -79,7 +79,7 @@ class NcclLog:
         env.foreign("NCCL_DEBUG_FILE", f"/proc/{os.getpid()}/fd/{self._fd}")
 
     def facts(self) -> dict[str, Any]:
-        """What NCCL has said so far. By any thread."""
+        """Facts of the log so far. By any thread."""
         if self._fd < 0:
             return {}
         with suppress(OSError):

@@ -74,11 +74,13 @@ class AbortableRing(Ring):
         super().__init__()
         self.aborted: set[tuple[int, int]] = set()  # communicators, each member's own
         self.failures: dict[tuple[int, int], str] = {}
-        self.changed = threading.Condition()
+        self.changed, self.closed = threading.Condition(), False
 
     def join(self, unique_id: bytes, rank: int, count: int) -> Any:
         with self.lock:
             comm = self.made.setdefault(unique_id, (threading.Barrier(count), [b""] * count))
+            if self.closed:
+                comm[0].abort()
         with contextlib.suppress(threading.BrokenBarrierError):
             comm[0].wait(limit(20))
         return (*comm, rank)
@@ -88,8 +90,10 @@ class AbortableRing(Ring):
 
     def close(self) -> None:
         """End what waits for members that are gone, as NCCL does once their connections end."""
-        for meeting, _ in self.made.values():
-            meeting.abort()
+        with self.lock:
+            self.closed = True
+            for meeting, _ in self.made.values():
+                meeting.abort()
 
     def failure(self, comm: Any) -> str:
         others = any((id(comm[0]), rank) in self.aborted for rank in range(len(comm[1])))

@@ -1,0 +1,50 @@
+"""Settings of processes: imports without passes of Python's collector."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from gt.wire.process_settings import uncollected
+
+
+class Node:
+    def __init__(self) -> None:
+        self.cycle = self
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    """Without objects that other tests' libraries have frozen."""
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_objects_of_an_import_are_old_afterwards_and_can_still_be_collected() -> None:
+    with uncollected():
+        assert not gc.isenabled()
+        nodes = [Node() for _ in range(100)]
+    assert gc.isenabled() and not gc.get_freeze_count()
+    old = {id(thing) for thing in gc.get_objects(2)}
+    assert all(id(node) in old for node in nodes)
+    nodes.clear()
+    assert gc.collect() >= 99
+
+
+def test_objects_that_the_program_has_frozen_stay_so() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with uncollected():
+        pass
+    assert gc.get_freeze_count() == frozen and gc.isenabled()
+
+
+def test_a_program_without_the_collector_stays_without() -> None:
+    gc.disable()
+    with uncollected():
+        pass
+    assert not gc.isenabled()
