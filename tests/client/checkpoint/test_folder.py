@@ -110,11 +110,8 @@ def save_numbers(path, first, count):
         gt.save({"model": {"w": torch.full((50,), number)}, "rest": [torch.full((3,), number)], "number": number}, path)
 
 
-@pytest.mark.parametrize("exchange", [True, False])
-def test_programs_that_save_and_load_one_path_at_once_see_whole_checkpoints(tmp_path, monkeypatch, exchange):
+def test_programs_that_save_and_load_one_path_at_once_see_whole_checkpoints(tmp_path):
     """Two names of one folder, in the same moment: neither a torn read, nor a failed save, nor a leftover."""
-    if not exchange:
-        monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
     path = tmp_path / "a[b]*?"  # no pattern
     save_numbers(path, 39, 1)
     with ThreadPoolExecutor(2) as pool:
