@@ -30,7 +30,8 @@ log = logging.getLogger("gt.worker")
 MAX_IO_BYTES = 8 << 20  # of one read or write
 SHORT_RUN_BYTES = 4096  # runs of fewer bytes are read together with what is between them
 
-HOST_SHARE = 0.1  # of the host's memory, at most in copies that a GPU's worker has still to write
+HOST_SHARE = 0.1  # of the host's memory, at most in copies that a worker has still to write, or keeps for the next save
+SPARE_SECONDS = 600.0  # memory of copies is kept so long for the next save, which then takes no page faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +140,12 @@ class WorkerFiles:
     bytes_written: int = 0
     _copied: int = 0  # bytes of pieces, by the executing thread
     _copies_written: int = 0  # bytes of these, by the thread that writes them
+    _spare: dict[int, list[np.ndarray]] = field(default_factory=dict)  # memory of copies that are written, by size
     _writer: threading.Thread | None = None
     _queue: queue.SimpleQueue[tuple[FileBlock, np.ndarray, int] | None] = field(default_factory=queue.SimpleQueue)
+
+    def __post_init__(self) -> None:
+        self.budget.reclaim = self._spare.clear
 
     def open(self, key: int, file: PeerFile) -> None:
         """Read or write this file from now on."""
@@ -177,7 +182,7 @@ class WorkerFiles:
             if block.later and self._has_room(nbytes):
                 self._begin_writer()
                 self._copied += nbytes
-                self._queue.put((block, data if packed is not source else data.copy(), seq))
+                self._queue.put((block, data if packed is not source else self._copy(data), seq))
                 return
             block.write(data.data)
             self.bytes_written += nbytes
@@ -189,6 +194,29 @@ class WorkerFiles:
             return self.budget.fits(nbytes)
         return self._copied - self._copies_written + nbytes < HOST_SHARE * available()
 
+    def _copy(self, data: np.ndarray) -> np.ndarray:
+        """A copy, in the memory of an earlier one if there is one of this size."""
+        spares = self._spare.get(data.nbytes)
+        try:
+            copied = spares.pop() if spares else np.empty_like(data)
+        except IndexError:  # the writer has just given up all
+            copied = np.empty_like(data)
+        np.copyto(copied, data)
+        return copied
+
+    def _keep(self, data: np.ndarray) -> None:
+        """Keep a written copy's memory for the next save, in bounds; it is given up where an op needs it."""
+        kept = sum(nbytes * len(spares) for nbytes, spares in list(self._spare.items())) + data.nbytes
+        if kept < HOST_SHARE * available() and self.budget.spares(kept):
+            self._spare.setdefault(data.nbytes, []).append(data)
+
+    def _next_to_write(self) -> tuple[FileBlock, np.ndarray, int] | None:
+        try:
+            return self._queue.get(timeout=SPARE_SECONDS)
+        except queue.Empty:
+            self._spare.clear()
+            return self._queue.get()
+
     def _begin_writer(self) -> None:
         if self._writer is None:
             self._writer = threading.Thread(target=self._write_queued, name="gt-worker-files", daemon=True)
@@ -196,7 +224,7 @@ class WorkerFiles:
 
     def _write_queued(self) -> None:
         """Write copies in their order, beside the executing thread."""
-        while (item := self._queue.get()) is not None:
+        while (item := self._next_to_write()) is not None:
             block, data, seq = item
             del item
             self._copies_written += block.nbytes
@@ -205,6 +233,8 @@ class WorkerFiles:
             except OSError as error:
                 self.send(OpError(seq, "op", str(error)))
                 continue
+            if data.flags.owndata:  # else it is memory of the engine
+                self._keep(data)
             del data  # before the next one is awaited
             self.bytes_written += block.nbytes
             self.send(Piece(block.key, block.nbytes, block.nbytes), (), True)
@@ -220,4 +250,5 @@ class WorkerFiles:
             self._queue.put(None)
             self._writer.join()
             self._writer = None
+        self._spare.clear()
         self.opened.clear()

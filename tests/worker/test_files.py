@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
 import tempfile
 from types import SimpleNamespace
@@ -16,6 +17,9 @@ from gt.wire.arena import WORDS
 from gt.wire.messages import UseBlock
 from gt.worker import files
 from gt.worker.files import FileBlock, WorkerFiles
+from gt.worker.process.memory_budget import Budget
+from tests.helpers.limits import limit
+from tests.helpers.processes import wait_until
 
 
 def drawn_layout(rng: random.Random, shape: tuple[int, ...]) -> Layout:
@@ -81,3 +85,41 @@ def test_a_block_outside_of_its_file_or_against_its_use_is_refused(offset, shape
     held.opened[7] = SimpleNamespace(nbytes=100, writes=False)
     with pytest.raises(ProtocolError, match="is not within a file of 100 bytes"):
         held.block(UseBlock(1, 7, offset, shape, itemsize, [[[0, 1]]], write))
+
+
+class Pool(dict):
+    """WorkerFiles._spare that tells when a copy's memory is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: queue.SimpleQueue = queue.SimpleQueue()
+
+    def setdefault(self, nbytes, default):
+        self.kept.put(nbytes)
+        return super().setdefault(nbytes, default)
+
+
+def test_memory_of_written_copies_is_used_again_until_an_op_needs_it(monkeypatch):
+    """A copy into fresh memory takes page faults, which cost several times the copy, while the program's steps wait."""
+    engine = SimpleNamespace(spec=lambda t: t, packed=lambda t: t, view=lambda t: t.view(np.uint8).data)
+    budget, pool, nbytes = Budget(), Pool(), 1 << 20
+    held = WorkerFiles(lambda *_: None, engine, budget, _spare=pool)
+    with tempfile.TemporaryFile() as file:
+        file.truncate(nbytes)
+        block = FileBlock(3, 0, SimpleNamespace(fd=file.fileno()), 0, (nbytes,), 1, [((0, nbytes),)], True)
+        memory = set()
+        for n in range(3):
+            source = np.full(nbytes, n, np.uint8)
+            held.write(block, source, n)
+            source[:] = 9
+            assert pool.kept.get(timeout=limit(20)) == nbytes
+            wait_until(lambda: pool.get(nbytes))
+            memory.add(pool[nbytes][0].ctypes.data)
+            assert os.pread(file.fileno(), nbytes, 0) == bytes([n]) * nbytes
+        assert len(memory) == 1 and len(pool[nbytes]) == 1
+        monkeypatch.setattr(budget, "_room", lambda: 0 if pool else nbytes)
+        budget._bound = budget.limit = 1
+        budget.need(nbytes)
+        assert not pool and not budget.fits(2 * nbytes)
+        budget._bound = 0
+        held.end()

@@ -98,7 +98,7 @@ class NewFolder:
             return
         if not self.target.is_dir():
             raise CheckpointError(f"{self.target} is a file, want a folder for the checkpoint")
-        others = [entry.name for entry in os.scandir(self.target) if not entry.is_file(follow_symlinks=False)]
+        others = [entry.name for entry in list(os.scandir(self.target)) if not entry.is_file(follow_symlinks=False)]
         if others:
             raise CheckpointError(
                 f"{self.target} is a folder with {others[0]!r}, which is no plain file, and would be replaced: "
@@ -131,8 +131,8 @@ class NewFolder:
             os.fsync(fd)
         self.put(MANIFEST, manifest)
         os.fsync(self.files[MANIFEST])
-        if self.target.is_dir():
-            self._keep_others()
+        with contextlib.suppress(FileNotFoundError, CheckpointError):  # none is there, or another save is just replacing it
+            self._keep_others(find(self.target))
         os.fsync(self._lock)
         replaced = self._rename()
         _sync_folder(self.target.parent)
@@ -140,10 +140,10 @@ class NewFolder:
         if replaced is not None:
             _remove(replaced)
 
-    def _keep_others(self) -> None:
+    def _keep_others(self, replaced: Path) -> None:
         """Link files that are no part of the old checkpoint, such as a model's config.json."""
-        old = _part_names(self.target)
-        for entry in os.scandir(self.target):
+        old = _part_names(replaced)
+        for entry in list(os.scandir(replaced)):
             if entry.name not in old and entry.name not in self.files and entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):  # another save has just replaced that folder, and kept its files
                     os.link(entry.path, self.path / entry.name, follow_symlinks=False)
@@ -230,7 +230,7 @@ def _lock(folder: Path) -> int | None:
 def _remove(folder: Path) -> None:
     """Remove a folder of plain files. What cannot be removed is left to the next save."""
     try:
-        for entry in os.scandir(folder):
+        for entry in list(os.scandir(folder)):  # closed whatever is raised
             if stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
                 os.unlink(entry.path)
         os.rmdir(folder)

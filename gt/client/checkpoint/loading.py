@@ -73,10 +73,10 @@ def _read_unreplaced(
                 try:
                     state = _read(where, files)
                 except (CheckpointError, OSError) as error:
-                    if replaced():
+                    if replaced() or find(path) != where:
                         continue
                     raise (error if isinstance(error, GTError) else CheckpointError(f"{where}: {reason(error)}")) from None
-                if not replaced():
+                if not replaced() and find(path) == where:
                     opened.push(attempt.pop_all())
                     return where, state, files.remote
         except FileNotFoundError:  # replaced before it was opened

@@ -22,6 +22,7 @@ from gt.worker.instructions.step import Step, StepTable
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 HOST_SHARE = 0.9  # of the memory that this host's processes may have: CPU workers share it by default
+SPARE_SHARE = 0.25  # of the room, at most in memory that is kept for later use
 RESERVE_BYTES = 64 << 20  # bytes above the limit
 STACK_BYTES = 8 << 20  # bytes of a thread's stack, which count as data; pools of threads are made when they are first needed
 MIN_LIMIT_BYTES = 16 << 20  # bytes of a limit
@@ -58,6 +59,7 @@ class Budget:
         self.limit = 0  # bytes for tensors and uploads, 0 for no limit
         self.session, self.session_limit = NOBODY, 0
         self.held = held
+        self.reclaim: Callable[[], object] = lambda: None  # frees memory that is kept for later use
         self._left = 0  # bytes that may be made before memory is measured again
         self._bound = self._left = 0
         self._base = NOBODY
@@ -119,6 +121,10 @@ class Budget:
             return False
         return True
 
+    def spares(self, nbytes: int) -> bool:
+        """True if so many bytes may be kept for later use: they are the smaller part of the room. For any thread."""
+        return not self._bound or (not self._own and SPARE_SHARE * (self.limit - self.used()) > nbytes)
+
     def hold(self, nbytes: int) -> None:
         """So many bytes that this process has allocated are about to belong to the session; OutOfMemory beyond its limit."""
         if self.session_limit and nbytes > (room := self.session_limit - self.held(self.session)):
@@ -149,6 +155,9 @@ class Budget:
     def _room_after(self, nbytes: int) -> int:
         """Bytes that are left once these are allocated; OutOfMemory if there is no room."""
         room = self._room()
+        if nbytes > room:
+            self.reclaim()
+            room = self._room()
         if nbytes > room:
             raise OutOfMemory(self._refusal(nbytes, room))
         return room - nbytes

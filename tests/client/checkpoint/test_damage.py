@@ -17,7 +17,7 @@ from torch import nn
 import gt
 
 VALUES: list[Any] = [
-    None, True, 0, -1, 5, 1 << 61, 1 << 80, 0.5, "", "x", "..", "../x", "/etc/passwd", "a\0b", "\ud800", "x" * 5000, [], {}, [0], [[]],
+    None, True, 0, -1, 5, 1 << 61, 1 << 80, 0.5, "", "x", "..", "../x", "/etc/passwd", "a\0b", "\ud800", "x" * 5000, [], {},
     {"dict": 1}, {"tuple": None}, {"tensor": "model/none"}, {"complex": ["1"]}, {"float": "x"}, {"bytes": "?"}, {"dtype": "os"},
     {"array": "model/b.weight"}, {"ordered": [[1]]}, {"x": 1, "y": 2}, [1 << 40, 1 << 40, 0],
 ]  # fmt: skip
@@ -76,7 +76,9 @@ def damage(folder: Path, draw: random.Random) -> str:
     files = sorted(folder.iterdir())
     path = draw.choice(files)
     data = path.read_bytes()
-    kind = draw.choice(["cut", "flip", "remove", "swap", "link", "fifo", "folder", "empty", "edit", "edit", "edit", "edit", "edit"])
+    kind = draw.choice(
+        ["cut", "flip", "remove", "swap", "link", "fifo", "folder", "empty", "edit", "edit", "edit", "edit", "edit"]
+    )
     if kind in ("remove", "link", "fifo", "folder"):
         path.unlink()
         if kind == "link":
@@ -94,7 +96,9 @@ def damage(folder: Path, draw: random.Random) -> str:
         header = edit(data[8 : 8 + length], draw)
         path.write_bytes(struct.pack("<Q", draw.choice([len(header)] * 9 + [1 << 63])) + header + data[8 + length :])
     elif kind == "flip":
-        at = draw.randrange(min(len(data), 8 + struct.unpack("<Q", data[:8])[0] if path.suffix == ".safetensors" else len(data)))
+        at = draw.randrange(
+            min(len(data), 8 + struct.unpack("<Q", data[:8])[0] if path.suffix == ".safetensors" else len(data))
+        )
         path.write_bytes(data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :])
     else:
         path.write_bytes(data[: 0 if kind == "empty" else draw.randrange(len(data))])

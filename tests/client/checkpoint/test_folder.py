@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
+import gt
 from gt.client.checkpoint import folder
 from gt.client.checkpoint.folder import NewFolder, find
 from gt.errors import CheckpointError
@@ -99,3 +102,26 @@ def test_a_link_to_a_checkpoint_stays_a_link(tmp_path):
     (tmp_path / "last").symlink_to("c1")
     write(tmp_path / "last", b"two")
     assert (tmp_path / "last").is_symlink() and (tmp_path / "c1" / "a.safetensors").read_bytes() == b"two"
+
+
+def save_numbers(path, first, count):
+    """One of several programs: checkpoints of which all values are one number, without workers."""
+    for number in range(first, first + count):
+        gt.save({"model": {"w": torch.full((50,), number)}, "rest": [torch.full((3,), number)], "number": number}, path)
+
+
+def test_programs_that_save_and_load_one_path_at_once_see_whole_checkpoints(tmp_path):
+    """Two names of one folder, in the same moment: neither a torn read, nor a failed save, nor a leftover."""
+    path = tmp_path / "a[b]*?"  # no pattern
+    save_numbers(path, 39, 1)
+    with ThreadPoolExecutor(2) as pool:
+        saves = [pool.submit(save_numbers, path, first, 40) for first in (0, 1000)]
+        while not all(save.done() for save in saves):
+            state = gt.load(path)
+            values = {*state["model"]["w"].tolist(), *state["rest"][0].tolist(), state["number"]}
+            assert len(values) == 1, values
+        for save in saves:
+            save.result()
+    assert gt.load(path)["number"] in (39, 1039)
+    save_numbers(path, 5000, 1)
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
