@@ -16,7 +16,7 @@ import torch
 from torch.utils import backend_registration
 
 from gt.client.current_session import Current
-from gt.client.device import generator, lazy_modules, module_moves, torch_remote
+from gt.client.device import default_dtype, generator, lazy_modules, module_moves, torch_remote
 from gt.client.device.autocast import register as register_autocast
 from gt.client.device.remote_tensor import LAZY, RemoteTensor, Shown
 from gt.client.device.serialization import extend_save_and_load
@@ -135,6 +135,7 @@ def prepare() -> None:
         return
     overrides.register()
     long_lists.register()
+    default_dtype.prepare()
     torch.__future__.set_swap_module_params_on_conversion(True)  # otherwise Module.to("remote") unties tied weights
     _kernels("Lazy")
     aten = torch.library.Library("aten", "IMPL")

@@ -283,7 +283,7 @@ def finish_call(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tu
     outputs = [make(m, Ref(n, m, origin, live), entry.new) for n, m in zip(numbers, output_metas, strict=True)]
     if len(recorder.code) > recorder.batch:
         recorder.end_batch()
-    operands = _tensors((args, kwargs)) if entry.written else ()
+    operands = tensors((args, kwargs)) if entry.written else ()
     for i in entry.written:
         operands[i]._ref.pending = origin
     return _build(entry.result, outputs, operands)
@@ -301,7 +301,7 @@ def _build(tree: Any, outputs: list, operands: Any) -> Any:
     return outputs[value] if source == "new" else operands[value] if source == "arg" else value
 
 
-def _tensors(tree: Any) -> list[RemoteTensor]:
+def tensors(tree: Any) -> list[RemoteTensor]:
     """Remote tensors of arguments, in the order of operands."""
     tensors: list[RemoteTensor] = []
     _gather((tree,), tensors)
@@ -356,8 +356,8 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _into(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> Any:
     """Copy results into out= tensors. One of another shape gets new memory under the same Python object."""
     named = [kwargs[name] for name in info.outs]
-    targets, rest = _tensors(named), {name: a for name, a in kwargs.items() if name not in info.outs}
-    if info.name in NO_OVERLAP and any(_overlap(a, b) for a in targets for b in _tensors((args, rest))):
+    targets, rest = tensors(named), {name: a for name, a in kwargs.items() if name not in info.outs}
+    if info.name in NO_OVERLAP and any(_overlap(a, b) for a in targets for b in tensors((args, rest))):
         raise RuntimeError(
             "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory "
             "location. Please clone() the tensor before performing the operation."
@@ -366,7 +366,7 @@ def _into(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> Any:
     for name, value in (("dtype", targets[0].dtype if targets else None), ("device", LAZY)):
         if name in info_of(op).named and rest.get(name) is None:
             rest[name] = value
-    results = _tensors(op(*args, **rest))
+    results = tensors(op(*args, **rest))
     wanted = entry.metas or [metas.contiguous(tuple(m.shape), t.dtype) for m, t in zip(results, targets, strict=True)]
     for target, result, meta in zip(targets, results, wanted, strict=True):
         if info.name in SAME_DTYPE and target.dtype != result.dtype:

@@ -25,8 +25,9 @@ _KINDS = {
     "Tensor": TENSOR, "Optional[Tensor]": TENSOR, "number": VALUE, "Optional[number]": VALUE, "float": VALUE,
     "Optional[float]": VALUE, "List[Tensor]": TENSORS, "List[Optional[Tensor]]": TENSORS, "List[number]": VALUES,
 }  # fmt: skip
-# Modes of an entry: one new tensor, the first argument, several results, out=, shape from the dispatcher, chunks
-ONE, FIRST, MANY, INTO, ASK, LONG = range(6)
+# Modes of an entry: one new tensor, the first argument, several results, out=, shape from the dispatcher, chunks, and a result
+# of the default dtype that workers would not give it
+ONE, FIRST, MANY, INTO, ASK, LONG, DEFAULTED = range(7)
 # Ops whose output shape depends on a Scalar
 _SHAPED_BY_VALUE = ("aten.arange", "aten.range")
 
@@ -82,6 +83,8 @@ def _kind(argument: Any, typed: bool) -> int:
 
 
 _infos: dict[int, OpInfo] = {}
+_default = torch.float32  # torch's default dtype, of which the caches of `_infos` are
+_others: dict[torch.dtype, dict[int, dict[tuple, Entry]]] = {}  # those of other default dtypes, by the keys of `_infos`
 _handlers: dict[str, Handler | None] = {}  # by name of the overload; None: simply recorded, whatever the conditions say
 _conditional: list[tuple[Condition, Handler]] = []  # of the ops that have no handler by name; the first that holds
 
@@ -110,7 +113,17 @@ def info_of(func: Any) -> OpInfo:
     return info
 
 
+def use_default(dtype: torch.dtype) -> None:
+    """From now on calls are those of this default dtype."""
+    global _default
+    for key, info in _infos.items():
+        _others.setdefault(_default, {})[key] = info.cache
+        info.cache = _others.get(dtype, {}).pop(key, {})
+    _default = dtype
+
+
 def _clear() -> None:
+    _others.clear()
     for info in _infos.values():
         info.cache.clear()
     metas.clear()

@@ -17,7 +17,7 @@ from gt.client.device.meta import Meta, dtype_name
 from gt.client.device.remote_tensor import RemoteTensor, Shown, new_view, wrapper_of
 from gt.client.trace import refusals
 from gt.client.trace.meta_kernels import spare_dynamo, without_dtensor_rules
-from gt.client.trace.op_info import ASK, CONST, FIRST, INTO, LONG, ONE, TENSOR, TENSORS, VALUE, VALUES, Entry, OpInfo
+from gt.client.trace.op_info import ASK, CONST, DEFAULTED, FIRST, INTO, LONG, ONE, TENSOR, TENSORS, VALUE, VALUES, Entry, OpInfo
 from gt.errors import UnsupportedOp
 from gt.ir import check
 from gt.ir.schema import TABLE
@@ -183,6 +183,9 @@ def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     positions = _operands(info, args, kwargs)
     outs = _outs(info, entry, result, known, positions)
     entry.written = tuple(i for name in info.writes for i in positions.get(name, ()))
+    if _takes_default(info, entry, encoder.tensors, kwargs):
+        entry.mode = DEFAULTED
+        return entry
     template = Template(
         info.name,
         tuple(p[0] for p in pairs),
@@ -199,6 +202,17 @@ def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     else:
         entry.number = current_session.current().define(template)
     return entry
+
+
+def _takes_default(info: OpInfo, entry: Entry, operands: list[RemoteTensor], kwargs: dict) -> bool:
+    """True where a result has the program's default dtype for no other reason, and workers have float32 for theirs."""
+    default = torch.get_default_dtype()
+    if default is torch.float32 or kwargs.get("dtype") is not None or not (operands or "dtype" in info.named):
+        return False
+    if any(t._ref.meta.dtype.is_floating_point or t._ref.meta.dtype.is_complex for t in operands):
+        return False
+    kinds = (default, torch.complex128) if default is torch.float64 else (default,)
+    return any(meta is not None and meta.dtype in kinds for meta in entry.metas)
 
 
 def _undeclared_writes(info: OpInfo, args: tuple, positions: dict[str, list[int]]) -> tuple[int, ...]:
