@@ -211,8 +211,16 @@ class Dry:
         """The value of an upload whose bytes are not in shared memory. Nothing is kept: a fetch reads zeros."""
         return -1
 
+    def keep_in_file(self, tensor: int, source: Any) -> int:
+        """As `keep`, for a tensor of a checkpoint."""
+        return -1
+
     def crowded(self, nbytes: int) -> bool:
         return False
+
+    def lend_file(self, fd: int, nbytes: int, write: bool) -> int:
+        """0, as where no worker shares the client's files."""
+        return 0
 
     def fetch(self, tensor: int, nbytes: int = 0) -> tuple[tuple[int, ...], str, np.ndarray]:
         self._ask()

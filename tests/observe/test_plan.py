@@ -440,3 +440,18 @@ def test_micro_batches_with_different_stages_are_no_pipeline_and_the_plan_says_s
     made = gt.plan(program, config=two)
     assert "micro-batch 1 runs stages stage0 -> stage1" in made.body["pipeline"]["why"]
     assert "# not used: micro-batch 1 runs stages" in str(made) and json.loads(made.json()) == made.body
+
+
+def test_a_program_that_loads_and_saves_is_planned_and_writes_nothing(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    gt.save({"model": torch.nn.Linear(6, 6)}, old)
+
+    def program() -> None:
+        model = torch.nn.Linear(6, 6).to("remote")
+        gt.load(old, into={"model": model}, device="remote")
+        model(torch.ones(2, 6).to("remote")).sum().backward()
+        gt.save({"model": model}, new)
+        gt.save({"model": model}, new, wait=False).wait()
+
+    plan = gt.plan(program, workers=1).body
+    assert sum(row["bytes"] for row in plan["weights"]) == 4 * 42 and not new.exists() and old.exists()

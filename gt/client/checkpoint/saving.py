@@ -206,7 +206,9 @@ def save(state: Any, path: str | os.PathLike, *, wait: bool = True) -> Save:
         raise ProgramError("gt.save cannot be called in a compiled function: call it between two steps")
     finish()
     saved, made = _SavedState(state), Save(os.fspath(path))
-    if wait:
+    if Current.recorder is not None and not isinstance(Current.recorder.session, Session):  # `gt plan`: there are no values
+        made._ended.set()
+    elif wait:
         with progress.bar(f"saving {os.path.basename(made.path) or made.path}", saved.nbytes) as tick:
             _Writer(saved, path, wait, tick).finish()
         made._ended.set()
