@@ -79,6 +79,9 @@ class DeadPlane:
     def ways(self) -> dict:
         return {}
 
+    def facts(self) -> dict:
+        return {}
+
     def cursors(self) -> dict:
         return {}
 

@@ -97,7 +97,7 @@ def test_tensors_between_the_ops_are_freed():
     before = alive()
     for _ in range(10):
         linear(x, weight)
-    assert alive() == before
+    assert alive() <= before
 
 
 def test_a_cleared_table_of_templates_begins_anew(monkeypatch):
