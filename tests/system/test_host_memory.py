@@ -323,6 +323,7 @@ def test_a_system_without_such_memory_sends_messages(monkeypatch):
         raise OSError("not in this sandbox")
 
     with serving(1, "numpy") as server:
+        Program(server.address).session.close()  # the worker is there, with a heap
         monkeypatch.setattr(os, "memfd_create", none)
         mine = Program(server.address)
         for n in range(4):

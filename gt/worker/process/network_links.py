@@ -13,7 +13,8 @@ from typing import Any
 from gt import env
 from gt.errors import ConfigError
 
-_UP, _RUNNING = 0x1, 0x40  # flags of a device: switched on, and its cable is plugged in
+# Flags of a device: switched on, and its cable is plugged in. IFF_RUNNING says the latter too, but up to a second late
+_UP, _LOWER_UP = 0x1, 0x10000
 _INNER = ("lo", "docker", "br-", "virbr", "veth", "cni", "flannel", "kube")  # devices that lead to no other host
 _MAX_LINKS = 64
 
@@ -37,7 +38,7 @@ def links() -> list[list[Any]]:
     """Rows [address, prefix, device, Mbit/s or 0, True if a default route leads out there]; GT_IFNAME chooses devices."""
     routed, rows = _routed(), []
     for name, flags, address, prefix in _addresses():
-        if flags & _UP and flags & _RUNNING and chosen(name, env.get("GT_IFNAME")):
+        if flags & _UP and flags & _LOWER_UP and chosen(name, env.get("GT_IFNAME")):
             rows.append([address, prefix, name, _speed(name), name in routed])
     return rows[:_MAX_LINKS]
 

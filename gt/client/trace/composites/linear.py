@@ -147,18 +147,30 @@ _kernels: list[torch.library.Library] = []  # live as long as these
 
 
 def prepare() -> None:
-    """Give linear a kernel of its own, until forward-mode differentiation is first used: torch has no formula for it then."""
+    """Give linear a kernel of its own but during forward-mode differentiation, for which torch has no formula of linear."""
     if _kernels:
         return
+    _register()
+    enter, leave = forward_ad.enter_dual_level, forward_ad.exit_dual_level
+    levels: list[int] = []
+
+    def enter_dual_level() -> int:
+        if not levels:
+            _kernels.pop()._destroy()
+        levels.append(enter())
+        return levels[-1]
+
+    def exit_dual_level(*, level: int | None = None) -> None:
+        leave(level=level)
+        levels.pop()
+        if not levels:
+            _register()
+
+    forward_ad.enter_dual_level, forward_ad.exit_dual_level = enter_dual_level, exit_dual_level
+
+
+def _register() -> None:
     library = torch.library.Library("aten", "IMPL")
     library.impl("linear", partial(fallback, aten.linear.default), "Lazy")
     library.impl("linear_backward", linear_backward, "AutogradLazy")
     _kernels.append(library)
-    enter = forward_ad.enter_dual_level
-
-    def enter_dual_level() -> int:
-        _kernels.pop()._destroy()
-        forward_ad.enter_dual_level = enter
-        return enter()
-
-    forward_ad.enter_dual_level = enter_dual_level

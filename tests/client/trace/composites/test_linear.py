@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
 import gt
@@ -124,7 +125,7 @@ def test_errors_are_those_of_the_matmul():
         linear(weight, torch.randn(2, INPUTS))
 
 
-def test_forward_mode_ends_the_kernel():
+def test_forward_mode_takes_torchs_own_formula():
     def squared(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return linear(a, w).pow(2).sum()
 
@@ -132,4 +133,7 @@ def test_forward_mode_ends_the_kernel():
     far = x.to("remote"), weight.to("remote")
     for transform, function in ((torch.func.jacfwd, linear), (torch.func.jacrev, linear), (torch.func.hessian, squared)):
         assert torch.equal(transform(function)(x, weight), transform(function)(*far).cpu())
-    assert type(linear(far[0], far[1].requires_grad_()).grad_fn).__name__ == "MmBackward0"
+    far[1].requires_grad_()
+    with forward_ad.dual_level(), torch.no_grad():
+        assert forward_ad.unpack_dual(linear(forward_ad.make_dual(far[0], far[0]), far[1])).tangent is not None
+    assert type(linear(*far).grad_fn).__name__ == "LinearBackward0"
