@@ -17,6 +17,7 @@ from gt.errors import DispatcherLost, OpFailed, Refused, SystemFailure
 from gt.ir.spec import contiguous
 from gt.wire import link, messages
 from tests.helpers.limits import limit
+from tests.helpers.processes import wait_until
 from tests.helpers.toy_core import ToyCore
 
 
@@ -109,6 +110,7 @@ def test_a_server_that_parts_from_a_session_has_not_stopped(toy, session):
     with pytest.raises(SystemFailure, match=r"^the heap is full$") as found:
         session.inspect(1)
     assert not isinstance(found.value, DispatcherLost)
+    assert wait_until(lambda: session.failure is not None)  # by the Exit that follows, which nothing announces
     with pytest.raises(SystemFailure, match=r"^the heap is full$"):
         session.submit([], [], [1])
 
