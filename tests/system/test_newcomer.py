@@ -232,7 +232,8 @@ def test_there_is_one_remote_device(session, device: str) -> None:
 
 
 def test_a_ctrl_c_ends_the_demo_with_one_line() -> None:
-    command = [sys.executable, str(ROOT / "examples" / "tuning_demo" / "train_simple.py")]
+    program = ROOT / "examples" / "tuning_demo" / "train_simple.py"
+    command = [sys.executable, str(program), "--steps", "100000"]
     demo = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
