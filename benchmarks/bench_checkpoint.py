@@ -2,12 +2,15 @@
 
 `python benchmarks/bench_checkpoint.py [--gpu] [--workers N] [--width N] [--rounds N] [--json FILE]`. Each round has steps
 without a save, then steps from the call of gt.save(wait=False) until its checkpoint is on disk. The time of the call counts.
-The figure is the time of a step beside a save over that without, the median of all rounds; the bar is 1.1.
+The figure is the time of a step beside a save over that without, the median of all rounds; the bar is 1.1. Where all cores are
+busy, steps lose the CPU time of the save, whatever its priority. So that time is told too: of the program, the server and the
+workers beyond that of their steps, over the CPU time of a plain copy and write of as many bytes in the same round.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import sys
@@ -56,11 +59,45 @@ def timed(step: Callable[[], float]) -> float:
     return time.perf_counter() - start
 
 
-def round_of(step: Callable[[], float], state: dict[str, Any], path: Path) -> dict[str, float]:
-    """Seconds of a step without a save and beside one, of the call, and of the whole save."""
+def cpu_seconds() -> float:
+    """CPU time of all threads of this process and of its descendants: the server and the workers."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # it has ended
+    ours = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
+        ours |= more
+    tasks = [task for pid in ours for task in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
+def copied_and_written(nbytes: int, folder: Path) -> float:
+    """CPU seconds of the least work that a save could be: a copy in memory, and a write of it to a file with room."""
+    import numpy as np
+
+    source, memory = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        start = time.thread_time()
+        np.copyto(memory, source)
+        for at in range(0, nbytes, 8 << 20):
+            os.pwrite(file.fileno(), memory[at : at + (8 << 20)].data, at)
+        os.fsync(file.fileno())
+        return time.thread_time() - start
+
+
+def round_of(step: Callable[[], float], state: dict[str, Any], path: Path, nbytes: int) -> dict[str, float]:
+    """Seconds of a step without a save and beside one, of the call, and of the whole save; CPU seconds of it."""
     import gt
 
+    least = copied_and_written(nbytes, path.parent)
+    before = cpu_seconds()
     plain = [timed(step) for _ in range(PLAIN_STEPS)]
+    cpu_of_step = (cpu_seconds() - before) / PLAIN_STEPS
+    before = cpu_seconds()
     start = time.perf_counter()
     handle = gt.save(state, path, wait=False)
     called = time.perf_counter() - start
@@ -69,11 +106,12 @@ def round_of(step: Callable[[], float], state: dict[str, Any], path: Path) -> di
         beside.append(timed(step))
     whole = time.perf_counter() - start
     handle.wait()
+    cpu = cpu_seconds() - before - len(beside) * cpu_of_step
     base = statistics.median(plain)
     return {
         "plain": base, "beside": statistics.median(beside), "call": called, "save": whole, "steps": len(beside),
         "slowest": max(beside), "ratio": statistics.median(beside) / base, "with_call": whole / len(beside) / base,
-        "lost": whole - len(beside) * base,
+        "lost": whole - len(beside) * base, "cpu_of_save": cpu, "cpu_of_copy_and_write": least, "cpu_ratio": cpu / least,
     }  # fmt: skip
 
 
@@ -101,15 +139,15 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="gt-bench-", dir=args.folder))
     try:
         gt.save(state, folder / "c")
-        rows = [round_of(step, state, folder / "c") for _ in range(args.rounds)]
+        rows = [round_of(step, state, folder / "c", nbytes) for _ in range(args.rounds)]
     finally:
         shutil.rmtree(folder)
         gt.shutdown()
     medians = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     print(f"state {nbytes / 1e6:.0f} MB, {args.workers} {'GPU' if args.gpu else 'CPU'} workers, {args.rounds} rounds, medians")
     for key, value in medians.items():
-        unit = "" if key in ("ratio", "with_call", "steps") else " s"
-        print(f"  {key:10} {value:8.4f}{unit}{f'  (at most {BAR})' if key == 'ratio' else ''}")
+        unit = "" if key in ("ratio", "with_call", "steps", "cpu_ratio") else " s"
+        print(f"  {key:22} {value:8.4f}{unit}{f'  (at most {BAR})' if key == 'ratio' else ''}")
     machine.tell("benchmarks/bench_checkpoint.py", {"bytes": nbytes, "medians": medians, "rounds": rows}, args.json)
     return 0
 

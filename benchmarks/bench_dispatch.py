@@ -212,11 +212,11 @@ def one(device: str) -> dict[str, float]:
     torch.set_num_threads(1)  # a worker's idle second thread would spin on the core that the client needs
     if device == "remote":
         gt.cpu_workers(1)
-    found = {**issue(device), **chain(device, "chain of 10,000, one worker"), **fetch(device), **awaited(device)}
-    found.update(gpt_step(device))  # last: its counting slows what follows
+    measured = {**issue(device), **chain(device, "chain of 10,000, one worker"), **fetch(device), **awaited(device)}
+    measured.update(gpt_step(device))  # last: its counting slows what follows
     if device == "remote":
         gt.shutdown()
-    return found
+    return measured
 
 
 def eight(device: str) -> dict[str, float]:
@@ -228,9 +228,9 @@ def eight(device: str) -> dict[str, float]:
 
     gt.cpu_workers(8)
     with gt.signal.context("pp_stage0"):
-        found = chain(device, name)
+        measured = chain(device, name)
     gt.shutdown()
-    return found
+    return measured
 
 
 def start(device: str) -> dict[str, float]:

@@ -51,11 +51,11 @@ def children(pid: int) -> list[int]:
 
 def processes() -> dict[str, int]:
     """Pid of the dispatcher and of the first worker, by name."""
-    found = {}
+    measured = {}
     for nursery in children(os.getpid()):
         for pid in children(nursery):
-            found[Path(f"/proc/{pid}/comm").read_text().strip()] = pid
-    return {"dispatcher": found["gt.server"], "worker": found["gt.worker 0"]}
+            measured[Path(f"/proc/{pid}/comm").read_text().strip()] = pid
+    return {"dispatcher": measured["gt.server"], "worker": measured["gt.worker 0"]}
 
 
 def resident(pid: int, key: str = "VmRSS") -> float:
@@ -304,12 +304,12 @@ def main() -> int:
         sections: dict[str, Any] = {"move": move, "relay": relay, "idle": idle, "log": log, "cold": cold}
         print(json.dumps(long(int(rest[0])) if name == "long" else sections[name](*rest)))
         return 0
-    found = figures(args.only, args.ops)
+    measured = figures(args.only, args.ops)
     about = {**machine(), "command": " ".join(["python", "benchmarks/bench_footing.py", *sys.argv[1:]])}
-    print(table(found))
-    print(json.dumps({"machine": about, "figures": found}))
+    print(table(measured))
+    print(json.dumps({"machine": about, "figures": measured}))
     if args.json:
-        args.json.write_text(json.dumps({"machine": about, "figures": found}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"machine": about, "figures": measured}, indent=1) + "\n")
     return 0
 
 

@@ -81,9 +81,9 @@ def measure(name: str, how: str) -> dict[str, Any]:
     assert abs(losses["captured"] - losses["plain"]) < 1e-5 * losses["plain"], losses
     plain, replayed, eager = (statistics.median(each) * 1e3 for each in times.values())
     over = statistics.median(a / b for a, b in zip(times["captured"], times["plain"], strict=True))
-    found = {"plain_ms": plain, "eager_ms": eager, "captured_ms": replayed, "eager_over": eager / plain, "captured_over": over}
-    found["captured_cpu_over"] = cpu["captured"] / cpu["plain"]
-    return {**{key: round(value, 3) for key, value in found.items()}, "ops": captured._programs[0].answer["ops"]}
+    row = {"plain_ms": plain, "eager_ms": eager, "captured_ms": replayed, "eager_over": eager / plain, "captured_over": over}
+    row["captured_cpu_over"] = cpu["captured"] / cpu["plain"]
+    return {**{key: round(value, 3) for key, value in row.items()}, "ops": captured._programs[0].answer["ops"]}
 
 
 def main() -> int:
@@ -103,15 +103,15 @@ def main() -> int:
     torch.set_num_threads(1)
     gt.cpu_workers(1, config="")
     print("{:18s} {:>6s} {:>9s} {:>9s} {:>9s} {:>8s} {:>10s} {:>10s}".format("", *HEADS))
-    found = {}
+    rows = {}
     for name, how in [(name, how) for name in args.names for how in WIDTHS]:
-        row = found[name + how] = measure(name, how)
+        row = rows[name + how] = measure(name, how)
         over = "  OVER" if row["captured_over"] > LIMIT and row["plain_ms"] >= 20 else ""
         cells = [f"{row[key]:.1f} ms" for key in ("plain_ms", "eager_ms", "captured_ms")]
         ratios = f"{row['eager_over']:7.2f}x {row['captured_over']:9.2f}x {row['captured_cpu_over']:9.2f}x"
         print("{:18s} {:>6d} {:>9s} {:>9s} {:>9s} ".format(name + how, row["ops"], *cells) + ratios + over, flush=True)
     gt.shutdown()
-    tell("benchmarks/bench_models.py", {"transformers": transformers.__version__, "limit": LIMIT, "models": found}, args.json)
+    tell("benchmarks/bench_models.py", {"transformers": transformers.__version__, "limit": LIMIT, "models": rows}, args.json)
     return 0
 
 

@@ -53,12 +53,12 @@ def cpu_seconds(pid: int) -> float:
 
 def family(pid: int, without: int) -> list[int]:
     """A process and its descendants, but for one."""
-    found = [pid]
+    pids = [pid]
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, file.read_text().split()):
             if child != without:
-                found += family(child, without)
-    return found
+                pids += family(child, without)
+    return pids
 
 
 def spend(seconds: float, observer: int) -> tuple[float, float, float]:

@@ -2,8 +2,8 @@
 
 `python benchmarks/bench_observing.py --program tuning_demo --seconds 600 [--json FILE]`; `gpt2` is the other program. Needs
 chromium and rich. CPU times are the kernel's, of all threads, in nanoseconds; the dashboard's and gt top's are those of their
-processes. At the end the program stands still. The CPU time that server and workers then use more while they are watched, by
-the number of looks, is the cost of a look there. Looks of the run are counted.
+processes. At the end the program stands still. Server and workers then use more CPU time while they are watched. That time by
+the number of looks is the cost of a look there. Looks of the run are counted.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def program(ops: int) -> Callable:
 
 
 def issue() -> dict[str, float]:
-    found = {}
+    measured = {}
     for ops in (100, 1_000, 10_000):
         run = program(ops)
         for in_a_row in (10, 1):  # as a training loop issues them; and alone, each awaited
@@ -76,13 +76,13 @@ def issue() -> dict[str, float]:
                 if n % in_a_row == in_a_row - 1:
                     result.sum().item()
             kind = "issue of a replay" if in_a_row > 1 else "  after a fetch"
-            found[f"{kind}, program of {ops:,} ops"] = statistics.median(times) * 1e6
+            measured[f"{kind}, program of {ops:,} ops"] = statistics.median(times) * 1e6
     start = time.perf_counter()
     for _ in range(10):
         result = run()
     result.sum().item()
-    found["worker, small ops of a replay"] = (time.perf_counter() - start) / 10 / 10_000 * 1e6
-    return found
+    measured["worker, small ops of a replay"] = (time.perf_counter() - start) / 10 / 10_000 * 1e6
+    return measured
 
 
 def messages() -> dict[str, float]:
@@ -164,10 +164,13 @@ def steps() -> dict[str, float]:
 
     name = "GPT step (6 layers, 256 wide, 8 x 128)"
     medians = {key: statistics.median(values) * 1e3 for key, values in times.items()}
-    found = {name: medians["compiled"], "native " + name: medians["native"], "  issued eagerly": medians["eager"]}
-    found |= {"GPT step, backend inductor": medians["inductor"], "native GPT step, backend inductor": medians["torch.compile"]}
-    found |= {"  over native torch.compile": over("inductor", "torch.compile"), "  first replays, compiling": first}
-    return {**found, "  over native eager": over("compiled", "native")}
+    measured = {name: medians["compiled"], "native " + name: medians["native"], "  issued eagerly": medians["eager"]}
+    measured |= {
+        "GPT step, backend inductor": medians["inductor"],
+        "native GPT step, backend inductor": medians["torch.compile"],
+    }
+    measured |= {"  over native torch.compile": over("inductor", "torch.compile"), "  first replays, compiling": first}
+    return {**measured, "  over native eager": over("compiled", "native")}
 
 
 def capture() -> dict[str, float]:
@@ -255,22 +258,22 @@ def main() -> int:
 
     torch.set_num_threads(1)
     gt.cpu_workers(1, config="")
-    found = {**issue(), **messages(), **steps(), **capture()}
+    measured = {**issue(), **messages(), **steps(), **capture()}
     gt.shutdown()
     command = [sys.executable, __file__, "--deep"]
-    found |= json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+    measured |= json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
     print(f"{'':52s} {'GT':>10s} {'plain torch':>12s} {'limit':>8s}")
     for name, (unit, limit) in LIMITS.items():
-        beside = found.get("native " + name)
-        over = "  OVER" if limit is not None and found[name] > limit else ""
-        cells = [f"{found[name]:.2f}", "" if beside is None else f"{beside:.2f}", str(limit or "")]
+        beside = measured.get("native " + name)
+        over = "  OVER" if limit is not None and measured[name] > limit else ""
+        cells = [f"{measured[name]:.2f}", "" if beside is None else f"{beside:.2f}", str(limit or "")]
         print("{:52s} {:>10s} {:>12s} {:>8s}".format(f"{name} ({unit})", *cells) + over)
     from bench_dispatch import machine
 
     about = {**machine(), "command": " ".join(["python", "benchmarks/bench_replay.py", *sys.argv[1:]])}
-    print(json.dumps({"machine": about, "figures": found}))
+    print(json.dumps({"machine": about, "figures": measured}))
     if args.json:
-        args.json.write_text(json.dumps({"machine": about, "figures": found}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"machine": about, "figures": measured}, indent=1) + "\n")
     return 0
 
 

@@ -1,7 +1,7 @@
 """Pipeline schedules, measured beside simulated: makespan and bubble, with matmuls that take a fixed time.
 
 `python benchmarks/bench_schedule.py [--json FILE] [--stages 4 8] [--unit 0.04] [--only NAME]`. A worker is a process with the
-numpy engine in which every aten.mm sleeps for a unit, so that two cores can stand for eight devices. Each action is stamped
+numpy engine in which every aten.mm sleeps for a unit: two cores can stand for eight devices. Each action is stamped
 where it runs. What is simulated goes by the costs that were measured while the step was recorded. The kinds of step: `even`;
 with up to four stages also `head`: the last one has one and a half times the work, as with an LM head; and `dp`: each stage
 on two workers, and an all-reduce of its gradients that takes as long as four matmuls. Exit code 1 if `verdicts` says so.

@@ -19,7 +19,7 @@ def about(script: str) -> dict[str, Any]:
 
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    found = {
+    facts = {
         "commit": os.environ.get("COMMIT") or git.stdout.strip() or "unknown",
         "cpu": cpu[0].partition(":")[2].strip() if cpu else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -30,8 +30,8 @@ def about(script: str) -> dict[str, Any]:
     if torch.cuda.is_available():
         ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]  # torch would make a context to say it
         names = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.splitlines()
-        found |= {"gpus": names[: torch.cuda.device_count()], "cuda": torch.version.cuda}
-    return found
+        facts |= {"gpus": names[: torch.cuda.device_count()], "cuda": torch.version.cuda}
+    return facts
 
 
 def tell(script: str, found: dict[str, Any], path: Path | None, silent: bool = False) -> None:

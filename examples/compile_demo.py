@@ -52,8 +52,9 @@ def main(schedule: str = "zb-h1") -> int:
     for worker in gt.stats()["workers"]:
         print(worker["name"], ",".join(action for action, _, _ in worker["actions"]))
     gt.shutdown()
-    print("ok" if losses[-1] < losses[0] else "not ok")
-    return 0 if losses[-1] < losses[0] else 1
+    learned = losses[-1] < losses[0]
+    print("ok" if learned else f"not ok: loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+    return 0 if learned else 1
 
 
 if __name__ == "__main__":

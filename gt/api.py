@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from gt import env
@@ -311,9 +312,9 @@ def trace(path: str | Path) -> Iterator[dict[str, Any]]:
     """Record what the program does inside, and write it as a Chrome trace: `with gt.trace("out.json"):`.
 
     path: of the JSON file, which Perfetto, chrome://tracing and torch's viewer show. Workers' instructions with their lines,
-    transfers, memory, the dispatcher's messages and the program's own waits. Waits for all workers at begin and end. The
-    yielded dict gets, at the end, the numbers of "slices" and of those that were "dropped" for want of room, and the "schedule"
-    of gt.stats() if a captured step was replayed in one. FileNotFoundError if there is no such folder.
+    transfers, memory, the dispatcher's messages and the program's own waits. Waits for all workers at begin and end. At
+    the end the yielded dict gets the numbers of "slices" and of those that were "dropped" for want of room. If a captured step
+    was replayed in a schedule, it also gets the "schedule" of gt.stats(). FileNotFoundError if there is no such folder.
     """
     from gt.observe.tracing import Tracing
 
@@ -436,11 +437,15 @@ def manual_seed(seed: int) -> None:
 
 def from_numpy(array: Any, requires_grad: bool = False) -> torch.Tensor:
     """A remote copy of a NumPy array, with its shape and dtype; with requires_grad, a leaf."""
+    if isinstance(array, np.ndarray) and (not array.flags.writeable or min(array.strides, default=0) < 0):
+        array = array.copy()  # torch refuses negative strides, and warns of memory that it may not write
     return torch.from_numpy(array).to(Shown.device).requires_grad_(requires_grad)
 
 
 def dtype_of(dtype: Any) -> Any:
-    """A torch dtype of its name, as "float32"; any other value as it is. ValueError for an unknown name."""
+    """A torch dtype of its name, as "float32", or of NumPy's; any other value as it is. ValueError for an unknown name."""
+    if isinstance(dtype, np.dtype) or (isinstance(dtype, type) and issubclass(dtype, np.generic)):
+        dtype = np.dtype(dtype).name
     if not isinstance(dtype, str):
         return dtype
     found = getattr(torch, dtype.removeprefix("torch."), None)
@@ -450,11 +455,11 @@ def dtype_of(dtype: Any) -> Any:
 
 
 def _remote(factory: Factory) -> Factory:
-    """A factory of torch whose default device is the remote one, and whose dtype may be a name. It keeps its type."""
+    """A factory of torch with the remote device as default, and whose dtype may be a name or NumPy's. It keeps its type."""
 
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         kwargs.setdefault("device", Shown.device)
-        if type(kwargs.get("dtype")) is str:
+        if "dtype" in kwargs:
             kwargs["dtype"] = dtype_of(kwargs["dtype"])
         return factory(*args, **kwargs)
 

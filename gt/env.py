@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +88,11 @@ def starting(prefix: str) -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key.startswith(prefix)}
 
 
+def every_variable() -> Mapping[bytes, bytes]:
+    """The whole environment of this process, as it is now and later."""
+    return os.environ._data  # type: ignore[attr-defined]
+
+
 def for_hosts() -> dict[str, str]:
     """Variables that workers on other hosts get too: GT's, but for secrets and addresses, and those of NCCL and the like."""
     own = ("GT_TOKEN", "GT_TOKEN_FILE", "GT_SERVER", "GT_JOB", "GT_PORT", "GT_CONFIG", "GT_INSTRUCTION_LOG", "GT_OPS")
@@ -151,6 +156,11 @@ def child(**changes: str) -> dict[str, str]:
 def export(**changes: str) -> None:
     """Set variables of this process, for libraries that read them when they start (CUDA)."""
     os.environ.update(changes)
+
+
+def inductor_cache() -> str:
+    """TORCHINDUCTOR_CACHE_DIR, the folder of compiled code; empty for torch's default."""
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
 
 
 def visible_gpus() -> list[str] | None:

@@ -1,6 +1,6 @@
 """`gt.ray.start(workers=8)`: workers as actors of Ray, in one placement group. Ray restarts a worker that dies.
 
-The server is an actor too, on the program's node, and no actor of it outlives the program. Needs `pip install 'gt-torch[ray]'`.
+The server is an actor too, on the program's node, and no actor of it outlives the program. Needs `pip install ray`.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
-        raise SystemFailure(f"Ray cannot be imported ({error}): pip install 'gt-torch[ray]'") from None
+        raise SystemFailure(f"Ray cannot be imported ({error}): pip install ray") from None
 
 
 def _place(ray: Any, bundles: Sequence[dict[str, float]], placement: str) -> Any:

@@ -1,6 +1,7 @@
 """Writes the pictures of docs/observe.md: `python -m tools.dashboard_pictures [FOLDER]`. Needs chromium; takes a minute or two.
 
 The tuning demo trains on eight CPU workers, the page is opened in a headless browser, and each panel is cut out of it.
+Errors are of a program that reads beyond a tensor, and of a worker that is killed; `--only errors` makes their picture alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,15 @@ LINK, LISTENING = re.compile(r"gt dashboard: (http://\S+)"), re.compile(r"listen
 PANELS = ("pipeline", "memory", "curves", "traffic", "layouts")
 TABLES = ("workers", "sessions", "lines", "log")  # drawn besides, once the log is followed
 MAX_HEIGHT = 620.0  # of a panel's picture
+FAILING = """
+import sys, torch, gt
+gt.connect(sys.argv[1])
+losses = torch.arange(8.0).to("remote")
+try:
+    print(losses[torch.tensor([9]).to("remote")].item())
+except gt.OpFailed:
+    sys.stdin.readline()
+"""
 READY = f"{list(PANELS)}.every((id) => document.getElementById(id).dataset.state === 'ready')"
 
 
@@ -81,18 +91,48 @@ def pictures(browser: Browser, folder: Path) -> None:
     browser.wait("document.getElementById('log').dataset.state === 'ready'", 60)
     browser.run("new Promise((done) => setTimeout(done, 2500))")
     for panel in (*PANELS, *TABLES):
-        box = browser.run(
-            f"(() => {{ const b = document.getElementById('{panel}').getBoundingClientRect();"
-            " return {x: b.x + scrollX, y: b.y + scrollY, width: b.width, height: b.height}; })()"
-        )
-        browser.screenshot(folder / f"dashboard_{panel}.png", clip={**box, "height": min(box["height"], MAX_HEIGHT)})
+        cut_out(browser, panel, folder)
+
+
+def cut_out(browser: Browser, panel: str, folder: Path) -> None:
+    """The picture of one panel."""
+    box = browser.run(
+        f"(() => {{ const b = document.getElementById('{panel}').getBoundingClientRect();"
+        " return {x: b.x + scrollX, y: b.y + scrollY, width: b.width, height: b.height}; })()"
+    )
+    browser.screenshot(folder / f"dashboard_{panel}.png", clip={**box, "height": min(box["height"], MAX_HEIGHT)})
+
+
+def errors(browser: Browser, folder: Path) -> None:
+    """The panel of errors, of a server with two workers."""
+    with server(2) as (address, link, processes), tempfile.TemporaryDirectory() as sources:
+        source = Path(sources) / "evaluate.py"
+        source.write_text(FAILING)
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        program = subprocess.Popen([sys.executable, str(source), address], env=env, stdin=subprocess.PIPE, text=True)
+        try:
+            browser.resize(1040, 3600)
+            browser.open(link)
+            browser.wait("document.querySelectorAll('#workers tbody tr').length === 2", 120)
+            browser.wait("document.getElementById('errors').innerText.includes('evaluate.py')", 120)
+            processes[-1].kill()
+            browser.wait("document.getElementById('errors').innerText.includes('is lost')", 60)
+            cut_out(browser, "errors", folder)
+        finally:
+            program.communicate()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs" / "pictures")
-    folder = parser.parse_args().folder
+    parser.add_argument("--only", choices=("errors",), help="make this picture alone")
+    given = parser.parse_args()
+    folder = given.folder
     folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as profile, Browser(Path(profile)) as browser:
+        errors(browser, folder)
+    if given.only:
+        return
     with server() as (address, link, _), tempfile.TemporaryDirectory() as profile, Browser(Path(profile)) as browser:
         browser.open(link)
         with demo(address):

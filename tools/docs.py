@@ -153,8 +153,8 @@ def message(cls: type[messages.Message]) -> str:
         default = "" if field.default is MISSING else f" = {field.default}"
         rows.append(f"{field.name}: {field.type}{default}")
     head = f"\n### {cls.__name__} ({messages.CODES.index(cls)})\n\n"
-    said = explained(unwrapped(cls.__doc__), [field.name for field in fields(cls)])
-    return head + f"`{', '.join(rows) or 'no fields'}`\n\n" + said + "\n"
+    text = explained(unwrapped(cls.__doc__), [field.name for field in fields(cls)])
+    return head + f"`{', '.join(rows) or 'no fields'}`\n\n" + text + "\n"
 
 
 def explained(text: str, names: list[str]) -> str:
@@ -179,8 +179,8 @@ def instructions() -> Iterator[tuple[str, str, str, str]]:
             for key, value in zip(node.value.keys, node.value.values, strict=True):
                 assert isinstance(key, ast.Constant) and value.end_lineno is not None
                 operands, payload = instr.KINDS[key.value]
-                said = comment(lines, key.lineno - 1, value.end_lineno - 1)
-                yield f"`{key.value}`", ", ".join(operands), ", ".join(payload), said
+                text = comment(lines, key.lineno - 1, value.end_lineno - 1)
+                yield f"`{key.value}`", ", ".join(operands), ", ".join(payload), text
 
 
 def comment(lines: list[str], first: int, last: int) -> str:

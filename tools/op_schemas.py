@@ -55,16 +55,16 @@ Lines = dict[str, str]  # op -> its line without versions, or `- ` and why it is
 
 def torchgen(path: str) -> dict[str, list]:
     """Schemas and kernels by the torchgen in this folder."""
-    made = subprocess.run(
+    answer = subprocess.run(
         [sys.executable, "-c", TORCHGEN],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         cwd=path or None,
     )
-    if made.returncode:
-        sys.exit(f"torchgen of {path} failed: {made.stderr[-2000:]}")
-    return json.loads(made.stdout)
+    if answer.returncode:
+        sys.exit(f"torchgen of {path} failed: {answer.stderr[-2000:]}")
+    return json.loads(answer.stdout)
 
 
 def installed() -> tuple[str, Lines]:
@@ -86,9 +86,9 @@ def of_wheel(path: Path) -> tuple[str, Lines]:
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(path) as wheel:
             wheel.extractall(folder, [name for name in wheel.namelist() if name.startswith("torchgen/")])
-        found = torchgen(folder)
+        from_torchgen = torchgen(folder)
     lines: Lines = {}
-    for rest, (text, keys, tags) in found.items():
+    for rest, (text, keys, tags) in from_torchgen.items():
         try:
             lines[op_name(rest)] = judged(op_name(rest), torch._C.parse_schema(f"aten::{text}"), keys, tags)
         except RuntimeError:  # types that the installed torch has no more
@@ -145,14 +145,14 @@ def merged(sources: dict[str, Lines], old: str) -> str:
             rows[op, form].add(version)
             flags[op] = set(rest.split()[1:])
     left |= {op: denied(op) for op in map(op_name, SCRIPT)}
-    found = []
+    lines = []
     named = {op for (op, _), seen in rows.items() if seen}
     for (op, form), seen in sorted(rows.items()):
         if seen and not denied(op):
             span = sorted(seen, key=ordered)
-            found.append(f"{form}  # {span[0]}-{span[-1]} {' '.join(sorted(flags[op]))}".rstrip())
-    found += [f"- {op}  {why}" for op, why in sorted(left.items()) if op not in named or denied(op)]
-    return HEAD + "\n".join(found) + "\n"
+            lines.append(f"{form}  # {span[0]}-{span[-1]} {' '.join(sorted(flags[op]))}".rstrip())
+    lines += [f"- {op}  {why}" for op, why in sorted(left.items()) if op not in named or denied(op)]
+    return HEAD + "\n".join(lines) + "\n"
 
 
 def ordered(version: str) -> tuple[int, ...]:
@@ -169,8 +169,8 @@ def read(path: Path) -> tuple[str, Lines]:
     """A source: a wheel, or a dump."""
     if path.suffix == ".whl":
         return of_wheel(path)
-    found = json.loads(path.read_text())
-    return found["version"], found["lines"]
+    stored = json.loads(path.read_text())
+    return stored["version"], stored["lines"]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -68,24 +68,24 @@ def page(table: Table) -> str:
 
 
 def run(name: str, heading: str, things: str, table: Table) -> str:
-    found = json.loads((RESULTS / name).read_text())
-    counts: dict[str, Any] = dict(found["counts"])
-    asked = {**found["asked"], "summary": f"benchmarks/results/{name}"}
-    given = [f"--{key} {' '.join(map(str, v if isinstance(v, list) else [v]))}" for key, v in asked.items() if v is not True]
-    given = [f"--{key}" for key, v in asked.items() if v is True] + given
+    report = json.loads((RESULTS / name).read_text())
+    counts: dict[str, Any] = dict(report["counts"])
+    asked = {**report["asked"], "summary": f"benchmarks/results/{name}"}
+    options = [f"--{key} {' '.join(map(str, v if isinstance(v, list) else [v]))}" for key, v in asked.items() if v is not True]
+    options = [f"--{key}" for key, v in asked.items() if v is True] + options
     kinds = ("variants", "equal", "unsupported", "wrong")
     rows = [(n, *(str(counts[n][k]) for k in kinds), f"{counts[n]['share']:.1%}") for n in counts if n.isdigit()]
     head = ("reason why a variant is not equal", "outcome", "variants", things, "workers")
     rest = [
         (row["reason"], row["outcome"], str(row["variants"]), listed(row["ops"]), ", ".join(map(str, row["workers"])))
-        for row in found["rest"]
+        for row in report["rest"]
     ]
     return RUN.format(
         heading=heading,
         things=things,
-        command=" ".join(["python -m tests.conformance", *given]),
-        torch=found["torch"].partition("+")[0],
-        seconds=found["seconds"],
+        command=" ".join(["python -m tests.conformance", *options]),
+        torch=report["torch"].partition("+")[0],
+        seconds=report["seconds"],
         counts=table(("workers", *kinds, "share equal"), rows),
         rest=table(head, rest) if rest else "All are equal.",
         **{key: counts[key] for key in counts if key.startswith("entries")},

@@ -26,8 +26,8 @@ class Split(NamedTuple):
         return axes + (f"-zero{self.zero}" if self.zero else "")
 
     def words(self) -> str:
-        said = (f"{self.dp}-way data parallel", f"{self.tp}-way tensor parallel", f"{self.pp} pipeline stages")
-        axes = [text for text, n in zip(said, self) if n > 1]
+        kinds = (f"{self.dp}-way data parallel", f"{self.tp}-way tensor parallel", f"{self.pp} pipeline stages")
+        axes = [text for text, n in zip(kinds, self) if n > 1]
         return ", ".join([*axes, f"ZeRO stage {self.zero}"] if self.zero else axes)
 
 

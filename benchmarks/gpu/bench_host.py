@@ -51,11 +51,11 @@ def figures(host: torch.Tensor, device: str, rounds: int) -> dict[str, float]:
         last.item()
         return (time.perf_counter() - start) * 1e3 / rounds
 
-    found = {"upload": median(upload, rounds), "fetch": median(lambda: held.cpu(), rounds)}
+    seconds = {"upload": median(upload, rounds), "fetch": median(lambda: held.cpu(), rounds)}
     for name, fresh in (("step, new batch", True), ("step, same batch", False)):
         steps(fresh)
-        found[name] = statistics.median(steps(fresh) for _ in range(5))
-    return found
+        seconds[name] = statistics.median(steps(fresh) for _ in range(5))
+    return seconds
 
 
 def main() -> None:

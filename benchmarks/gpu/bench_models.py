@@ -2,7 +2,7 @@
 
 `python benchmarks/gpu/bench_models.py [--json FILE] [--models llama bert ...] [--only NAME ...] [--host]`. bf16 weights, fused
 AdamW. Prints a row a case and one line of JSON: milliseconds a step (median of blocks, and of steps that are each waited for),
-peak memory, seconds to the first step that runs as it will from then on. `--host` gives each step a batch from host memory,
+peak memory, and seconds to the first step at full speed. `--host` gives each step a batch from host memory,
 pinned for native rows. Losses of all rows are compared, from the first weights on.
 """
 
@@ -44,8 +44,8 @@ def training(name: str, device: str, compiled: bool) -> tuple[Callable, dict, Ca
     forward = torch.compile(model) if compiled else model
 
     def step(**batch: Any) -> Any:
-        found = forward(**batch)
-        loss = found if isinstance(found, torch.Tensor) else found.loss
+        output = forward(**batch)
+        loss = output if isinstance(output, torch.Tensor) else output.loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -144,7 +144,8 @@ def main() -> int:
         wanted: list[float] = []
         for kind in args.only:
             command = [__file__, "--child", kind, name, "--seconds", args.seconds, *(["--host"] if args.host else [])]
-            with tempfile.TemporaryDirectory() as cache:  # what one has compiled is not there for the next
+            # A cache a row: no row finds what another compiled. A compiler that is ended may still write into it.
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
                 caches = {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
                 row, said = cases.together([command], args.limit, **caches)
             if row is not None:

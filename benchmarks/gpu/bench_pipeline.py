@@ -3,8 +3,8 @@
 `python benchmarks/gpu/bench_pipeline.py [--json FILE] [--size 32x1024] [--cases 8,4:4:1f1b ..] [--rivals CASE ..] [--native]`.
 A case is layers of each stage (x4: four stages by cost; `+head` behind them: the head over all of their GPUs), micro-batches,
 schedule; rivals are such by native.py. bf16 weights, fused AdamW. Prints milliseconds a step (median of blocks of steps that
-are waited for together), how much faster than one GPU that is, the bubble, each GPU's own work in a step, what it sent and how
-much of that was hidden, and one line of JSON. All have to have the first row's losses.
+are waited for together) and the gain over one GPU. Prints the bubble, too, each GPU's own work in a step, its bytes sent, the
+hidden part of them, and one line of JSON. All have to have the first row's losses.
 """
 
 from __future__ import annotations

@@ -164,11 +164,11 @@ class Rank:
             source.copy_(mine)
             call = self.team_call("bfloat16_sum_reduce_on_stream", out, source, len(mine))
             return Repetition(call, out.zero_, lambda: bool((out == wanted).all()))
-        found = mine.clone()
-        flat = found.view(self.torch.uint8)
+        result = mine.clone()
+        flat = result.view(self.torch.uint8)
         ours = partial(self.arena.all_reduce, self.form, flat, self.sum)
-        issue = ours if method == "plane" else partial(self.dist.all_reduce, found)
-        return Repetition(issue, lambda: found.copy_(mine), lambda: bool((found == wanted).all()))
+        issue = ours if method == "plane" else partial(self.dist.all_reduce, result)
+        return Repetition(issue, lambda: result.copy_(mine), lambda: bool((result == wanted).all()))
 
     def all_gather(self, method: str, nbytes: int) -> Repetition:
         part = max(2, nbytes // self.size // 2 * 2)
@@ -203,8 +203,8 @@ class Rank:
     def symmetric(self, nbytes: int, out: int = 0) -> tuple[Any, Any]:
         """A source and a result in symmetric memory, behind the plane's."""
         memory, at = self.arena.memory[self.rank], self.raw_at + self.raw_bytes
-        found = memory[at : at + nbytes], memory[self.raw_at : self.raw_at + (out or nbytes)]
-        return found[0].view(self.torch.bfloat16), found[1].view(self.torch.bfloat16)
+        views = memory[at : at + nbytes], memory[self.raw_at : self.raw_at + (out or nbytes)]
+        return views[0].view(self.torch.bfloat16), views[1].view(self.torch.bfloat16)
 
     def team_call(self, name: str, out: Any, source: Any, count: int) -> Callable[[], None]:
         from nvshmem import bindings

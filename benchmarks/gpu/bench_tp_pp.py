@@ -3,7 +3,7 @@
 `python benchmarks/gpu/bench_tp_pp.py [--json FILE] [--preset seed] [--cases tp2pp2:x2:4:zb-h1 ..] [--rivals 2:4,4:4:1f1b ..]`.
 A case is a file of configs/ (or its path), layers of each stage (x2: by cost), micro-batches, schedule; rivals are
 native_tp.py's. bf16 weights, fused AdamW. Prints milliseconds a step (median of blocks of steps that are waited for together),
-how much faster than the best rival that is, and one line of JSON. All have to have the losses of one process.
+the gain over the best rival, and one line of JSON. All have to have the losses of one process.
 """
 
 from __future__ import annotations

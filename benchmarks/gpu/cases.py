@@ -133,8 +133,8 @@ def captured(step: Callable, data: Sequence[Any], seconds: float, model: Any, op
 
 def apart(losses: Sequence[float], wanted: Sequence[float]) -> float:
     """The largest relative difference of the first steps' losses; infinite where one is no number."""
-    found = [abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)]
-    return max(found) if all(map(math.isfinite, found)) else math.inf
+    differences = [abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)]
+    return max(differences) if all(map(math.isfinite, differences)) else math.inf
 
 
 # ---- processes

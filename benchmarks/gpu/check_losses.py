@@ -2,11 +2,11 @@
 
 `python benchmarks/gpu/check_losses.py [--json FILE] [--gpus 2] [--models d8:8x64 d12:8x256] [--schedules ..] [--backends ..]`.
 Trains on this project's documents, byte by byte: on random tokens GPT-2's loss leaps, and what differs by rounding is far apart
-after a leap. fp32 with TF32 off: the losses of 20 steps are within 1e-5 of that process's. bf16, 50 steps: a pipeline's differ
-from one process's (eager, or where GT compiles by torch.compile) by at most twice what any two such processes' do that differ
-only in how many micro-batches there are; and so they do from those of the same program on one GPU. A captured step is eager
-until it is made, and eager steps round more than compiled ones do (log_softmax to bf16): so all that is compiled counts from
-where it is, after some steps, with the first weights again. Exits with 1 where that is not so.
+after a leap. fp32 with TF32 off: the losses of 20 steps are within 1e-5 of that process's. bf16, 50 steps: the bar is
+twice the largest difference of two processes of torch (eager, or compiled where GT compiles) with other numbers of
+micro-batches. A pipeline's losses differ by at most that from one process's, and from the same program's on one GPU. A
+captured step is eager until it is made, and eager steps round more than compiled ones do (log_softmax to bf16). So all that is
+compiled counts from where it is, after some steps, with the first weights again. Exits with 1 where that is not so.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def _made(step: Any, model: Any, optimizer: Any, data: Sequence[list[Any]]) -> N
 
 def apart(losses: Sequence[float], wanted: Sequence[float]) -> tuple[float, float]:
     """The largest relative difference, and the root of their mean square."""
-    found = [abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)]
-    return max(found), math.sqrt(sum(d * d for d in found) / len(found))
+    differences = [abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)]
+    return max(differences), math.sqrt(sum(d * d for d in differences) / len(differences))
 
 
 class Check:

@@ -313,10 +313,10 @@ def run_pipeline(own: World, case: Case, size: tuple[int, int], name: str, secon
     own.wait()
     first = time.perf_counter() - start
     ms, alone = cases.timed(train.step, own.wait, seconds, own.agree)
-    found = {"ms": ms, "alone ms": alone, "first s": first, "peak MiB": own.gathered(own.peak())}
+    row = {"ms": ms, "alone ms": alone, "first s": first, "peak MiB": own.gathered(own.peak())}
     work = own.gathered(train.alone())
-    found |= {"work ms": work, "idle": 1 - sum(work) / len(work) / ms, "losses": losses, "wanted": wanted}
-    return own.told(found, last)
+    row |= {"work ms": work, "idle": 1 - sum(work) / len(work) / ms, "losses": losses, "wanted": wanted}
+    return own.told(row, last)
 
 
 def reset(own: World) -> None:
@@ -380,8 +380,8 @@ def run_data_parallel(own: World, case: Case, size: tuple[int, int], name: str, 
         losses.append(loss.item())
     first = time.perf_counter() - start
     ms, alone = cases.timed(step, own.wait, seconds, own.agree)
-    found = {"ms": ms, "alone ms": alone, "first s": first, "peak MiB": own.gathered(own.peak())}
-    return own.told({**found, "losses": losses, "wanted": wanted}, own.rank == 0)
+    row = {"ms": ms, "alone ms": alone, "first s": first, "peak MiB": own.gathered(own.peak())}
+    return own.told({**row, "losses": losses, "wanted": wanted}, own.rank == 0)
 
 
 # ---- started by others

@@ -239,8 +239,8 @@ def run(own: World, case: Case, size: tuple[int, int], preset: str, vocab: int, 
     weights.again(*opts)
     losses = [sum(loss.item() for loss in once()) for _ in range(cases.STEPS)]
     ms, alone = cases.timed(once, own.wait, seconds, own.agree)
-    found = {"ms": ms, "alone ms": alone, "first s": first, "peak MiB": own.gathered(own.peak())}
-    return own.told({**found, "losses": losses, "wanted": wanted}, knows)
+    row = {"ms": ms, "alone ms": alone, "first s": first, "peak MiB": own.gathered(own.peak())}
+    return own.told({**row, "losses": losses, "wanted": wanted}, knows)
 
 
 def recorded(step: Callable, own: World) -> Callable:

@@ -1,8 +1,8 @@
 """Many replays of one captured step, which nothing may grow with; then one worker is killed, and its world has to come back.
 
 `python benchmarks/gpu/soak.py [--json FILE] [--workers 2] [--replays 10000] [--model d4 | mlp] [--size 4x64]`. Looks ten times
-at resident memory and open descriptors of every process, memory of the GPUs, tensors of the workers, and the CPU time that the
-program's thread takes to issue a replay (by the clock it is longer where others use the machine). Afterwards: WorkerLost
+at resident memory and open descriptors of every process, memory of the GPUs, and tensors of the workers. Measures the CPU time
+of the program's thread to issue a replay: by the clock it is longer where others use the machine. Afterwards: WorkerLost
 within 2 s, new workers within 10 s, the GPUs' memory given back. Exits with 1 where that is not so. Without GPUs: CPU workers.
 """
 
@@ -116,11 +116,11 @@ def look(issue: list[float], seconds: float) -> cases.Row:
     gc.collect()
     gt.stats()  # what is freed until now is gone when they answer again
     workers = gt.stats()["workers"]
-    found = sorted(processes().items())
+    by_name = sorted(processes().items())
     return {  # the lower quartile: now and then a replay waits for those before it
         "issue us": statistics.quantiles(issue, n=4)[0] * 1e6, "ms": seconds / len(issue) * 1e3,
-        "resident": {name: round(resident(pid), 1) for name, pid in found},
-        "descriptors": {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in found},
+        "resident": {name: round(resident(pid), 1) for name, pid in by_name},
+        "descriptors": {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in by_name},
         "tensors": [w["live_tensors"] for w in workers], "GPU MiB": gpu_memory(),
     }  # fmt: skip
 
@@ -246,15 +246,15 @@ def main() -> int:
     report = cases.Report("benchmarks/gpu/soak.py", args.json, COLUMNS, **about)
     report.head()
     same = [part for name in ("workers", "replays", "model", "size", "backend") for part in (f"--{name}", getattr(args, name))]
-    found, said = cases.together([[__file__, "--child", "soak", *same]], args.limit, partly=True)
-    for n, row in enumerate(found["looks"] if found else ()):
+    results, said = cases.together([[__file__, "--child", "soak", *same]], args.limit, partly=True)
+    for n, row in enumerate(results["looks"] if results else ()):
         report.row(str((n + 1) * args.replays // LOOKS), row, "", cells)
-    if found is None or "exit codes" in said or "given up" in said:
+    if results is None or "exit codes" in said or "given up" in said:
         report.row("soak", None, said, lambda row: [])
     else:
-        report.about |= {k: v for k, v in found.items() if k != "looks"}
-    if found:
-        bars(report, found)
+        report.about |= {k: v for k, v in results.items() if k != "looks"}
+    if results:
+        bars(report, results)
     return report.end()
 
 

@@ -2,10 +2,10 @@
 
 `python benchmarks/gpu/table.py [--out DIR] [--within SECONDS] [--only NAME ..]`.
 
-Runs what the GPUs of this machine are enough for, each on GPUs of its own and as many beside one another as there is room for
-(`--alone`: one after the other). Results are DIR/gpu-NAME-COMMIT.json, as in benchmarks/results, and what was printed is beside
-them. What has a result of this commit is left out, so a second call goes on where the time of the first was up: none is
-begun that would not end within it.
+Runs what the GPUs of this machine are enough for, each on GPUs of its own. Figures are measured beside one another where
+there is room (`--alone`: one after the other). Results are DIR/gpu-NAME-COMMIT.json, as in benchmarks/results, and the
+printed text is beside them. Figures with a result of this commit are left out, so a second call goes on where the first ran out
+of time: none is begun that would not end within it.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def gpus_here() -> list[str]:
         return [number for number in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if number]
     with suppress(OSError):
         ask = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        found = subprocess.run(ask, capture_output=True, text=True, check=False)
-        return found.stdout.split() if not found.returncode else []
+        answer = subprocess.run(ask, capture_output=True, text=True, check=False)
+        return answer.stdout.split() if not answer.returncode else []
     return []
 
 

@@ -93,14 +93,14 @@ def text(args: argparse.Namespace) -> list[str]:
             raise BadFile(f"{path}: tokens of {args.vocabulary} do not give the text back: its vocabulary lacks bytes")
         pieces.append(np.array([tokenizer.end, *encode(read)], np.uint16))
     tokens = np.concatenate(pieces)
-    held = args.val_tokens if args.val_tokens is not None else min(32768, len(tokens) // 10)
-    if not 0 < held < len(tokens):
-        raise BadFile(f"{len(tokens)} tokens: cannot hold back {held} of them for validation (--val-tokens)")
+    validation = args.val_tokens if args.val_tokens is not None else min(32768, len(tokens) // 10)
+    if not 0 < validation < len(tokens):
+        raise BadFile(f"{len(tokens)} tokens: cannot hold back {validation} of them for validation (--val-tokens)")
     lines, name = [], args.name or args.text[0].stem
-    train = tokens[held:]
+    train = tokens[validation:]
     count = max(len(train) // args.shard, 1) if args.shard else 1
     shards = np.split(train, [n * args.shard for n in range(1, count)])  # what is left is the last's: alone it may be no batch
-    files = [(f"{name}_val.bin", tokens[:held])]
+    files = [(f"{name}_val.bin", tokens[:validation])]
     files += [(f"{name}_train{f'_{n:06d}' if args.shard else ''}.bin", shard) for n, shard in enumerate(shards)]
     for file, part in files:
         write_tokens(args.to / file, part)
@@ -163,11 +163,11 @@ def read_folder(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
         raise BadFile(f"{folder}: want a folder with config.json and model.safetensors or pytorch_model.bin")
     read = {name.removeprefix("transformer."): tensor for name, tensor in read.items()}
     try:
-        said = json.loads((folder / "config.json").read_text("utf-8"))
-        sizes = [int(said[key]) for key in ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size")]
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        sizes = [int(config[key]) for key in ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size")]
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise BadFile(f"{folder}/config.json: is none of a GPT-2 ({error})") from None
-    layers = {int(found[1]) for found in map(re.compile(r"h\.(\d+)\.").match, read) if found}
+    layers = {int(match[1]) for match in map(re.compile(r"h\.(\d+)\.").match, read) if match}
     if layers and max(layers) + 1 != sizes[0]:
         raise BadFile(f"{folder}: config.json wants {sizes[0]} layers (n_layer), and there are tensors of {max(layers) + 1}")
     return Config(*sizes, padded=-(-sizes[-1] // PAD) * PAD), read

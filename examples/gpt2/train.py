@@ -122,10 +122,10 @@ def tokenizer_of(args: argparse.Namespace, config: Config) -> tuple[Tokenizer | 
     path = args.tokenizer or Path(TOKENIZER)
     if not path.exists():
         return None, f"no tokenizer at {path}: samples are token numbers (prepare_data.py makes one)"
-    found = read_tokenizer(path)
-    if len(found.tokens) <= config.vocab and 0 <= found.end < config.vocab:
-        return found, ""
-    why = f"{path}: {len(found.tokens)} tokens, of which {found.end} ends a text, and the model has {config.vocab}"
+    tokenizer = read_tokenizer(path)
+    if len(tokenizer.tokens) <= config.vocab and 0 <= tokenizer.end < config.vocab:
+        return tokenizer, ""
+    why = f"{path}: {len(tokenizer.tokens)} tokens, of which {tokenizer.end} ends a text, and the model has {config.vocab}"
     if args.tokenizer:
         raise BadFile(f"{why}: another model's tokenizer?")
     return None, f"{why}: samples are token numbers (--tokenizer names another)"
@@ -269,8 +269,8 @@ def sampler(model: GPT2, args: argparse.Namespace) -> Callable[[int, int], list[
 
 
 def mean(losses: Iterator[torch.Tensor]) -> float:
-    kept = [loss.float().reshape(1) for loss in losses]
-    return torch.cat(kept).mean().item()
+    parts = [loss.float().reshape(1) for loss in losses]
+    return torch.cat(parts).mean().item()
 
 
 # ---- what is printed

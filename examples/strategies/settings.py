@@ -122,11 +122,11 @@ CHOICES = {
 def read(config: Mapping[str, Any], argv: Sequence[str] | None, about: str | None = None) -> Settings:
     """Defaults, then CONFIG, preset, DeepSpeed JSON and flags: the later one wins. SettingsError names what is wrong."""
     flags = parser(about).parse_args(argv)
-    given = {key: value for key, value in vars(flags).items() if key != "preset"}
+    flags_by_name = {key: value for key, value in vars(flags).items() if key != "preset"}
     chosen = {**known(config, "CONFIG"), **PRESETS.get(flags.preset or "", {})}
-    json_config = given.get("deepspeed_config", chosen.get("deepspeed_config"))
+    json_config = flags_by_name.get("deepspeed_config", chosen.get("deepspeed_config"))
     from_json = deepspeed(json_config)[0] if json_config else {}
-    settings = Settings(**{**chosen, **from_json, **given})
+    settings = Settings(**{**chosen, **from_json, **flags_by_name})
     check(settings)
     return settings
 

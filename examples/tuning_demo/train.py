@@ -185,8 +185,8 @@ def reference(argv: Sequence[str], seconds: float) -> list[float]:
         try:
             subprocess.run(command, check=True, timeout=seconds, start_new_session=True)  # a Ctrl-C is told once, here
         except subprocess.TimeoutExpired:
-            said = f"--check: the plain torch process did not end within {seconds:.0f} s: try fewer --steps"
-            raise SystemExit(f"train.py: {said}") from None
+            reason = f"--check: the plain torch process did not end within {seconds:.0f} s: try fewer --steps"
+            raise SystemExit(f"train.py: {reason}") from None
         return json.loads(path.read_text())
 
 

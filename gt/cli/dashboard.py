@@ -11,6 +11,7 @@ from pathlib import Path
 from gt import env
 from gt.errors import GTError
 from gt.launch.process import die_with_parent
+from gt.observe.bounded_server import LOOPBACK
 from gt.observe.dashboard.feed import Feed
 from gt.observe.dashboard.page_server import PageServer
 from gt.observe.record_stream import RecordStream
@@ -18,7 +19,6 @@ from gt.wire.socket import PORT
 
 PAGE_PORT = 9471
 CONNECT_SECONDS = 5.0  # for an attempt; the page says so, and there is another
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 OPEN = "gt dashboard: the page on {host} is not encrypted: who sees the traffic sees the page; `ssh -L` is safer\n"
 
 

@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from gt import env
 from gt.cli import gpus
 from gt.errors import ConfigError
+from gt.ir.text import size
 from gt.launch import machine
 
 NEEDED, WANTED = "missing", "note"
@@ -28,14 +29,15 @@ class Doubt(Exception):
 def main(args: list[str], about: str = "") -> int:
     """Exit code: 1 if a requirement is missing. about: the command's text."""
     parser = argparse.ArgumentParser(prog="gt doctor", description=about)
-    parser.add_argument("--hosts", metavar="H,H", help="check these hosts over ssh instead, and their links: h0,h1:4")
+    text = "check these hosts over ssh instead, and their links: h0,h1:4; env: those of the job, in each of its processes"
+    parser.add_argument("--hosts", metavar="H,H", help=text)
     parser.add_argument("--hostfile", help="the same from a file of lines `host slots=N`")
     parser.add_argument("--ssh", default="", help="command for ssh; default: ssh in batch mode; srun -N1 -n1 -w works too")
     parser.add_argument("--python", default="", help="interpreter on the hosts; default: the path of this one")
     parser.add_argument("--most", default="1GiB", help="bytes of the largest all-reduce of the hosts, or 0; default: 1GiB")
-    given = parser.parse_args(args)
-    if given.hosts or given.hostfile:
-        return _hosts(given)
+    options = parser.parse_args(args)
+    if options.hosts or options.hostfile:
+        return _hosts(options)
     return _machine()
 
 
@@ -44,6 +46,8 @@ def _hosts(given: argparse.Namespace) -> int:
     from gt.launch import ssh
 
     try:
+        if given.hosts == "env":
+            return hosts.in_job(env.size("--most", 0, given.most))
         known = ssh.read_hostfile(given.hostfile) if given.hostfile else ssh.entries(given.hosts.split(","))
         most = env.size("--most", 0, given.most)
     except ConfigError as error:
@@ -76,14 +80,14 @@ def _python() -> str:
 
 
 def _torch() -> str:
-    found = _package("torch")
+    installed = _package("torch")
     try:
         importlib.import_module("torch")
     except Exception as error:
-        raise RuntimeError(f"{found} cannot be imported: {type(error).__name__}: {error}; install it again") from None
-    if doubt := machine.untested(found):
-        raise (RuntimeError if machine.release(found) < machine.TESTED_TORCH[0] else Doubt)(doubt)
-    return found
+        raise RuntimeError(f"{installed} cannot be imported: {type(error).__name__}: {error}; install it again") from None
+    if doubt := machine.untested(installed):
+        raise (RuntimeError if machine.release(installed) < machine.TESTED_TORCH[0] else Doubt)(doubt)
+    return installed
 
 
 def _package(name: str) -> str:
@@ -105,7 +109,7 @@ def _memory() -> str:
 
 def _shm() -> str:
     free = os.statvfs("/dev/shm")
-    return f"{free.f_bavail * free.f_frsize >> 20} MiB free in /dev/shm"
+    return f"{size(free.f_bavail * free.f_frsize)} free in /dev/shm"
 
 
 def _sockets() -> str:
@@ -117,14 +121,14 @@ def _sockets() -> str:
 
 def _cpus() -> str:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return f"{len(os.sched_getaffinity(0))} cores, {pages >> 30} GiB memory"
+    return f"{len(os.sched_getaffinity(0))} cores, {size(pages)} memory"
 
 
 def _gpus() -> str:
-    found = machine.gpus()
-    if not found:
+    visible = machine.gpus()
+    if not visible:
         raise RuntimeError(gpus.none())
-    return f"{len(found)} visible: {','.join(found)}"
+    return f"{len(visible)} visible: {','.join(visible)}"
 
 
 CHECKS: tuple[tuple[str, Callable[[], str], str], ...] = (

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import gt
+from gt.ir.text import size
 
 MIB = 1 << 20
 Result = tuple[str, bool, str]
@@ -43,10 +44,10 @@ def _nvshmem() -> tuple[str, str]:
     try:
         importlib.import_module("cuda.core")
         core = importlib.import_module("nvshmem.core")
-        said = core.get_version() if hasattr(core, "get_version") else ""
+        version = core.get_version() if hasattr(core, "get_version") else ""
     except Exception as error:  # the loader raises various errors for a missing library
         return "", f"{type(error).__name__}: {error}".splitlines()[0]
-    return str(getattr(said, "libnvshmem_version", said)), ""
+    return str(getattr(version, "libnvshmem_version", version)), ""
 
 
 # ---- GT at work
@@ -78,7 +79,7 @@ def _training(workers: int) -> Result:
     torch.manual_seed(0)
     layers = [torch.randn(32, 32) / 6 for _ in range(2)]
     x, y = torch.randn(8 * workers, 32), torch.randn(8 * workers, 32)
-    found = []
+    curves = []
     for device in ("remote", "cpu"):
         weights = [torch.nn.Parameter(w.clone().to(device)) for w in layers]
         optimizer = torch.optim.SGD(weights, lr=0.1)
@@ -91,10 +92,10 @@ def _training(workers: int) -> Result:
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-        found.append([loss.item() for loss in losses])
-    worst = max(abs(a - b) / b for a, b in zip(*found, strict=True))
-    good = worst < 1e-3 and found[0][-1] < found[0][0]
-    text = f"5 data-parallel steps, loss {found[0][0]:.4f} -> {found[0][-1]:.4f}, {worst:.0e} from plain torch"
+        curves.append([loss.item() for loss in losses])
+    worst = max(abs(a - b) / b for a, b in zip(*curves, strict=True))
+    good = worst < 1e-3 and curves[0][-1] < curves[0][0]
+    text = f"5 data-parallel steps, loss {curves[0][0]:.4f} -> {curves[0][-1]:.4f}, {worst:.0e} from plain torch"
     return "training", good, text if good else f"{text}: GPUs compute wrong values; run the tests, `make test`"
 
 
@@ -161,11 +162,11 @@ def _all_reduce(workers: int, nbytes: int) -> Result:
 
 def _transport() -> Result:
     """The plane that workers report, and bytes relayed by the dispatcher."""
-    found = gt.stats()
-    planes = sorted({str(worker["transport"]) for worker in found["workers"]})
-    relayed = found["dispatcher"]["tensor_bytes_relayed"]
-    sent = sum(sum(worker["bytes_sent"].values()) for worker in found["workers"])
-    text = f"{' and '.join(planes) or 'the default'}; {sent >> 20} MiB sent directly, {relayed} B through the dispatcher"
+    counters = gt.stats()
+    planes = sorted({str(worker["transport"]) for worker in counters["workers"]})
+    relayed = counters["dispatcher"]["tensor_bytes_relayed"]
+    sent = sum(sum(worker["bytes_sent"].values()) for worker in counters["workers"])
+    text = f"{' and '.join(planes) or 'the default'}; {size(sent)} sent directly, {size(relayed)} through the dispatcher"
     return "transport", not relayed, text
 
 

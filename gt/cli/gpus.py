@@ -47,8 +47,8 @@ def smi(*args: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RuntimeError(f"nvidia-smi does not run ({error}): install the driver with its tools") from None
     if done.returncode:
-        said = (done.stdout + done.stderr).strip().splitlines()
-        raise RuntimeError(f"nvidia-smi failed: {said[-1] if said else done.returncode}: see whether the driver is loaded")
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        raise RuntimeError(f"nvidia-smi failed: {lines[-1] if lines else done.returncode}: see whether the driver is loaded")
     return done.stdout
 
 
@@ -94,29 +94,29 @@ def none() -> str:
 
 def checks(visible: bool) -> Iterator[Row]:
     """All rows that apply. visible: True if workers would get a GPU; otherwise no row is a failure."""
-    found: Any = {}
+    probe: Any = {}
     can = 0
     if visible or which("nvidia-smi"):  # otherwise workers run on the CPU
         first = next(_rows((("nvidia-smi", _seen, False),)))
         yield first
         if first[2]:
             yield from _rows((("driver", _driver, False), ("links", _links, False)))
-        said = child("probe")
+        lines = child("probe")
         try:
-            found = json.loads(said[0])
+            probe = json.loads(lines[0])
         except (ValueError, IndexError):
-            found = {}
-        if not isinstance(found, dict) or not found:
-            yield "torch on gpus", f"torch does not say what it finds: {' '.join(said) or 'nothing'}", False, visible
+            probe = {}
+        if not isinstance(probe, dict) or not probe:
+            yield "torch on gpus", f"torch does not say what it finds: {' '.join(lines) or 'nothing'}", False, visible
         else:
-            can = 3 if found["gpus"] else 2 if first[2] else 1
+            can = 3 if probe["gpus"] else 2 if first[2] else 1
     about = [row for row in ABOUT if row[3] <= can]
-    yield from _rows((name, lambda check=check: check(found), needed and visible) for name, check, needed, _ in about)
+    yield from _rows((name, lambda check=check: check(probe), needed and visible) for name, check, needed, _ in about)
     if strange := [name for name in FOREIGN if env.set_elsewhere(name)]:
         text = f"{' and '.join(strange)} set, as mpirun programs want: unset it, GT's workers meet by themselves"
         yield "mpi", text, False, False
     if can == 3 and visible:
-        yield from _work(len(found["gpus"]))
+        yield from _work(len(probe["gpus"]))
 
 
 def _work(usable: int) -> Iterator[Row]:
@@ -175,11 +175,11 @@ def _matrix() -> dict[tuple[str, str], str]:
     """The link between each pair of GPUs by `nvidia-smi topo -m`: NV18, PIX, SYS, ..."""
     rows = [line.replace("\x1b[4m", "").replace("\x1b[0m", "").split() for line in smi("topo", "-m").splitlines()]
     names = [cell for cell in (rows[0] if rows else []) if cell.startswith("GPU") and cell[3:].isdigit()]
-    found = {}
+    links = {}
     for row in rows[1:]:
         if row and row[0] in names:
-            found.update({(row[0], b): kind for b, kind in zip(names, row[1:]) if row[0] < b})
-    return found
+            links.update({(row[0], b): kind for b, kind in zip(names, row[1:]) if row[0] < b})
+    return links
 
 
 def _linked() -> bool:

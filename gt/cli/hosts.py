@@ -1,4 +1,6 @@
-"""`gt doctor --hosts h0,h1`: checks of several hosts, over ssh: versions, links of every pair, RDMA, NCCL, an all-reduce.
+"""`gt doctor --hosts h0,h1`: checks of several hosts: versions, links of every pair, RDMA, NCCL, an all-reduce.
+
+The hosts' agents are started by ssh, or are the other processes of a launcher's job.
 
 Pure functions turn the hosts' facts and measurements into rows: ok, note or fails, and what to do.
 """
@@ -16,11 +18,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import IO, Any
 
 from gt import env
 from gt.errors import SystemFailure
-from gt.launch import ssh
+from gt.launch import job, job_agents, launchers, ssh
 from gt.launch.host_agent import Listener
 
 Facts = Mapping[str, Any]
@@ -30,6 +33,7 @@ OK, NOTE, FAILS = "ok", "note", "fails"
 ANSWER_SECONDS, WORK_SECONDS = 60.0, 540.0
 CLOCK_SECONDS = 5.0
 MIB, GIB = 1 << 20, 1 << 30
+MEETING = "/doctor"  # the key of its port, behind the job's
 ROUTED = (2, 30)  # the first NCCL whose subnet-aware routing pairs the right devices of a mesh
 USED = re.compile(r"via (NET/\S+|P2P\S*|SHM\S*)|Loaded net plugin (.*)|(NET/Plugin: Could not find.*)")
 
@@ -37,24 +41,46 @@ USED = re.compile(r"via (NET/\S+|P2P\S*|SHM\S*)|Loaded net plugin (.*)|(NET/Plug
 class Agent:
     """A process on one host, which answers orders."""
 
-    def __init__(self, host: ssh.HostEntry, command: Sequence[str], python: str) -> None:
-        self.host = host
-        line = ssh.command(host.name, command, ["gt.launch", "--agent"], python)
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    def __init__(self, name: str, orders: IO[str], answers: IO[str]) -> None:
+        self.name, self._orders, self._answers = name, orders, answers
+
+    def tell(self, **order: Any) -> None:
+        with contextlib.suppress(ConnectionError):  # its end has a reason, which `ask` says
+            self._orders.write(json.dumps(order) + "\n")
+            self._orders.flush()
 
     def ask(self, **order: Any) -> dict[str, Any]:
         """The answer to one order. SystemFailure if the process has ended."""
+        self.tell(**order)
+        with contextlib.suppress(OSError):
+            while line := self._answers.readline():
+                if line.startswith("{"):  # not a greeting of the login shell
+                    return json.loads(line)
+        raise SystemFailure(f"{self.name} does not answer: {self._words() or 'no reason given'}")
+
+    def _words(self) -> str:
+        """Its last words."""
+        return "its connection ended"
+
+    def close(self) -> None:
+        for stream in (self._orders, self._answers):
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+class StartedAgent(Agent):
+    """An agent that this process has started, over ssh or on this host."""
+
+    def __init__(self, host: ssh.HostEntry, command: Sequence[str], python: str) -> None:
+        line = ssh.command(host.name, command, ["gt.launch", "--agent"], python)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # its end has a reason, which is read below
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
-        while line := self._process.stdout.readline():
-            if line.startswith("{"):  # not a greeting of the login shell
-                return json.loads(line)
+        super().__init__(host.name, self._process.stdin, self._process.stdout)
+
+    def _words(self) -> str:
         assert self._process.stderr is not None
-        words = self._process.stderr.read().strip().splitlines()
-        raise SystemFailure(f"{self.host.name} does not answer: {' | '.join(words[-4:]) or 'no reason given'}")
+        return " | ".join(self._process.stderr.read().strip().splitlines()[-4:])
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -70,50 +96,120 @@ class Agent:
             stream.close()
 
 
+class Checklist:
+    """Prints rows. worst: 1 once one fails, the exit code."""
+
+    def __init__(self) -> None:
+        self.worst = 0
+
+    def show(self, *rows: Row) -> None:
+        for row in rows:
+            self.worst |= row[0] == FAILS
+            print(f"{row[0]:8} {row[1]:14} {row[2]}", flush=True)
+
+
 def main(hosts: Sequence[ssh.HostEntry], command: Sequence[str], python: str, most: int) -> int:
     """Print all checks; 1 if one fails. command: of ssh. most: bytes of the largest all-reduce, 0 for none."""
-    worst = 0
-
-    def show(row: Row) -> None:
-        nonlocal worst
-        worst |= row[0] == FAILS
-        print(f"{row[0]:8} {row[1]:14} {row[2]}", flush=True)
-
-    agents: list[Agent] = []
-    names, known = [], []
+    report, agents, known = Checklist(), list[Agent](), list[Facts]()
     try:
         for host in hosts:
-            agents.append(Agent(host, command, python))
+            agents.append(StartedAgent(host, command, python))
         for agent in list(agents):
             try:
-                begin = time.time()
-                about = agent.ask(do="facts")
-                about["clock"] = about["time"] - (begin + time.time()) / 2
-                names.append(agent.host.name)
-                known.append(about)
+                known.append(asked(agent))
             except SystemFailure as error:
-                show((FAILS, "ssh", f"{error}: try `ssh {agent.host.name} true`, and gt in the same folder there"))
+                report.show((FAILS, "ssh", f"{error}: try `ssh {agent.name} true`, and gt in the same folder there"))
                 agent.close()
                 agents.remove(agent)
         if len(known) == len(hosts):
-            show((OK, "ssh", f"{', '.join(names)} answer"))
-        for row in compare(names, known):
-            show(row)
-        for row in judge_links(names, known, measured(agents, known)):
-            show(row)
-        for row in judge_network(names, known):
-            show(row)
-        show(judge_server(names, way_back(agents)))
+            report.show((OK, "ssh", f"{', '.join(agent.name for agent in agents)} answer"))
+        examine(report, agents, known)
     finally:
         for agent in agents:
             agent.close()
-    if most and not worst:
-        rdma = all(about["rdma"] for about in known)
-        for row in at_work(hosts, command, python, most, rdma):
-            show(row)
+    lines = [f"{host.name} slots={host.slots}" if host.slots else host.name for host in hosts]
+    with tempfile.NamedTemporaryFile("w", suffix=".hosts") as hostfile:
+        hostfile.write("\n".join(lines) + "\n")
+        hostfile.flush()
+        options = ["--hostfile", hostfile.name, "--ssh", " ".join(command), *(["--python", python] if python else [])]
+        return finish(report, options, most, known)
+
+
+def in_job(most: int) -> int:
+    """The same within a launcher's job: rank 0 prints the checks, and the other processes answer it."""
+    at = job.place()
+    token, host = job.token_for(at), launchers.LOOPBACK if at.alone else at.host
+    if at.rank:
+        try:
+            works = job_agents.answer(host, partial(job.port_of, at, MEETING), at.rank, token)
+        except SystemFailure as error:
+            print(f"gt doctor: rank {at.rank}: {error}", file=sys.stderr)
+            return 1
+        return job.work(at) if works else 0
+    report, agents = Checklist(), list[Agent]()
+    meeting = job_agents.Meeting(launchers.LOOPBACK if at.alone else job.EVERYWHERE, at.port, token)
+    job.publish(at, meeting.port, MEETING)
+    with contextlib.ExitStack() as opened:
+        ranks = [0]
+        agents.append(StartedAgent(ssh.HostEntry("localhost"), (), ""))
+        opened.callback(agents[0].close)
+        for rank, sock in meeting.members(at.size).items():
+            opened.enter_context(sock)
+            agents.append(Agent(f"rank {rank}", sock.makefile("w"), sock.makefile("r")))
+            opened.callback(agents[-1].close)
+            ranks.append(rank)
+        report.show(meeting_row(at.launcher, ranks, at.size))
+        by_host: dict[str, tuple[Agent, Facts]] = {}  # one process of each host answers for it
+        for agent in agents:
+            try:
+                about = asked(agent)
+                by_host.setdefault(about["home"], (agent, about))
+            except SystemFailure as error:
+                report.show((FAILS, "job", str(error)))
+        names = [about["name"] for _, about in by_host.values()]
+        for agent, about in by_host.values():
+            agent.name = about["name"] if names.count(about["name"]) == 1 else f"{about['name']} ({agent.name})"
+        known = [about for _, about in by_host.values()]
+        examine(report, [agent for agent, _ in by_host.values()], known, host)
+        if most and not report.worst:
+            for agent in agents[1:]:
+                agent.tell(do="work")
+    return finish(report, (), most, known)
+
+
+def meeting_row(launcher: str, ranks: Sequence[int], size: int) -> Row:
+    """The processes of a job that have come."""
+    missing = [str(rank) for rank in range(size) if rank not in ranks]
+    name = launcher or "no launcher"
+    if missing:
+        todo = "start `gt doctor --hosts env` in all processes of the job; the port of rank 0 has to be open"
+        return FAILS, "job", f"{name}: {', '.join(missing)} of ranks 0 to {size - 1} are not here: {todo}"
+    return OK, "job", f"{name}: {'rank 0 is alone' if size == 1 else f'ranks 0 to {size - 1} are here'}"
+
+
+def asked(agent: Agent) -> Facts:
+    """Facts of an agent's host, and how far its clock is from this one's. SystemFailure if it does not answer."""
+    begin = time.time()
+    about = agent.ask(do="facts")
+    about["clock"] = about["time"] - (begin + time.time()) / 2
+    return about
+
+
+def examine(report: Checklist, agents: Sequence[Agent], known: Sequence[Facts], here: str = "") -> None:
+    """Show all that facts and measurements say. here: this host's address for the others, "" for that of their ssh."""
+    names = [agent.name for agent in agents]
+    report.show(*compare(names, known), *judge_links(names, known, measured(agents, known)), *judge_network(names, known))
+    report.show(judge_server(names, way_back(agents, here)))
+
+
+def finish(report: Checklist, options: Sequence[str], most: int, known: Sequence[Facts]) -> int:
+    """The all-reduces, if all is well so far; the exit code. options: of `gt run`."""
+    if most and not report.worst:
+        for row in at_work(options, most, all(about["rdma"] for about in known)):
+            report.show(row)
     elif most:
-        show((NOTE, "all-reduce", "not tried: mend the lines above first"))
-    return worst
+        report.show((NOTE, "all-reduce", "not tried: mend the lines above first"))
+    return report.worst
 
 
 def measured(agents: Sequence[Agent], known: Sequence[Facts]) -> dict[tuple[int, int], list[dict[str, Any]]]:
@@ -129,11 +225,11 @@ def measured(agents: Sequence[Agent], known: Sequence[Facts]) -> dict[tuple[int,
     return found
 
 
-def way_back(agents: Sequence[Agent]) -> list[dict[str, Any]]:
-    """Attempts from each host to this one, where a server would be, at the address that its ssh connection is from."""
+def way_back(agents: Sequence[Agent], here: str = "") -> list[dict[str, Any]]:
+    """Attempts from each host to this one, where a server would be, by default at the address that its ssh is from."""
     token = secrets.token_hex(16)
     port = Listener(token).port
-    return [agent.ask(do="connect", address="", port=port, token=token) for agent in agents]
+    return [agent.ask(do="connect", address=here, port=port, token=token) for agent in agents]
 
 
 def subnets(one: Facts, other: Facts) -> list[tuple[list[Any], list[Any]]]:
@@ -306,8 +402,8 @@ def _plugins(names: Sequence[str], known: Sequence[Facts]) -> Iterator[Row]:
 
 
 def _release(version: str) -> tuple[int, int]:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
 
 def _gids(name: str, device: Mapping[str, Any], nccl: Mapping[str, str]) -> Row:
@@ -330,25 +426,19 @@ def _gids(name: str, device: Mapping[str, Any], nccl: Mapping[str, str]) -> Row:
 # ---- GT at work
 
 
-def at_work(hosts: Sequence[ssh.HostEntry], command: Sequence[str], python: str, most: int, rdma: bool) -> Iterator[Row]:
-    """All-reduces over workers on all hosts, in a program of their own; what NCCL has used, by its log. rdma: it should."""
-    lines = [f"{host.name} slots={host.slots}" if host.slots else host.name for host in hosts]
-    with tempfile.NamedTemporaryFile("w", suffix=".hosts") as hostfile:
-        hostfile.write("\n".join(lines) + "\n")
-        hostfile.flush()
-        line = [sys.executable, "-m", "gt", "run", "--hostfile", hostfile.name, "--ssh", " ".join(command)]
-        line += ["--python", python] if python else []
-        variables = env.child(PYTHONPATH=env.python_path(ssh.ROOT), NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET,GRAPH")
-        program = [*line, "-m", "gt.cli.all_reduce", str(most)]
-        try:
-            done = subprocess.run(program, env=variables, capture_output=True, text=True, timeout=WORK_SECONDS, check=False)
-        except subprocess.TimeoutExpired:
-            yield FAILS, "all-reduce", f"not done within {WORK_SECONDS:g} s: a link hangs, or choose a smaller --most"
-            return
+def at_work(options: Sequence[str], most: int, rdma: bool) -> Iterator[Row]:
+    """Rows of all-reduces over workers on all hosts, in a program of their own, and of NCCL's log. rdma: NCCL should use it."""
+    variables = env.child(PYTHONPATH=env.python_path(ssh.ROOT), NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET,GRAPH")
+    program = [sys.executable, "-m", "gt", "run", *options, "-m", "gt.cli.all_reduce", str(most)]
+    try:
+        done = subprocess.run(program, env=variables, capture_output=True, text=True, timeout=WORK_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        yield FAILS, "all-reduce", f"not done within {WORK_SECONDS:g} s: a link hangs, or choose a smaller --most"
+        return
     for text in done.stdout.splitlines():
         if text.startswith("["):
-            name, good, said = json.loads(text)
-            yield OK if good else FAILS, name, said
+            name, good, result = json.loads(text)
+            yield OK if good else FAILS, name, result
     yield from used(done.stderr, rdma)
     if done.returncode:
         words = [word for word in done.stderr.strip().splitlines() if "NCCL INFO" not in word]
@@ -356,7 +446,7 @@ def at_work(hosts: Sequence[ssh.HostEntry], command: Sequence[str], python: str,
 
 
 def used(log: str, rdma: bool) -> Iterator[Row]:
-    """Rows for what NCCL's log says that it has used."""
+    """Rows for the networks that NCCL has used, by its log."""
     ways = sorted({match[1].partition("/GDRDMA")[0] for match in USED.finditer(log) if match[1]})
     for match in USED.finditer(log):
         if match[3]:

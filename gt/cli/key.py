@@ -22,5 +22,6 @@ def main(args: list[str], about: str) -> int:
         return 2
     with os.fdopen(descriptor, "w") as file:
         file.write(strong() + "\n")
-    print(f"{path} has a token: pass --token-file {path} to server and workers, and GT_TOKEN=$(cat {path}) to programs")
+    print(f"{path} has a token: pass --token-file {path} to server and workers, and GT_TOKEN=$(cat {path}) to programs;")
+    print(f"or pass --worker-token-file {path} to server and workers, as their own secret beside the token")
     return 0

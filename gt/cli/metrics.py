@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from gt.cli import observing
+from gt.errors import ConfigError, GTError
 from gt.launch.process import die_with_parent
+from gt.observe.bounded_server import LOOPBACK, BoundedHandler, BoundedServer, names_this
 from gt.observe.live_view import LiveView
 from gt.observe.prometheus import COUNTER, samples
 from gt.observe.record_stream import RecordStream
+from gt.wire.records import Record
+from gt.wire.socket import written
 
-NO_CLIENT = "gt metrics: prometheus_client is not installed: pip install 'gt-torch[observe]'"
+NO_CLIENT = "gt metrics: prometheus_client is not installed: pip install prometheus-client"
 INTERVAL = 1.0  # seconds between two Records
+RETRY_SECONDS = 2.0  # after the link has ended
 
 
 def main(args: list[str], text: str) -> int:
-    """Exit code: 0 once interrupted, 1 if the server cannot be observed, or its link has ended."""
+    """Exit code: 0 once interrupted, 1 if the server cannot be observed at first, or the port cannot be had."""
     given = _parser(text).parse_args(args)
     if given.parent:
         die_with_parent(given.parent)
@@ -31,22 +38,54 @@ def main(args: list[str], text: str) -> int:
 
 
 def _serve(stream: RecordStream, given: argparse.Namespace) -> int:
-    """Serve the newest state until it is interrupted, or the link ends."""
-    import prometheus_client
-
+    """Serve the newest state until it is interrupted. A link that ends is made again: servers are restarted."""
     collector = StateCollector()
-    collector.state = collector.view.update(stream.next())
-    registry = prometheus_client.CollectorRegistry(auto_describe=False)
-    registry.register(collector)
-    server, thread = prometheus_client.start_http_server(given.port, given.host, registry)
+    collector.take(stream.next())
     try:
-        print(f"gt metrics: http://{given.host}:{server.server_port}/metrics", flush=True)
+        server = BoundedServer(given.host, given.port, _handler(collector, given.host), "gt-metrics-http")
+    except OSError as error:
+        raise ConfigError(f"{given.host}:{given.port} cannot be served: {error.strerror}; try --port 0") from None
+    try:
+        print(f"gt metrics: http://{written(given.host, server.server_port)}/metrics", flush=True)
         while True:
-            collector.state = collector.view.update(stream.next())
+            try:
+                while True:
+                    collector.take(stream.next())
+            except GTError as error:
+                why = str(error) if collector.lose() else ""
+            stream.close()
+            stream = _again(stream.address, given, why)
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        stream.close()
+        server.close()
+
+
+def _again(address: str, given: argparse.Namespace, why: str) -> RecordStream:
+    """A stream of the server at this address, once there is one. why: the last ended, "" if that was said."""
+    while True:
+        time.sleep(RETRY_SECONDS)  # the end of the server's own process ends this one meanwhile
+        if why:
+            sys.stderr.write(f"gt metrics: {why}; it tries again, and serves gt_server_up 0 meanwhile\n")
+            why = ""
+        with contextlib.suppress(GTError, OSError):
+            return RecordStream(address, observing.token(given.token_file), INTERVAL)
+
+
+def _handler(collector: StateCollector, host: str) -> type[BoundedHandler]:
+    """The handler of requests. On loopback it answers to this machine's names alone: pages of other sites read nothing."""
+    from prometheus_client import CollectorRegistry, MetricsHandler
+
+    class Handler(BoundedHandler, MetricsHandler):
+        registry = CollectorRegistry(auto_describe=False)
+
+        def do_GET(self) -> None:
+            if host in LOOPBACK and not names_this(self.headers.get("Host", ""), host):
+                self.send_error(421, "this server has another name")
+            else:
+                MetricsHandler.do_GET(self)
+
+    Handler.registry.register(collector)
+    return Handler
 
 
 def _parser(text: str) -> argparse.ArgumentParser:
@@ -63,14 +102,23 @@ class StateCollector:
     """A collector of prometheus_client: the metrics of the newest state."""
 
     def __init__(self) -> None:
-        self.view = LiveView()
-        self.state: dict[str, Any] = {}
+        self._view = LiveView()
+        self._state: dict[str, Any] = {}
+
+    def lose(self) -> bool:
+        """The server does not answer. True if it did before."""
+        had = bool(self._state)
+        self._view, self._state = LiveView(), {}
+        return had
+
+    def take(self, records: list[Record]) -> None:
+        self._state = self._view.update(records)
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families: dict[str, Any] = {}
-        for metric, labels, value in samples(self.state):
+        for metric, labels, value in samples(self._state):
             if metric.name not in families:
                 family = CounterMetricFamily if metric.kind == COUNTER else GaugeMetricFamily
                 families[metric.name] = family(metric.name, metric.help, labels=[label for label, _ in metric.labels])

@@ -23,7 +23,7 @@ def observe(command: str, given: argparse.Namespace, interval: float, show: Call
     """Exit code: of `show`, 0 if it is interrupted, 1 after a line on stderr if the server cannot be observed."""
     address = given.address or env.get("GT_SERVER") or f"127.0.0.1:{PORT}"
     try:
-        with RecordStream(address, _token(given.token_file), interval) as stream:
+        with RecordStream(address, token(given.token_file), interval) as stream:
             return show(stream)
     except KeyboardInterrupt:
         return 0
@@ -32,7 +32,7 @@ def observe(command: str, given: argparse.Namespace, interval: float, show: Call
     return 1
 
 
-def _token(file: Path | None) -> str:
+def token(file: Path | None) -> str:
     try:
         return env.token(file)
     except OSError as error:

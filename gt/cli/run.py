@@ -16,13 +16,14 @@ from types import TracebackType
 
 from gt import env
 from gt.errors import GTError
+from gt.ir.text import counted
 from gt.launch import job, ssh
 from gt.launch.local import Local
 
 
 def parser(text: str) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="gt run", description=text)
-    option = made.add_argument
+    options_parser = argparse.ArgumentParser(prog="gt run", description=text)
+    option = options_parser.add_argument
     option("--hostfile", help="file of lines `host slots=N`: start N workers there by ssh; N is the number of GPUs if left out")
     option("--hosts", metavar="H,H", help="the same as a list: h0,h1:4")
     option("--ssh", default=" ".join(ssh.SSH), help="command for ssh; default: %(default)s")
@@ -32,18 +33,18 @@ def parser(text: str) -> argparse.ArgumentParser:
     option("--workers", type=int, default=0, help="workers of each process; default: GT_WORKERS, or one for each GPU")
     option("-m", dest="module", action="store_true", help="the program is a module's name, as with python -m")
     option("program", nargs=argparse.REMAINDER, metavar="program.py args", help="without one: serve until SIGTERM")
-    return made
+    return options_parser
 
 
 def main(args: list[str], text: str) -> int:
     """Exit code: the program's; 2 if the job cannot be started."""
-    given = parser(text).parse_args(args)
-    program = given.program[1:] if given.program[:1] == ["--"] else given.program
-    if program and not given.module and not Path(program[0]).is_file():
+    options = parser(text).parse_args(args)
+    program = options.program[1:] if options.program[:1] == ["--"] else options.program
+    if program and not options.module and not Path(program[0]).is_file():
         sys.stderr.write(f"gt run: there is no file {program[0]} in {os.getcwd()}\n")
         return 2
     try:
-        started = _start(given)
+        started = _start(options)
     except GTError as error:
         sys.stderr.write(f"gt run: {error}\n")
         return 2
@@ -54,7 +55,7 @@ def main(args: list[str], text: str) -> int:
         return 130
     env.export(GT_JOB=f"{started.address} {started.workers}", GT_SERVER=started.address, GT_TOKEN=started.token)
     try:
-        return _program(program, given.module) if program else _serve(started)
+        return _program(program, options.module) if program else _serve(started)
     finally:
         started.stop()
 
@@ -77,7 +78,7 @@ def _start(given: argparse.Namespace) -> Local:
 def _serve(started: Local) -> int:
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    sys.stdout.write(f"gt run: listening on {started.address}, {started.workers} workers\n")
+    sys.stdout.write(f"gt run: listening on {started.address}, {counted(started.workers, 'worker')}; Ctrl-C ends it\n")
     sys.stdout.flush()
     signal.sigwait(signals)
     return 0

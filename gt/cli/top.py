@@ -18,7 +18,7 @@ from gt.observe.live_view import LiveView
 from gt.observe.record_stream import RecordStream
 
 KEYS = "keys: s sorts workers, 0-9 shows one session, a all, q ends"
-NO_RICH = "gt top: the live view needs rich: pip install 'gt-torch[observe]'; this is the view of one moment, as with --once"
+NO_RICH = "gt top: the live view needs rich: pip install rich; this is the view of one moment, as with --once"
 
 
 def main(args: list[str], text: str) -> int:
@@ -76,7 +76,7 @@ def _live(stream: RecordStream, view: LiveView, given: argparse.Namespace) -> in
                     return 0
                 order, session = after_key(key, order, session)
             width, height = live.console.size
-            rows = top_view.lines(state, order, session, max(width - 1, 20))[: height - 1]
+            rows = top_view.lines(state, order, session, max(width - 1, 20), height - 1)[: height - 1]
             live.update(Text("\n".join([*rows, KEYS[:width]]), no_wrap=True), refresh=True)
 
 

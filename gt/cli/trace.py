@@ -6,7 +6,7 @@ import argparse
 import sys
 import traceback
 
-from gt.cli.plan import run, takes_script
+from gt.cli.plan import no_script, run, takes_script
 from gt.errors import GTError
 
 
@@ -19,8 +19,11 @@ def main(args: list[str], text: str) -> int:
         help="file for the trace, for ui.perfetto.dev or chrome://tracing; default: trace.json",
     )
     takes_script(parser)
-    given = parser.parse_args(_reordered(args))
-    output = given.output or "trace.json"
+    options = parser.parse_args(_reordered(args))
+    output, code = options.output or "trace.json", 0
+    if missing := no_script(options.script):
+        print(f"gt trace: {missing}", file=sys.stderr)
+        return 1
     from gt import make_device
     from gt.api import shutdown, trace
     from gt.observe import timeline
@@ -30,7 +33,7 @@ def main(args: list[str], text: str) -> int:
     try:
         with trace(output) as report:
             try:
-                run(given.script, given.args)
+                code = run(options.script, options.args)
             finally:
                 shutdown()
     except (GTError, OSError) as error:
@@ -40,12 +43,14 @@ def main(args: list[str], text: str) -> int:
         traceback.print_exc()
         return _ended(output, report)
     if "slices" not in report:
-        print(f"gt trace: {given.script} did nothing with remote tensors, so there is nothing to trace", file=sys.stderr)
+        print(f"gt trace: {options.script} did nothing with remote tensors, so there is nothing to trace", file=sys.stderr)
         return 1
     print(f"{output}: {report['slices']} slices")
     if "schedule" in report:
         print(f"{output}: {timeline.said(report['schedule'])}")
-    return 0
+    if code:
+        print(f"gt trace: {options.script} ended with exit code {code}", file=sys.stderr)
+    return code
 
 
 def _ended(output: str, report: dict) -> int:

@@ -1,7 +1,7 @@
 """Blocks of a session's arenas: the client writes an uploaded tensor into one, and reads a fetched value from one.
 
 A block is used again once the dispatcher says that no worker reads it any more. So a loop that uploads a batch at each step
-uses two or three blocks in turn, whose pages are allocated, mapped by the workers and pinned for their GPUs already.
+uses two or three blocks in turn. Their pages are allocated already, mapped by the workers and pinned for their GPUs.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ The server asks for the bytes that workers do not read by themselves, and releas
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,7 +16,9 @@ from gt.client import host_buffers
 from gt.client.arenas import ArenaBlock, ClientArenas
 from gt.errors import ProtocolError
 from gt.wire.arena import upload_index
-from gt.wire.messages import UploadChunk, UploadRequest
+from gt.wire.messages import UNREADABLE, UploadChunk, UploadRequest
+
+log = logging.getLogger("gt.client")
 
 NO_PLACE = -1  # value of a gt.upload op whose bytes are in no arena
 
@@ -70,7 +73,12 @@ class KeptUploads:
         """The server asks for the bytes of a value, in messages."""
         array, source = self.copies.get(message.tensor), self._in_files.get(message.tensor)
         if source is not None:
-            array = source.read()
+            try:
+                array = source.read()
+            except (OSError, ValueError) as error:  # a file that was cut since
+                log.warning("a tensor of a file cannot be uploaded: %s", error)
+                self._send(UploadChunk(message.key, 0, UNREADABLE), [])
+                return
         if array is None:
             raise ProtocolError(f"UploadRequest.tensor is {message.tensor}, want a tensor with a host copy")
         if message.tensor in self._blocks:  # a worker cannot open the arena

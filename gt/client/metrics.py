@@ -51,7 +51,7 @@ def log(**values: Any) -> None:
 
 def _number(value: float | torch.Tensor) -> float:
     try:
-        return float(value)
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)  # torch warns of a value that has a gradient
     except OverflowError:
         return math.inf if value > 0 else -math.inf
 

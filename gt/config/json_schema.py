@@ -19,9 +19,11 @@ from gt.config.schema import (
     SHARD_KEYS,
     SPACES,
     STAGES,
+    STEPS,
     SUFFIX_AXIS,
 )
-from gt.ir.schedules import NAMES, UNITS
+from gt.ir.schedules import NAMES
+from gt.ir.text import UNITS
 
 _NUMBERS = {"type": "array", "minItems": 1, "uniqueItems": True, "items": {"type": "integer", "minimum": 0}}
 _GROUP_NAMES = {"type": "array", "minItems": 1, "items": {"type": "string"}}
@@ -40,6 +42,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "0, 1, 2 or 3": {"type": "integer", "enum": list(STAGES)},
     "fp32, bf16 or fp16": {"type": "string", "enum": list(DTYPES)},
     "cpu, nvme or none": {"type": "string", "enum": list(SPACES)},
+    "auto, host or device": {"type": "string", "enum": list(STEPS)},
     "the absolute path of a folder": {"type": "string", "pattern": "^/"},
     "bytes of gradients, as 25MiB": {"type": "string", "pattern": rf"^\d+(\.\d+)? *({'|'.join(UNITS)})$"},
     "a module pattern, or a list of them": {"anyOf": [{"type": "string"}, _GROUP_NAMES]},

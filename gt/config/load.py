@@ -32,6 +32,7 @@ from gt.config.schema import (
     SHARD_KEYS,
     SPACES,
     STAGES,
+    STEPS,
     SUFFIX_AXIS,
     Config,
     Group,
@@ -40,15 +41,20 @@ from gt.config.schema import (
     Rule,
 )
 from gt.errors import ConfigError
-from gt.ir.schedules import NAMES, asked, in_bytes
+from gt.ir.schedules import NAMES, asked
+from gt.ir.text import in_bytes
 
 MOST_VALUES = 8192  # keys and values of a config, with aliases expanded
-MOST_NESTED = 16  # signs of nesting in a line
+MOST_NESTED = 16  # lists and mappings within one another, and signs of nesting in a line
 LONGEST_WORD, MOST_WORDS = 64, 64  # characters of a name, and names, among which `hint` looks for a similar one
 SHOWN, SHORT = 20, 80  # names in an error, characters of a value in an error
 _NESTED = re.compile(rf"(?:[-?:][ \t]+){{{MOST_NESTED}}}")  # libyaml reads each by a call within a call
 _COMPOSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast
 WORKERS = "write workers: [0, 1], or workers: null for all"
+OTHER_NAMES = {name: "workers" for name in ("devices", "gpus", "ranks", "hosts", "nodes")}  # of other tools, for a key
+DEGREES = ("tp", "pp", "dp", "tensor_parallel", "pipeline_parallel", "data_parallel_size")  # of other tools
+EXAMPLES = {"the config": ", such as `stage0: {workers: [0, 1]}`", "the group": ", such as `workers: [0, 1]`"}
+LAYOUTS = "; ready configs have such layouts, as gt:llama/tp2"
 BROKEN = "check the indentation (spaces, no tabs) and the brackets there and above, and the space after each colon"
 
 
@@ -131,6 +137,7 @@ class _Reader:
             line = text.count("\n", 0, deep.start()) + 1
             self.fail("", line, f"nested too deep: {MOST_NESTED} dashes within one another in one line")
         try:
+            self.check_depth(text)
             return yaml.compose(text, Loader=_COMPOSER)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
@@ -142,10 +149,22 @@ class _Reader:
         except yaml.YAMLError as error:
             raise ConfigError(f"{self.file}: not YAML: {' '.join(str(error).split()):.200}; {BROKEN}") from error
 
+    def check_depth(self, text: str) -> None:
+        """Refuse what is nested deep, event by event: libyaml needs time with the square of the depth, and stack to compose."""
+        depth = 0
+        for event in yaml.parse(text, Loader=_COMPOSER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MOST_NESTED:
+                line = _line(event)
+                self.fail("", line, f"nested too deep: more than {MOST_NESTED} lists and mappings within one another")
+
     def entries(self, node: yaml.Node, what: str, group: str = "") -> list[tuple[str, yaml.Node, yaml.Node]]:
         """(key, its node, the value's node) for each entry of a mapping with distinct names as keys."""
         if not isinstance(node, yaml.MappingNode):
-            self.fail(group, _line(node), f"{what} is {self.show(node)}, want a mapping")
+            shown = self.show(node)
+            space = ", with a space after the colon" if ":" in shown and ": " not in shown else ""
+            ready = LAYOUTS if group in DEGREES else ""
+            self.fail(group, _line(node), f"{what} is {shown}, want a mapping{EXAMPLES.get(what, '')}{space}{ready}")
         seen: dict[str, int] = {}
         rows: list[tuple[str, yaml.Node, yaml.Node]] = []
         for key, value in node.value:
@@ -153,7 +172,8 @@ class _Reader:
             if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
                 self.fail(group, _line(key), f"{what} has the key {self.show(key)}, want a name")
             if key.value in seen:
-                self.fail(group, _line(key), f"{what} has {key.value[:SHORT]!r} twice, first in line {seen[key.value]}")
+                first = f"first in line {seen[key.value]}"
+                self.fail(group, _line(key), f"{what} has {key.value[:SHORT]!r} twice, {first}: keep one")
             seen[key.value] = _line(key)
             rows.append((key.value, key, value))
         return rows
@@ -163,8 +183,10 @@ class _Reader:
         found = {}
         for name, key, value in self.entries(node, what, group):
             if name not in keys:
-                ready = "; ready configs have such layouts, as gt:llama/tp2" if name in ("tp", "pp", "dp") else ""
-                self.fail(group, _line(key), f"unknown key {name[:SHORT]!r} in {what}{hint(name, keys)}{ready}")
+                ready = LAYOUTS if name in DEGREES else ""
+                other = OTHER_NAMES.get(name)
+                advice = f"; did you mean {other!r}?" if other in keys else hint(name, keys)
+                self.fail(group, _line(key), f"unknown key {name[:SHORT]!r} in {what}{advice}{ready}")
             found[name] = value
         return found
 
@@ -251,13 +273,13 @@ class _Reader:
             rows = [row.value if isinstance(row, yaml.SequenceNode) else [] for row in node.value]
         if any(not row for row in rows) or len({len(row) for row in rows}) > 1:
             self.fail(name, _line(node), f"workers has rows of different lengths, want {want}")
-        numbers = [[self.value(item, int, "a worker", "a whole number", name) for item in row] for row in rows]
+        numbers = [[self.value(item, int, "a worker", "a number from 0, as in [0, 1]", name) for item in row] for row in rows]
         seen: set[int] = set()
         for number in (number for row in numbers for number in row):
             if number < 0:
-                self.fail(name, _line(node), f"worker {number} is negative; workers are counted from 0")
+                self.fail(name, _line(node), f"worker {number} is negative: workers are counted from 0")
             if number in seen:
-                self.fail(name, _line(node), f"worker {number} is named twice")
+                self.fail(name, _line(node), f"worker {number} is named twice: name it once")
             seen.add(number)
         return tuple(tuple(row) for row in numbers), nested
 
@@ -323,7 +345,9 @@ class _Reader:
         for key in ("optimizer", "params"):
             if given.get(key, "none") not in SPACES:
                 self.fail(RESERVED, _line(found[key]), f"{key} is {self.show(found[key])}, want {OFFLOAD_KEYS[key]}")
-        path = given.pop("path", OFFLOAD_PATH)
+        path, step = given.pop("path", OFFLOAD_PATH), given.pop("step", STEPS[0])
+        if step not in STEPS:
+            self.fail(RESERVED, _line(found["step"]), f"step is {self.show(found['step'])}, want {OFFLOAD_KEYS['step']}")
         if not path.startswith("/") or "\0" in path:
             self.fail(RESERVED, _line(found["path"]), f"path is {self.show(found['path'])}, want {OFFLOAD_KEYS['path']}")
         spaces = {key: None if space == "none" else space for key, space in given.items()}
@@ -333,7 +357,7 @@ class _Reader:
                 _line(found["params"]),
                 f"params rest in {spaces['params']} with zero {zero}, which keeps whole copies on the device: write zero: 3",
             )
-        return Offloaded(**spaces, path=path)
+        return Offloaded(**spaces, path=path, step=step)
 
     def dtype(self, node: yaml.Node, key: str, want: str) -> str:
         name = self.value(node, str, key, want, RESERVED)
@@ -368,11 +392,14 @@ class _Reader:
         groups[DATA_PARALLEL] = Group(DATA_PARALLEL, 0, rows, line=line, everyone=everyone)
 
     def zero(self, node: yaml.Node, groups: dict[str, Group]) -> int:
-        """The stage of ZeRO. Above 0, some group has to have several workers along its data-parallel axis."""
+        """The stage of ZeRO. Above 0, some group has a data-parallel axis, be it of the one worker of `data_parallel`."""
         stage = self.value(node, int, "zero", GT_KEYS["zero"], RESERVED)
         if stage not in STAGES:
             self.fail(RESERVED, _line(node), f"zero is {stage}, want {GT_KEYS['zero']}")
-        if stage and not any(len(group.workers) > 1 or _splits_data(group, groups) for group in groups.values()):
+        split = DATA_PARALLEL in groups or any(
+            len(group.workers) > 1 or _splits_data(group, groups) for group in groups.values()
+        )
+        if stage and not split:
             self.fail(
                 RESERVED,
                 _line(node),
@@ -430,5 +457,5 @@ def _splits_data(group: Group, groups: dict[str, Group]) -> bool:
     return (group.everyone or len(group.flat) > 1) and not tensor
 
 
-def _line(node: yaml.Node) -> int:
-    return int(node.start_mark.line) + 1
+def _line(node: yaml.Node | yaml.Event) -> int:
+    return int(node.start_mark.line) + 1  # type: ignore[union-attr]

@@ -25,11 +25,16 @@ GT_KEYS = {
     "zero": "0, 1, 2 or 3",
     "precision": "fp32, bf16 or fp16, or a mapping with compute, reduce and output",
     "activation_checkpoint": "a mapping with modules",
-    "offload": "a mapping with optimizer, params and path",
+    "offload": "a mapping with optimizer, params, path and step",
     "bucket": "bytes of gradients, as 25MiB",
 }
 PRECISION_KEYS = {key: "fp32, bf16 or fp16" for key in ("compute", "reduce", "output")}
-OFFLOAD_KEYS = {"optimizer": "cpu, nvme or none", "params": "cpu, nvme or none", "path": "the absolute path of a folder"}
+OFFLOAD_KEYS = {
+    "optimizer": "cpu, nvme or none",
+    "params": "cpu, nvme or none",
+    "path": "the absolute path of a folder",
+    "step": "auto, host or device",
+}
 CHECKPOINT_KEYS = {"modules": "a module pattern, or a list of them"}
 RULE_KEYS = {"group": "the name of a group, a suffix, or a list of groups", "parts": "a whole number of at least 1"}
 
@@ -38,6 +43,7 @@ DATA_AXIS = "dp"  # the axis of a mesh along which data is split
 STAGES = (0, 1, 2, 3)  # of ZeRO
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of `precision`, as torch names them
 SPACES = ("cpu", "nvme", "none")  # of `offload`
+STEPS = ("auto", "host", "device")  # of `offload`: where the optimizer computes
 OFFLOAD_PATH = "/tmp/nvme_offload"
 BUCKET_BYTES = 12 << 20  # of gradients that are reduced together; on two H200s 64 MiB made a step 2% longer
 SUFFIX_AXIS = {"_colpar": 1, "_rowpar": 0}  # suffix of a group's name -> its axis
@@ -93,11 +99,15 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """Spaces in which optimizer state and parameters rest, None for on the device. path: the folder of files."""
+    """Spaces in which optimizer state and parameters rest, None for on the device.
+
+    path: the folder of files. step: one of STEPS.
+    """
 
     optimizer: str | None = None
     params: str | None = None
     path: str = OFFLOAD_PATH
+    step: str = STEPS[0]
 
 
 @dataclass(frozen=True, slots=True)

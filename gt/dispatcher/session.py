@@ -43,7 +43,7 @@ class ClientSession:
         self.redistributor = Redistributor(context, binder, materializer)
         self.planner = Planner(context, self.uploads, binder, materializer, self.redistributor)
         self.fetches = Fetches(context, self.outbox, materializer, self.redistributor, self.arenas)
-        self.programs = Programs(context, self.outbox, self.redistributor)
+        self.programs = Programs(context, self.outbox, self.redistributor, self.planner.offload.host_copies)
         self.op_stream = OpStream(context, self.outbox, self.planner, self.redistributor, self.programs, self.fetches)
         self.inbox: deque[tuple[Message, tuple]] = deque()  # what came while stalled
         self.about = client_info({})  # of its process, for observers
@@ -77,6 +77,7 @@ class ClientSession:
         self.cluster.send_all()
         self.arenas.lose(worker.index)
         self.uploads.lose(worker.index)
+        self.op_stream.lose(worker.index)
         if worker.index not in self.emitter.used:
             self.send_held()
             return
@@ -84,7 +85,6 @@ class ClientSession:
         cause = self.failures.cause_of_loss(worker)
         self.programs.lose(worker.index, cause)
         self.op_stream.fragments.clear()
-        self.op_stream.lose(worker.index)
         for tensor in self.table.rows.values():
             if tensor.layout is not None and worker.index in tensor.layout.mesh.workers:
                 tensor.storage.failed = cause
@@ -102,8 +102,10 @@ class ClientSession:
         self.failures.drop(seqs)
         self.fetches.drop(seqs)
         for tensor in self.table.rows.values():  # of what was dropped nobody knows which are there
-            for layout, (_, copy) in (tensor.copies or {}).items():
+            sums = [tensor.sums[1]] if tensor.sums is not None else []
+            for layout, (_, copy) in [pair for t in (tensor, *sums) for pair in (t.copies or {}).items()]:
                 self.op_stream.stale.append((layout.mesh.workers, copy))
+            self.op_stream.stale += [(t.layout.mesh.workers, t.id) for t in sums if t.layout is not None]
             tensor.copies = tensor.sums = None
 
     def regain(self, worker: Worker) -> None:

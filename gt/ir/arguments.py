@@ -53,15 +53,15 @@ def _matched(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> 
         raise ValueError(f"args has {len(args)} values, {schema.op} takes at most {len(positional)}")
     for argument, arg in zip(positional, args):
         _check(schema, argument, arg)
-    given = {argument.name for argument in positional[: len(args)]}
+    by_position = {argument.name for argument in positional[: len(args)]}
     for name, arg in kwargs.items():
         known = schema.named.get(name)
-        if known is None or name in given:
+        if known is None or name in by_position:
             raise ValueError(
-                f"kwargs has {name!r:.40}, which {schema.op} {'has already' if name in given else 'does not take'}"
+                f"kwargs has {name!r:.40}, which {schema.op} {'has already' if name in by_position else 'does not take'}"
             )
         _check(schema, known, arg)
-    missing = [a.name for a in schema.arguments if a.required and a.name not in given and a.name not in kwargs]
+    missing = [a.name for a in schema.arguments if a.required and a.name not in by_position and a.name not in kwargs]
     if missing:
         raise ValueError(f"args and kwargs lack {', '.join(missing)} of {schema.op}")
     return schema
@@ -104,9 +104,9 @@ def shown(arg: Arg) -> str:
 
 def results(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], outs: Sequence[Out], writes: Sequence[int]) -> None:
     """ValueError unless outputs and written operands are those of the schema."""
-    held = operands(schema, args, kwargs)
-    if set(writes) != (said := set(written(schema, args, kwargs))):
-        raise ValueError(f"writes is {list(writes)!r:.80}, {schema.op} writes {sorted(said)}")
+    places = operands(schema, args, kwargs)
+    if set(writes) != (declared := set(written(schema, args, kwargs))):
+        raise ValueError(f"writes is {list(writes)!r:.80}, {schema.op} writes {sorted(declared)}")
     wants = list(_wants(schema, len(outs)))
     if len(wants) != len(outs):
         raise ValueError(f"outs has {len(outs)} outputs, {schema.op} gives {len(schema.returns)}")
@@ -116,7 +116,7 @@ def results(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], outs
         else:
             kind = "same" if want.written else "view"
             shared = (a for a in schema.arguments if a.type.alias == want.alias and a.type.written == want.written)
-            good = out.kind == kind and any(out.of in held.get(argument.name, ()) for argument in shared)
+            good = out.kind == kind and any(out.of in places.get(argument.name, ()) for argument in shared)
         if not good:
             raise ValueError(f"output {number} of outs is {out.kind!r:.20} of operand {out.of}, {schema.op} gives {want.text}")
 
@@ -127,14 +127,14 @@ def written(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> l
     An op may write some arguments in training alone, as the running statistics of a batch norm: these are not written where
     its argument `training` is false.
     """
-    held = operands(schema, args, kwargs)
+    places = operands(schema, args, kwargs)
     names = [argument.name for argument in schema.positional[: len(args)]]
     training = {**dict(zip(names, args)), **kwargs}.get("training", True)
     return [
         place
         for argument in schema.arguments
         if argument.type.written or (argument.type.may_write and training)
-        for place in held.get(argument.name, ())
+        for place in places.get(argument.name, ())
     ]
 
 

@@ -38,16 +38,16 @@ def template(row: Any, table: SessionOps | OpTable = TABLE) -> Template:
         raise ValueError(f"values is {values!r:.40} and flags {flags!r:.40}, want a whole number from 0 up and two booleans")
     if type(writes) is not list or any(type(w) is not int or not 0 <= w < len(ins) for w in writes):
         raise ValueError(f"writes is {writes!r:.80}, want numbers of operands below {len(ins)}")
-    made = Template.from_wire(row)
-    _outs(made)
-    named = dict(made.kwargs)
-    schema = arguments.match(schemas, made.args, named)
-    arguments.results(schema, made.args, named, made.outs, made.writes)
-    _numbered(made)
-    shapes.check(schema, made.args, named, made.ins)
-    if op == UPLOAD and (ins or values != 1 or [out.kind for out in made.outs] != ["new"] or made.dynamic):
+    parsed = Template.from_wire(row)
+    _outs(parsed)
+    named = dict(parsed.kwargs)
+    schema = arguments.match(schemas, parsed.args, named)
+    arguments.results(schema, parsed.args, named, parsed.outs, parsed.writes)
+    _numbered(parsed)
+    shapes.check(schema, parsed.args, named, parsed.ins)
+    if op == UPLOAD and (ins or values != 1 or [out.kind for out in parsed.outs] != ["new"] or parsed.dynamic):
         raise ValueError(f"{op} takes one frame index and makes one tensor")
-    return made
+    return parsed
 
 
 def _numbered(made: Template) -> None:

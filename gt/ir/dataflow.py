@@ -198,22 +198,22 @@ class StreamSummary:
 
 def summarize(code: Sequence, definition: Definition) -> StreamSummary:
     """Alias sets of a stream, and the tensors that are live out of it."""
-    sets, made = AliasSets(), set[int]()
+    sets, fresh = AliasSets(), set[int]()
     alive: set[int] = set()
     older: set[int] = set()
     for _, define, operands in decode(code, definition):
         if define is None:
             alive.difference_update(operands)
             continue
-        older.update(i for i in reads(define, operands) if i not in made)
+        older.update(i for i in reads(define, operands) if i not in fresh)
         for tensor, source in aliases(define, operands):
-            made.add(tensor)
+            fresh.add(tensor)
             alive.add(tensor)
             if source is not None:
                 sets.union(tensor, source)
     roots = {sets.root(tensor) for tensor in alive}
     sets.older = set(map(sets.root, older))
-    return StreamSummary(sets, made, {tensor for tensor in made if sets.root(tensor) in roots})
+    return StreamSummary(sets, fresh, {tensor for tensor in fresh if sets.root(tensor) in roots})
 
 
 def exposed(starts: Iterable[int], code: Sequence, definition: Definition) -> tuple[list[int], set[int]]:

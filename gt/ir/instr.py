@@ -48,6 +48,12 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # outs: [kind, local spec, of] as ir.template.Out. writes: the tensors, by number, that the op changes in place, by the
     # table of ops. random: None or [global shape, [box, ...] of this worker]; the last two values are then seed and counter.
     "op": (("tensors", "values", "outs"), ("op", "args", "kwargs", "tensors", "values", "outs", "writes", "random")),
+    # The same in host memory: operands that rest there are used where they rest, results rest there too. Of others the op uses
+    # host copies, and what it writes goes back. fresh: operands, by number, whose host copies are of other values
+    "host_op": (
+        ("tensors", "values", "outs"),
+        ("op", "args", "kwargs", "tensors", "values", "outs", "writes", "random", "fresh"),
+    ),
     # team: {"id", "workers", "rank", "offset", "bytes"}: workers in rank order, this worker's rank, its heap region.
     "all_reduce": (("tensor",), ("team", "op")),  # in place
     "together": ((), ("count",)),  # in a program: one team has the next `count` collectives of one kind, and may do them as one
@@ -74,6 +80,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # space: "cpu" or "nvme", where the tensor rests until it is used. Its next use waits for it; `restore` begins to bring it
     "evict": (("tensor",), ("space", "path")),
     "restore": (("tensor",), ()),
+    "stale": (("tensor",), ()),  # its host copy is of another value: the next host_op makes it anew
     "fill": (("dst",), ("shape", "stride", "dtype")),  # a placeholder of zeros
     # A recorded stream; a long one is several. randoms: places in `code` of a seed and, after it, a counter relative to the
     # operand. actions: [place, name] where an action of a schedule begins, "" between two. backend: one of BACKENDS.
@@ -86,6 +93,8 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("code", "randoms", "actions", "backend", "channels", "once", "ins", "outs", "moved", "values"),
     ),
 }
+OPS = frozenset({"op", "host_op"})  # kinds that carry out an op
+OFFLOAD = frozenset({"host_op", "evict", "restore"})  # kinds on tensors that rest in host memory or files
 PROGRAMS = frozenset({"program", "fragment"})  # kinds that carry out other instructions
 
 # Kinds that move values between workers. All members of a team take part in a collective; a transfer has two ends.
@@ -115,7 +124,7 @@ class Effects:
     views: dict[int, int] = field(default_factory=dict)
 
 
-_CHANGES = frozenset({"all_reduce", "evict", "restore"})  # kinds that change their tensor, or where it is
+_CHANGES = frozenset({"all_reduce", "evict", "restore", "stale"})  # kinds that change their tensor, or where it is
 _READS, _MAKES = frozenset({"src", "tensor"}), "dst"  # names of operands that are tensors
 
 
@@ -145,7 +154,7 @@ class Define:
         """The count of numbers that follow number and seq in the stream."""
         if self.kind == "fragment":
             return 2 + sum(len(self.payload[key]) for key in ("ins", "outs", "values"))
-        if self.kind != "op":
+        if self.kind not in OPS:
             return len(KINDS[self.kind][0])
         outs = sum(out[0] in ("new", "view") for out in self.payload["outs"])
         return self.payload["tensors"] + self.payload["values"] + outs
@@ -154,7 +163,7 @@ class Define:
     def effects(self) -> Effects:
         """The def-use facts of this definition, which all instructions that name it share."""
         payload = self.payload
-        if self.kind == "op":
+        if self.kind in OPS:
             outs = [out for out in payload["outs"] if out[0] in ("new", "view")]
             first = payload["tensors"] + payload["values"]
             views = {n: out[2] for n, out in enumerate(outs) if out[0] == "view"}

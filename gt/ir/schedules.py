@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
+from gt.ir.text import in_bytes
 
 NAMES = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "auto")
-UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_SIZE = re.compile(rf"(?a:(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)}))")
 
 
 def asked(text: str) -> tuple[str, float | None]:
@@ -18,15 +16,3 @@ def asked(text: str) -> tuple[str, float | None]:
     if colon and not limit:
         raise ValueError(f"schedule {text!r}: {size!r} is no size, want bytes of activations of a worker, as {name}:2GiB")
     return name, limit
-
-
-def in_bytes(text: str) -> float | None:
-    """The bytes that a size such as 2GiB or 512 B names, None for another text."""
-    found = _SIZE.fullmatch(text.strip())
-    return float(found[1]) * UNITS[found[2]] if found else None
-
-
-def size(count: float) -> str:
-    """A number of bytes for a reader: 512 B, 16.2 KiB."""
-    unit, by = next(((u, b) for u, b in reversed(UNITS.items()) if count >= b and u), ("B", 1))
-    return f"{count:.0f} B" if by == 1 else f"{count / by:.1f} {unit}"

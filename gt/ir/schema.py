@@ -64,13 +64,13 @@ class SchemaType:
     @lru_cache(maxsize=4096)  # of the class: a worker's Hello has thousands of arguments, of few types
     def parse(cls, text: str) -> SchemaType:
         """Parse a type; ValueError for one that the table does not have."""
-        found = _TYPE.fullmatch(text)
-        if found is None or found["base"] not in TYPES:
+        match = _TYPE.fullmatch(text)
+        if match is None or match["base"] not in TYPES:
             raise ValueError(f"{text!r:.80} is not a type of the table")
-        suffix = found["suffix"] or ""
+        suffix = match["suffix"] or ""
         return cls(
-            text, found["base"], "[]" in suffix, suffix.endswith("?"), suffix == "?[]", found["alias"] or "",
-            found["mark"] == "!", found["mark"] == MAY,
+            text, match["base"], "[]" in suffix, suffix.endswith("?"), suffix == "?[]", match["alias"] or "",
+            match["mark"] == "!", match["mark"] == MAY,
         )  # fmt: skip
 
 
@@ -115,14 +115,14 @@ class Schema:
     @classmethod
     def parse(cls, line: str) -> Schema:
         """The schema of a line of the table; ValueError names the fault."""
-        found = _ROW.fullmatch(line)
-        if found is None:
+        match = _ROW.fullmatch(line)
+        if match is None:
             raise ValueError(f"{line!r:.120} is not a line of the table")
-        flags = frozenset(found["flags"].split())
+        flags = frozenset(match["flags"].split())
         if flags - set(FLAGS):
-            raise ValueError(f"{found['op']} has the flags {sorted(flags - set(FLAGS))}, want some of {sorted(FLAGS)}")
+            raise ValueError(f"{match['op']} has the flags {sorted(flags - set(FLAGS))}, want some of {sorted(FLAGS)}")
         arguments, by_name = [], False
-        for text in filter(None, found["arguments"].split(", ")):
+        for text in filter(None, match["arguments"].split(", ")):
             if text == "*":
                 by_name = True
                 continue
@@ -130,9 +130,9 @@ class Schema:
             name, equals, _ = name.partition("=")
             arguments.append(Argument(name, SchemaType.parse(kind), not equals, by_name))
             if by_name and arguments[-1].type.written:
-                raise ValueError(f"{found['op']} writes its result to {name}, which may not fit: no worker does that")
-        returns = tuple(SchemaType.parse(text) for text in filter(None, found["returns"].split(", ")))
-        return cls(found["op"], tuple(arguments), returns, found["since"], found["until"], flags, line)
+                raise ValueError(f"{match['op']} writes its result to {name}, which may not fit: no worker does that")
+        returns = tuple(SchemaType.parse(text) for text in filter(None, match["returns"].split(", ")))
+        return cls(match["op"], tuple(arguments), returns, match["since"], match["until"], flags, line)
 
 
 class OpTable:
@@ -165,12 +165,12 @@ class OpTable:
 
     def find(self, op: str) -> tuple[Schema, ...]:
         """The schemas of an op. UnsupportedOp for one that is not in the table."""
-        found = self._parsed.get(op)
-        if found is None:
+        schemas = self._parsed.get(op)
+        if schemas is None:
             if op not in self._lines:
                 raise UnsupportedOp(self.refusal(op))
-            found = self._parsed[op] = tuple(map(Schema.parse, self._lines[op]))
-        return found
+            schemas = self._parsed[op] = tuple(map(Schema.parse, self._lines[op]))
+        return schemas
 
     def refusal(self, op: str) -> str:
         """The reason why workers refuse an op."""

@@ -88,7 +88,7 @@ def _statistics(call: OpArguments) -> bool:
     x = call["input"]
     channels, saved = (x[1],), ("save_mean", "save_var", "save_invstd")
     training = next((call.given[name] for name in ("training", "train", "update") if name in call.given), True)
-    kept = all(call[name] in (None, channels) or (call[name] == (0,) and not training) for name in saved)
+    saved_fit = all(call[name] in (None, channels) or (call[name] == (0,) and not training) for name in saved)
     known = (
         training
         or not {"running_mean", "running_var"} & set(call.given)
@@ -97,7 +97,7 @@ def _statistics(call: OpArguments) -> bool:
     if not training and "running_mean" not in call.given:
         return False
     grads = all(call[name] in (None, x) for name in ("grad_out", "grad_output"))
-    return kept and known and grads and call.each(channels, "weight", "bias", "running_mean", "running_var")
+    return saved_fit and known and grads and call.each(channels, "weight", "bias", "running_mean", "running_var")
 
 
 def _known_statistics(call: OpArguments) -> bool:
@@ -130,8 +130,8 @@ def _weighed(call: OpArguments) -> bool:
 
 
 def _distances(call: OpArguments) -> bool:
-    grad, a, b, found = (call[name] for name in ("grad", "x1", "x2", "cdist"))
-    return grad == found and len(found) >= 2 and found[-2:] == (a[-2], b[-2]) and a[-1] == b[-1]
+    grad, a, b, distances = (call[name] for name in ("grad", "x1", "x2", "cdist"))
+    return grad == distances and len(distances) >= 2 and distances[-2:] == (a[-2], b[-2]) and a[-1] == b[-1]
 
 
 def _pairs(call: OpArguments) -> bool:
@@ -150,14 +150,14 @@ def _transformed(call: OpArguments) -> bool:
 
 def _normalized(call: OpArguments) -> bool:
     x, dims = call["input"], len(call["normalized_shape"])
-    kept = (call["mean"], call["rstd"])
+    statistics = (call["mean"], call["rstd"])
     rows = x[: len(x) - dims]
     full = tuple(call["normalized_shape"])
     return (
         x[len(x) - dims :] == full
         and call["grad_out"] == x
         and call.each(full, "weight", "bias")
-        and all(prod(shape) == prod(rows) for shape in kept)
+        and all(prod(shape) == prod(rows) for shape in statistics)
     )
 
 

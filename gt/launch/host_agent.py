@@ -17,7 +17,7 @@ import threading
 import time
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from gt import env
 from gt.launch import machine
@@ -46,12 +46,12 @@ def facts() -> dict[str, Any]:
 
 
 def _packages() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in distributions():
         name = (package.metadata["Name"] or "").lower()
         if name in PACKAGES or name.startswith("nvidia-nccl"):
-            found["nccl" if name.startswith("nvidia-nccl") else name] = package.version
-    return found
+            versions["nccl" if name.startswith("nvidia-nccl") else name] = package.version
+    return versions
 
 
 def _driver() -> str:
@@ -110,17 +110,17 @@ class Listener:
             try:
                 peer.settimeout(SECONDS)
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if not hmac.compare_digest(_exactly(peer, len(self._token)), self._token):
+                if not hmac.compare_digest(exactly(peer, len(self._token)), self._token):
                     return
                 for _ in range(PINGS):
-                    peer.sendall(_exactly(peer, 8))
+                    peer.sendall(exactly(peer, 8))
                 view = memoryview(bytearray(BLOCK))
-                while (size := int.from_bytes(_exactly(peer, 8), "big")) and size <= MAX_BULK:
+                while (size := int.from_bytes(exactly(peer, 8), "big")) and size <= MAX_BULK:
                     while size:
-                        got = peer.recv_into(view, min(size, BLOCK))
-                        if not got:
+                        received = peer.recv_into(view, min(size, BLOCK))
+                        if not received:
                             return
-                        size -= got
+                        size -= received
                     peer.sendall(b"!")
             except OSError:  # the peer's end has the reason
                 return
@@ -136,7 +136,7 @@ def measure(address: str, port: int, token: str) -> dict[str, Any]:
             for _ in range(PINGS):
                 begin = time.perf_counter()
                 sock.sendall(b"12345678")
-                _exactly(sock, 8)
+                exactly(sock, 8)
                 trips.append(time.perf_counter() - begin)
             return {"us": min(trips) * 1e6, "rate": _rate(sock), "own": sock.getsockname()[0]}
     except OSError as error:
@@ -151,20 +151,21 @@ def _rate(sock: socket.socket) -> float:
         sock.sendall(size.to_bytes(8, "big"))
         for _ in range(size // BLOCK):
             sock.sendall(block)
-        _exactly(sock, 1)
+        exactly(sock, 1)
         took = time.perf_counter() - begin
         if took > BULK_SECONDS / 4 or size * 2 > MAX_BULK:
             return size / took / 1e9
         size *= 2
 
 
-def _exactly(sock: socket.socket, count: int) -> bytes:
+def exactly(sock: socket.socket, count: int) -> bytes:
+    """So many bytes. ConnectionResetError if the connection ends before."""
     data = b""
     while len(data) < count:
-        got = sock.recv(count - len(data))
-        if not got:
+        chunk = sock.recv(count - len(data))
+        if not chunk:
             raise ConnectionResetError("the other end closed the connection")
-        data += got
+        data += chunk
     return data
 
 
@@ -177,10 +178,18 @@ def _ping(address: str) -> bool:
 
 
 def main() -> int:
+    serve(sys.stdin, sys.stdout)
+    return 0
+
+
+def serve(orders: TextIO, answers: TextIO) -> bool:
+    """Answer orders until they end. True if the last is to work: no answer is wanted."""
     listener: Listener | None = None
-    for line in sys.stdin:
+    for line in orders:
         order = json.loads(line)
         answer: dict[str, Any]
+        if order["do"] == "work":
+            return True
         if order["do"] == "facts":
             answer = facts()
         elif order["do"] == "listen":
@@ -189,6 +198,6 @@ def main() -> int:
         else:
             address = order["address"] or env.ssh_client() or "127.0.0.1"  # "": where this process is logged in from
             answer = {"address": address, **measure(address, order["port"], order["token"])}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-    return 0
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    return False

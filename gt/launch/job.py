@@ -1,6 +1,6 @@
 """Jobs of several processes, which a launcher or ssh has started: rank 0 has server and program, and all ranks have workers.
 
-gt.launch.join says which rank this process is. A process of another rank becomes the supervisor of its workers.
+gt.launch.launchers says which rank this process is. A process of another rank becomes the supervisor of its workers.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from gt import env
 from gt.errors import ConfigError, DispatcherLost, Refused
-from gt.launch import join, local, machine, ssh
+from gt.launch import launchers, local, machine, ssh
 from gt.launch.host_agent import links
-from gt.launch.join import JobPlace
+from gt.launch.launchers import JobPlace
 from gt.wire.access import auth
 from gt.wire.socket import resolve
 
@@ -53,21 +54,21 @@ def running() -> Running | None:
 
 def place() -> JobPlace:
     """This process's place in its job; alone on this host if no launcher has started it."""
-    found = join.place(env.of_launcher(join.VARIABLES))
-    if found is None:
+    job_place = launchers.place(env.of_launcher(launchers.VARIABLES))
+    if job_place is None:
         return JobPlace("")
     if port := env.get("GT_PORT"):
         if not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ConfigError(f"GT_PORT is {port!r}, want a port from 1 to 65535")
-        found = replace(found, port=int(port), store=None)
-    return found
+        job_place = replace(job_place, port=int(port), store=None)
+    return job_place
 
 
 def work(at: JobPlace) -> NoReturn:
     """Replace this process by the supervisor of its rank's workers, which ends with the job. For ranks above 0."""
-    token, count = _token_for(at), workers_of(at)
-    host = join.LOOPBACK if at.alone else at.host
-    port = int(_store(at).get(at.store[2])) if at.store is not None else at.port
+    token, count = token_for(at), workers_of(at)
+    host = launchers.LOOPBACK if at.alone else at.host
+    port = port_of(at)
     order = _order(token, count, first=at.rank * count, server=[host, port], wait=START_SECONDS, patient=True)
     reading, writing = os.pipe()  # never closed, as its end would be the supervisor's
     os.write(writing, json.dumps(order).encode() + b"\n")
@@ -84,17 +85,24 @@ def start(at: JobPlace, meanwhile: Callable[[], None] | None = None) -> local.Lo
     if _begun and at.size > 1:
         raise Refused("this job has ended by gt.shutdown(), and its other processes with it: start the job again")
     _begun.append(at)
-    token, count = _token_for(at), workers_of(at)
+    token, count = token_for(at), workers_of(at)
     env.export(**_own_gpu(at))
-    listen = [join.LOOPBACK if at.alone else EVERYWHERE, at.port]
-    own = join.LOOPBACK if at.alone else own_address(at.host)
+    listen = [launchers.LOOPBACK if at.alone else EVERYWHERE, at.port]
+    own = launchers.LOOPBACK if at.alone else own_address(at.host)
     order = _order(token, count, first=0, total=at.size * count, listen=listen, own=own, patient=True)
 
-    def publish(port: int) -> None:
-        if at.store is not None and at.size > 1:
-            _store(at).set(at.store[2], str(port))
+    return local.launch(order, local.Start(START_SECONDS, meanwhile, partial(publish, at), spoken=True))
 
-    return local.launch(order, local.Start(START_SECONDS, meanwhile, publish, spoken=True))
+
+def publish(at: JobPlace, port: int, use: str = "") -> None:
+    """Tell other ranks the port that rank 0 has taken. use: of a port that is not the server's."""
+    if at.store is not None and at.size > 1:
+        _store(at).set(at.store[2] + use, str(port))
+
+
+def port_of(at: JobPlace, use: str = "") -> int:
+    """The port that rank 0 has published; waits for it."""
+    return int(_store(at).get(at.store[2] + use)) if at.store is not None else at.port
 
 
 @dataclass(frozen=True)
@@ -116,8 +124,8 @@ def start_hosts(hosts: Sequence[ssh.HostEntry], reach: Reach, meanwhile: Callabl
         first += host.slots
     alone = all(ssh.is_this_host(host.name) for host in known)
     order = _order(
-        token, 0, total=first, hosts=rows, listen=[join.LOOPBACK if alone else EVERYWHERE, _port()], wait=START_SECONDS,
-        own=join.LOOPBACK if alone else own_address(reach.address), ssh=list(reach.ssh), python=reach.python,
+        token, 0, total=first, hosts=rows, listen=[launchers.LOOPBACK if alone else EVERYWHERE, _port()], wait=START_SECONDS,
+        own=launchers.LOOPBACK if alone else own_address(reach.address), ssh=list(reach.ssh), python=reach.python,
         address=reach.address, variables=env.for_hosts(),
     )  # fmt: skip
     return local.launch(order, local.Start(START_SECONDS, meanwhile, spoken=True))
@@ -126,7 +134,7 @@ def start_hosts(hosts: Sequence[ssh.HostEntry], reach: Reach, meanwhile: Callabl
 def workers_of(at: JobPlace) -> int:
     """Number of workers that each process of the job starts."""
     if text := env.get("GT_WORKERS"):
-        if not text.isdecimal() or not 0 < int(text) <= join.MAX_PROCESSES:
+        if not text.isdecimal() or not 0 < int(text) <= launchers.MAX_PROCESSES:
             raise ConfigError(f"GT_WORKERS is {text!r}, want the number of workers of each process of the job")
         return int(text)
     return at.workers or max(len(machine.gpus()) if at.local_size == 1 else 1, 1)
@@ -140,7 +148,7 @@ def own_address(host: str = "") -> str:
     with contextlib.suppress(DispatcherLost):
         if host and not auth.loopback(address := resolve(host)):
             return address
-    return next((link[0] for link in links()), join.LOOPBACK)
+    return next((link[0] for link in links()), launchers.LOOPBACK)
 
 
 def _own_gpu(at: JobPlace) -> dict[str, str]:
@@ -168,7 +176,7 @@ def _token() -> str:
         raise Refused(f"GT_TOKEN_FILE={error.filename} cannot be read: {error.strerror}") from None
 
 
-def _token_for(at: JobPlace) -> str:
+def token_for(at: JobPlace) -> str:
     """The job's token. Refused for a job on several hosts that has none."""
     token = _token()
     if not token and not at.alone:

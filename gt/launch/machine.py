@@ -15,8 +15,8 @@ TESTED_TORCH = (2, 11), (2, 13)  # the oldest and the newest; pyproject.toml has
 
 def release(version: str) -> tuple[int, int]:
     """(2, 13) of "2.13.0+cpu"; (0, 0) of a text that begins otherwise."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def untested(torch: str) -> str:

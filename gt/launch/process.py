@@ -1,4 +1,4 @@
-"""Small facts of Linux processes: forking a child that dies with its parent, and what `ps` calls it."""
+"""Small facts of Linux processes: a fork that dies with its parent, and a process's name in `ps`."""
 
 from __future__ import annotations
 

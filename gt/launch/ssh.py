@@ -42,13 +42,13 @@ class HostEntry:
 def entry(text: str, where: str) -> HostEntry:
     """Parse `host`, `host slots=N` or `host:N`. ConfigError, which begins with `where`, for another text."""
     name, *rest = text.split()
-    if not rest and (found := re.fullmatch(r"([^:]+):(\d+)", name)):
-        name, rest = found[1], [f"slots={found[2]}"]
-    found = re.fullmatch(r"slots=(\d+)", rest[0]) if len(rest) == 1 else None
-    if name.startswith("-") or not NAME.fullmatch(name) or len(rest) > 1 or (rest and not found):
+    if not rest and (match := re.fullmatch(r"([^:]+):(\d+)", name)):
+        name, rest = match[1], [f"slots={match[2]}"]
+    match = re.fullmatch(r"slots=(\d+)", rest[0]) if len(rest) == 1 else None
+    if name.startswith("-") or not NAME.fullmatch(name) or len(rest) > 1 or (rest and not match):
         raise ConfigError(f"{where}: got {text!r}, want a host, and behind it slots=N or nothing")
-    slots = int(found[1]) if found else 0
-    if found and not 0 < slots <= MAX_SLOTS:
+    slots = int(match[1]) if match else 0
+    if match and not 0 < slots <= MAX_SLOTS:
         raise ConfigError(f"{where}: {text!r} has {slots} slots, want 1 to {MAX_SLOTS}")
     return HostEntry(name, slots)
 
@@ -121,9 +121,9 @@ def with_slots(hosts: Sequence[HostEntry], ssh: Sequence[str], python: str = "")
 
 def _failed(name: str, code: int, words: Iterable[str]) -> str:
     last = list(words)[-WORDS:]
-    said = ": " + " | ".join(last) if last else ""
+    last_lines = ": " + " | ".join(last) if last else ""
     todo = f"try `ssh {name} true`, and gt in the same folder there"
-    return f"the workers' process on {name} ended (exit code {code}){said}; {todo}"
+    return f"the workers' process on {name} ended (exit code {code}){last_lines}; {todo}"
 
 
 class RemoteHost:

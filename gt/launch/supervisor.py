@@ -43,9 +43,14 @@ class Supervisor:
     """order: {"token", "workers", "gpu", "backend", "heartbeat", "libraries", "path"}, see launch.local.
 
     The token is the server's secret. path: folders where the program finds modules, for the libraries. A job's order has more,
-    see launch.job: `listen` (host and port; the token is then one that people gave), `own` (the address for workers of this
-    host), `first` (index of its first worker), `total` (workers of the whole job), `hosts` (that it reaches by ssh), `patient`
-    (signals are the program's to answer).
+    see launch.job:
+
+        listen    host and port; the token is then one that people gave
+        own       the address for workers of this host
+        first     index of its first worker
+        total     workers of the whole job
+        hosts     those that it reaches by ssh
+        patient   signals are the program's to answer
     """
 
     def __init__(self, order: dict[str, Any]) -> None:
@@ -153,7 +158,7 @@ class Supervisor:
             self._watch(pid)
 
     def _lost_worker(self, number: int) -> None:
-        """Start another worker in its place, unless it keeps dying. The dispatcher tells the sessions what is lost."""
+        """Start another worker in its place, unless it keeps dying. The dispatcher reports lost tensors to sessions."""
         now, times = time.monotonic(), self._again.setdefault(number, deque(maxlen=AGAIN))
         if len(times) == AGAIN and now - times[0] < WITHIN:
             sys.stderr.write(f"gt: worker {number} died {AGAIN + 1} times within {WITHIN:g} s and is not started again\n")
@@ -399,8 +404,8 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _last_words(number: int, code: int, words: deque[str]) -> str:
-    said = ": " + " | ".join(words) if words else ", and said nothing: run with GT_VERBOSE=1 to see why"
-    return f"worker {number} died while starting{'' if code in (LOST, UNREACHED) else _how(code)}{said}"
+    last_lines = ": " + " | ".join(words) if words else ", and said nothing: run with GT_VERBOSE=1 to see why"
+    return f"worker {number} died while starting{'' if code in (LOST, UNREACHED) else _how(code)}{last_lines}"
 
 
 def _how(code: int) -> str:

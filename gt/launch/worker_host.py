@@ -90,7 +90,7 @@ class WorkerHost(Supervisor):
             self._due[number] = now + RETRY_SECONDS
 
     def _follow(self, now: float) -> None:
-        """Start what is due, and end with the dispatcher, or by signal."""
+        """Start workers that are due, and end with the dispatcher, or by signal."""
         if self._deadline and now >= self._deadline:
             self._stopping = True
         if self._ended_at and not self._listens():

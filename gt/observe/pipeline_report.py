@@ -19,7 +19,8 @@ from gt.dispatcher.schedule.balance import balance
 from gt.dispatcher.sharding.groups import SUFFIXES
 from gt.dispatcher.state.failures import Planned
 from gt.errors import ConfigError
-from gt.ir.schedules import asked, size
+from gt.ir.schedules import asked
+from gt.ir.text import size
 from gt.observe.dry_run import Dry, PlannedStep
 
 TIMED = ("forward", "input", "weight", "transfer", "loss", "reduce", "optimizer")

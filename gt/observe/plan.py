@@ -16,11 +16,10 @@ from gt.dispatcher.sharding import zero
 from gt.dispatcher.sharding.cost import LINK
 from gt.ir.instr import COLLECTIVES
 from gt.ir.layout import Replicate, Shard
-from gt.ir.schedules import size
-from gt.ir.text import PlanLine
+from gt.ir.text import PlanLine, counted, size
 from gt.observe import pipeline_report
 from gt.observe.dry_run import Dry, PlannedStep
-from gt.observe.simulated_worker import GRADIENTS, OPTIMIZER, WEIGHTS
+from gt.observe.simulated_worker import GRADIENTS, OFFLOADED, OPTIMIZER, WEIGHTS
 
 LOCAL = ("place", "shard", "keep")
 KINDS = ("captured", "optimizer", "all")
@@ -75,6 +74,7 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
         "memory": [_worker(dry, step, i) for i in dry.followed],
         "pipeline": pipe,
         **({"zero": dry.state.config.zero, "theory": _theory(dry)} if dry.state.config.zero else {}),
+        **({"offload": str(dry.state.planner.offload.choice)} if dry.state.planner.offload.active else {}),
     }  # fmt: skip
     _scheduled(body, pipe, dry)
     body["warnings"] = _warnings(dry, step, body)
@@ -121,7 +121,9 @@ def _weight(line: PlanLine, name: str, rule: Rule | None) -> dict[str, Any]:
     """A weight's row, with the rule that places its module, if any: {pattern, group, parts}."""
     said = "" if rule is None else f" by {rule.pattern} in {rule.group}" + (f", {rule.parts} in one" if rule.parts > 1 else "")
     shown = None if rule is None else {"pattern": rule.pattern, "group": rule.group, "parts": rule.parts}
-    return {"plan": str(replace(line, note=line.note + said)), "name": name, "bytes": _nbytes(line), "rule": shown}
+    nbytes = _nbytes(line)
+    text = str(replace(line, note=f"{size(nbytes)} {name}{said}".strip()))
+    return {"plan": text, "name": name, "bytes": nbytes, "rule": shown}
 
 
 def _order(row: tuple[PlanLine, str, Any]) -> list[tuple[int, int, str]]:
@@ -132,7 +134,7 @@ def _order(row: tuple[PlanLine, str, Any]) -> list[tuple[int, int, str]]:
 def _move(line: PlanLine, count: int) -> dict[str, Any]:
     nbytes, said = _nbytes(line), line.note.partition(" B")[2].strip()
     kind, _, axis = line.op.partition(" over ")
-    shown = replace(line, note=f"{nbytes} B x {count} {said}".strip())
+    shown = replace(line, note=f"{size(nbytes)} x {count} {said}".strip())
     return {
         "plan": str(shown), "kind": kind, "axis": axis, "bytes": nbytes, "count": count, "workers": list(line.workers),
         "where": said,
@@ -148,6 +150,7 @@ def _worker(dry: Dry, step: PlannedStep, index: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "workers": dry.alike[index],
         **{kind: held[kind] for kind in known},
+        **({OFFLOADED: held[OFFLOADED]} if held[OFFLOADED] else {}),
         "activations": interval.peak(but=known),
         "peak": interval.peak(),
         "arena": dry.core.cluster.heap_used,
@@ -197,7 +200,8 @@ def _warnings(dry: Dry, step: PlannedStep, body: dict[str, Any]) -> list[str]:
             found.append(f"{name or line.spec}, {size(nbytes)}, is whole on each tp worker: use it in a _colpar group")
     if dry.values:
         found.append(
-            f"{dry.values} values were read as 0 while planning: a real run may differ where the program decides by them"
+            f"{counted(dry.values, 'read')} of values gave 0 while planning: a real run may differ where the program decides "
+            "by a value"
         )
     if len(dry.followed) < len(dry.workers):
         found.append("workers of the same groups are taken to be alike: the first, which has the largest pieces, is shown")
@@ -209,13 +213,13 @@ def _warnings(dry: Dry, step: PlannedStep, body: dict[str, Any]) -> list[str]:
 
 def _text(body: dict[str, Any]) -> list[str]:
     pipe = body["pipeline"]
-    lines = [f"# plan of {body['program']} on {body['workers']} workers: {body['step']}"]
+    lines = [f"# plan of {body['program']} on {counted(body['workers'], 'worker')}: {body['step']}"]
     took = body["time"]
     alone = f"{time(took['compute'])} of work, {time(took['links'])} of transfers where there is most"
     lines.append(f"# {time(took['step'])} of a nominal GPU: {alone}")
     for title, rows in (("weights", body["weights"]), ("collectives", body["collectives"]), ("transfers", body["transfers"])):
         total = sum(row["bytes"] * row.get("count", 1) for row in rows)
-        lines += ["#", f"# {title}: {len(rows)} lines, {size(total)}"] + [row["plan"] for row in rows]
+        lines += ["#", f"# {title}: {counted(len(rows), 'line')}, {size(total)}"] + [row["plan"] for row in rows]
         if title == "weights" and body["unplaced"]:
             lines.append(f"# no rule for {_some(body['unplaced'])}")
     if "zero" in body:
@@ -225,6 +229,8 @@ def _text(body: dict[str, Any]) -> list[str]:
             f"# {KEPT[body['zero']]}",
             *(f"# {line}" for line in _theory_lines(body["theory"])),
         ]
+    if "offload" in body:
+        lines += ["#", f"# offload: the optimizer's step is computed {body['offload']}"]
     lines += ["#", "# memory of each worker", *(f"# {line}" for line in _memory(body["memory"]))]
     if pipe:
         lines += _pipeline(pipe)
@@ -234,11 +240,11 @@ def _text(body: dict[str, Any]) -> list[str]:
 
 def _memory(rows: list[dict[str, Any]]) -> list[str]:
     """A table: a line for each kind of worker. Columns of the schedule are there if a worker has one."""
-    kinds = (WEIGHTS, GRADIENTS, OPTIMIZER, "activations", "peak")
+    kinds = (WEIGHTS, GRADIENTS, OPTIMIZER, *[OFFLOADED] * any(OFFLOADED in row for row in rows), "activations", "peak")
     scheduled = [key for key in ("activations_scheduled", "peak_scheduled") if any(key in row for row in rows)]
     table = [["worker", *kinds, *(f"{key.partition('_')[0]} in schedule" for key in scheduled), "arena", "sent", "received"]]
     for row in rows:
-        sizes = [size(row[key]) for key in kinds] + [size(row[key]) if key in row else "-" for key in scheduled]
+        sizes = [size(row.get(key, 0)) for key in kinds] + [size(row[key]) if key in row else "-" for key in scheduled]
         moved = [size(sum(row[key].values())) for key in ("sent", "received")]
         table.append([_range(row["workers"]).removeprefix("worker "), *sizes, size(row["arena"]), *moved])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

@@ -45,11 +45,15 @@ METRICS: tuple[MetricRow, ...] = (
 STATES = MetricRow("gt_worker_state", GAUGE, "1 for the worker's state", "workers", "state", (*_WORKER, ("state", "state")))
 LOGGED = MetricRow("gt_session_logged", GAUGE, "number that the program logs", "sessions", "values", (*_SESSION, ("name", "")))
 QUEUE = MetricRow("gt_queue_clients", GAUGE, "clients that wait for workers", "queue", "")
+UP = MetricRow("gt_server_up", GAUGE, "whether the server answers: 1, else 0 and no other metric", "server", "")
 Sample = tuple[MetricRow, tuple[str, ...], float]  # metric, values of its labels, value
 
 
 def samples(state: dict[str, Any]) -> Iterator[Sample]:
-    """Samples of a state; none of what is not known."""
+    """Samples of a state; none of what is not known. {}: of a server that does not answer."""
+    yield UP, (), float(bool(state))
+    if not state:
+        return
     for metric in METRICS:
         rows = state[metric.part] if metric.part != "server" else [state["server"]]
         for row in rows:

@@ -18,6 +18,7 @@ from gt.ir.spec import DTYPES
 from gt.observe import comm_volume
 
 WEIGHTS, GRADIENTS, OPTIMIZER, OTHER = "weights", "gradients", "optimizer", "other"
+OFFLOADED = "offloaded"  # bytes of these that rest in host memory or in files
 
 
 class Block:
@@ -32,11 +33,12 @@ class Block:
 
 @dataclass(slots=True)
 class SimulatedTensor:
-    """A tensor on this worker: its memory, local shape and itemsize."""
+    """A tensor on this worker: its memory, local shape and itemsize. away: it is offloaded, and its block has no bytes."""
 
     block: Block
     shape: tuple[int, ...]
     itemsize: int
+    away: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +73,10 @@ class SimulatedWorker:
         self.tensors: dict[int, SimulatedTensor] = {}
         self.defines: dict[int, Define] = {}
         self.now = SimulatedInterval()
-        self._on: dict[str, Any] = {"op": self._op, "alias": self._alias, **dict.fromkeys((*PROGRAMS, "fetch", "describe"))}
+        self._on: dict[str, Any] = {
+            "op": self._op, "host_op": self._host_op, "alias": self._alias, "evict": self._evict,
+            **dict.fromkeys((*PROGRAMS, "fetch", "describe", "restore", "stale")),
+        }  # fmt: skip
         self._names: dict[int, tuple[str, str]] = {}  # kind and name of weights, gradients and optimizer state
         self._outs: dict[int, list] = {}  # definition -> shape, itemsize and viewed operand of each output
 
@@ -98,7 +103,7 @@ class SimulatedWorker:
         self.now.shapes = {i: (held.shape, held.itemsize) for i, held in self.tensors.items()}
         return ended
 
-    def held(self, tensors: Iterable[int]) -> dict[str, int]:
+    def held(self, tensors: Sequence[int]) -> dict[str, int]:
         """Bytes by kind of the memory of these tensors. Other weights, gradients and optimizer state count as freed."""
         blocks = {id(held.block): held.block for i in tensors if (held := self.tensors.get(i)) is not None}
         for block in self.now.start:
@@ -107,6 +112,7 @@ class SimulatedWorker:
         found: Counter[str] = Counter()
         for block in blocks.values():
             found[block.kind] += block.nbytes
+        found[OFFLOADED] = sum(held.nbytes for held in map(self.tensors.get, tensors) if held is not None and held.away)
         return dict(found)
 
     def run(self, defines: Sequence[list], code: Sequence) -> None:
@@ -125,6 +131,7 @@ class SimulatedWorker:
     def _op(self, define: Define, operands: Sequence) -> None:
         payload, tensors = define.payload, self.tensors
         ins = [tensors[i] for i in operands[define.effects.reads]]
+        self._restore(ins)
         names = operands[define.effects.makes]
         outs = self._outs.get(define.number)
         if outs is None:
@@ -149,6 +156,8 @@ class SimulatedWorker:
         payload, kind = define.payload, define.kind
         names = dict(zip(KINDS[kind][0], operands))
         source = self.tensors.get(names.get("src", names.get("tensor", -1)))
+        if source is not None and kind != "stale":
+            self._restore([source])
         itemsize = DTYPES[payload["dtype"]][0] if "dtype" in payload else source.itemsize if source is not None else 1
         if "dst" in names:
             self._make(names["dst"], self._shape(define, source), itemsize)
@@ -164,7 +173,35 @@ class SimulatedWorker:
 
     def _alias(self, define: Define, operands: Sequence) -> None:
         source = self.tensors[operands[0]]
+        self._restore([source])
         self._add(operands[1], SimulatedTensor(source.block, source.shape, source.itemsize))
+
+    # ---- offloaded tensors
+
+    def _host_op(self, define: Define, operands: Sequence) -> None:
+        """An op in host memory: what rests there stays, and so does what the op makes."""
+        self._touch([held for i in operands[define.effects.reads] if not (held := self.tensors[i]).away])
+        for name, (shape, itemsize, _) in zip(operands[define.effects.makes], _outs(define.payload["outs"])):
+            self._add(name, SimulatedTensor(Block(0, self.now.rows), shape, itemsize, away=True))
+
+    def _evict(self, define: Define, operands: Sequence) -> None:
+        held = self.tensors.get(operands[0])
+        if held is not None and not held.away and held.block.refs == 1:
+            held.block.dead, held.block.last = True, max(held.block.last, self.now.rows)
+            self._replace(held, 0)
+            held.away = True
+
+    def _restore(self, tensors: Iterable[SimulatedTensor]) -> None:
+        for held in tensors:
+            if held.away:
+                held.away = False
+                self._replace(held, held.nbytes)
+                self.now.made.append(held.block)
+
+    def _replace(self, held: SimulatedTensor, nbytes: int) -> None:
+        """Give a tensor, and no other, memory of its own."""
+        before, held.block = held.block, Block(nbytes, self.now.rows)
+        held.block.kind, held.block.name, held.block.refs = before.kind, before.name, 1
 
     @staticmethod
     def _shape(define: Define, source: SimulatedTensor | None) -> tuple[int, ...]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gt.ir.schedules import size
+from gt.ir.text import UNITS, counted
 from gt.logs import plain
 
 MAX_LINES, MAX_LINKS, MAX_ERRORS = 5, 8, 3  # rows of these tables
+ERROR_ROWS = 3  # of one error
 UNKNOWN = "-"
 Row = dict[str, Any]
 # name of an order -> the key of a worker, largest first but for names
@@ -20,8 +22,11 @@ ORDERS: dict[str, Callable[[Row], Any]] = {
 }
 
 
-def lines(state: dict[str, Any], order: str = "name", session: int = -1, width: int = 80) -> list[str]:
-    """All tables. order: of workers, one of ORDERS. session: the only one that is shown, -1 for all."""
+def lines(state: dict[str, Any], order: str = "name", session: int = -1, width: int = 80, height: int = 0) -> list[str]:
+    """All tables. order: of workers, one of ORDERS. session: the only one that is shown, -1 for all.
+
+    height: rows that there are, 0 for any number. Where the tables have more, the longest are cut, so that each is seen.
+    """
     server = state["server"]
     workers = sorted(state["workers"], key=ORDERS[order])
     sessions = state["sessions"]
@@ -31,35 +36,56 @@ def lines(state: dict[str, Any], order: str = "name", session: int = -1, width: 
     shown = {worker["name"] for worker in workers}
     links = [link for link in state["links"] if link["source"] in shown]
     samples = [line for line in state["lines"] if session < 0 or line["session"] == session]
-    count = f"{len(state['workers'])} workers, {len(state['sessions'])} sessions, {len(state['queue'])} waiting"
-    text = [f"{server.get('sharing', '')} server, up {server.get('at', 0):.0f} s: {count}; by {order}", ""]
-    text += _workers(workers, width) + [""] + _sessions(sessions, width)
+    counts = [counted(len(state[f"{noun}s"]), noun) for noun in ("worker", "session")]
+    count = f"{', '.join(counts)}, {len(state['queue'])} waiting"
+    hosts = {worker["host"] for worker in state["workers"]}
+    at = f" on {next(iter(hosts)):.12}" if len(hosts) == 1 else ""
+    title = f"{server.get('sharing', '')} server{at}, up {server.get('at', 0):.0f} s: {count}; by {order}"
+    tables = [_workers(workers, len(hosts) > 1), _sessions(sessions, width)]
     if state["queue"]:
-        text += ["", "queue  " + "; ".join(f"{q['place']} {q['user']} {q['program']}" for q in state["queue"])]
-    text += ["", *_links(links, width), "", *_lines(samples, width)]
+        tables.append(["queue  " + "; ".join(f"{q['place']} {q['user']} {q['program']}" for q in state["queue"])])
+    tables += [_links(links), _lines(samples)]
     errors = [error for error in state["errors"] if session < 0 or error["session"] in (session, -1)]
     if errors:
-        text += ["", "errors"] + [f"  {_error(error)}" for error in errors[-MAX_ERRORS:]]
-    for one in sessions:
-        if one["schedule"] is not None:
-            text += ["", *_pipeline(one, width)]
+        tables.append(["errors"] + [row for error in errors[-MAX_ERRORS:] for row in _error(error, width)])
+    tables += [_pipeline(one, width) for one in sessions if one["schedule"] is not None]
+    if height:
+        tables = fit(tables, height - 1 - len(tables))
+    text = [title, *(row for table in tables for row in ("", *table))]
     return [plain(line)[:width] for line in text]
 
 
-def _workers(workers: Sequence[Row], width: int) -> list[str]:
+def fit(tables: Sequence[list[str]], height: int) -> list[list[str]]:
+    """The tables in so many rows, if each has at least two: all get the same number of rows, or all of its own."""
+    sizes = [0] * len(tables)
+    left = max(height, 2 * len(tables))
+    while left > 0 and (open_ := [n for n, table in enumerate(tables) if sizes[n] < len(table)]):
+        for n in open_[:left]:
+            sizes[n] += 1
+        left -= len(open_)
+    return [
+        table if size == len(table) else [*table[: size - 1], f"and {counted(len(table) - size + 1, 'row')} more"]
+        for table, size in zip(tables, sizes, strict=True)
+    ]
+
+
+def _workers(workers: Sequence[Row], hosts: bool) -> list[str]:
+    """hosts: they are on several, so that each row names its own."""
     if not workers:
         return ["no workers"]
-    head = f"{'worker':8}{'host':12}{'state':11}{'busy':>5}{'ops/s':>8}{'tensors':>9}{'taken':>9}{'limit':>9}  now"
-    return [head, *(_worker(worker) for worker in workers)]
+    host = f"{'host':8}" if hosts else ""
+    head = f"{'worker':8}{host}{'state':11}{'busy':>5}{'ops/s':>8}{'tensors':>9}{'taken':>9}{'limit':>9}  now"
+    return [head, *(_worker(worker, hosts) for worker in workers)]
 
 
-def _worker(w: Row) -> str:
+def _worker(w: Row, hosts: bool) -> str:
     taken = w["memory"].get("process", w["memory"].get("peak"))
-    now = f"{w['current']['op']} {_place(w['current'])}" if w["current"] else w["reason"]
+    now = f"{_op(w['current']['op'])} {_place(w['current'])}" if w["current"] else w["reason"]
+    host = f"{w['host'][:7]:8}" if hosts else ""
     return (
-        f"{w['name'][:7]:8}{w['host'][:11]:12}{w['state']:11}{_share(w['busy_share']):>5}{_rate(w['ops_per_second']):>8}"
-        f"{size(w['live_bytes']):>9}{UNKNOWN if taken is None else size(taken):>9}"
-        f"{size(w['limit']) if w['limit'] else 'none':>9}  {now}"
+        f"{w['name'][:7]:8}{host}{w['state']:11}{_share(w['busy_share']):>5}{_rate(w['ops_per_second']):>8}"
+        f"{_size(w['live_bytes']):>9}{UNKNOWN if taken is None else _size(taken):>9}"
+        f"{_size(w['limit']) if w['limit'] else 'none':>9}  {now}"
     )
 
 
@@ -74,13 +100,14 @@ def _sessions(sessions: Sequence[Row], width: int) -> list[str]:
             f"{_rate(s['steps_per_second']):>9}  {s['waits'] or UNKNOWN:10} {values or UNKNOWN}"
         )
         if s["memory"] is not None:
-            rows.append("        holds " + ", ".join(f"{use} {size(nbytes)}" for use, nbytes in s["memory"].items()))
+            held = "holds " + ", ".join(f"{use} {_size(nbytes)}" for use, nbytes in s["memory"].items())
+            rows += textwrap.wrap(held, width, initial_indent=" " * 8, subsequent_indent=" " * 14)
         if s["current"]:
-            rows.append(f"        at {s['current']['op']} {_place(s['current'])} {s['current']['group']}")
+            rows.append(f"        at {_op(s['current']['op'])} {_place(s['current'])} {s['current']['group']}")
     return rows
 
 
-def _links(links: Sequence[Row], width: int) -> list[str]:
+def _links(links: Sequence[Row]) -> list[str]:
     if not links:
         return ["links: no worker has sent tensors to another"]
     most = sorted(links, key=lambda link: -(link["bytes_per_second"] or 0.0) or -link["bytes"])
@@ -88,15 +115,15 @@ def _links(links: Sequence[Row], width: int) -> list[str]:
     for link in most[:MAX_LINKS]:
         rate = link["bytes_per_second"]
         name = f"{link['source']} -> {link['target']}"
-        rows.append(f"{name[:17]:18}{size(link['bytes']):>10}{UNKNOWN if rate is None else size(int(rate)):>12}")
+        rows.append(f"{name[:17]:18}{_size(link['bytes']):>10}{UNKNOWN if rate is None else _size(int(rate)):>12}")
     return rows + ([f"and {len(links) - MAX_LINKS} links more"] if len(links) > MAX_LINKS else [])
 
 
-def _lines(samples: Sequence[Row], width: int) -> list[str]:
+def _lines(samples: Sequence[Row]) -> list[str]:
     if not samples:
         return ["lines: no worker was seen at an op yet"]
     rows = [f"{'share':>6}  line that workers were seen at"]
-    return rows + [f"{_share(line['share']):>6}  {_place(line)}  {line['op']}" for line in samples[:MAX_LINES]]
+    return rows + [f"{_share(line['share']):>6}  {_place(line)}  {_op(line['op'])}" for line in samples[:MAX_LINES]]
 
 
 def _pipeline(session: Row, width: int) -> list[str]:
@@ -127,9 +154,21 @@ def _bar(stamps: Sequence[Sequence], begin: float, end: float, columns: int) -> 
     return "".join(bar)
 
 
-def _error(error: Row) -> str:
+def _error(error: Row, width: int) -> list[str]:
     session = f" session {error['session']}" if error["session"] >= 0 else ""
-    return f"{error['at']:.0f} s{session} {error['peer']}: {error['text']}"
+    text = f"{error['at']:.0f} s{session} {error['peer']}: {error['text']}"
+    return textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ", max_lines=ERROR_ROWS, placeholder=" ...")
+
+
+def _op(name: str) -> str:
+    """An op without its namespace and overload: mm for aten.mm.default."""
+    return name.split(".")[1] if name.count(".") == 2 else name
+
+
+def _size(nbytes: float) -> str:
+    """A size of at most 8 characters, as on the dashboard's page."""
+    unit, by = next(((u, b) for u, b in reversed(UNITS.items()) if nbytes >= b and u), ("B", 1))
+    return f"{nbytes / by:.{int(by > 1 and nbytes < 10 * by)}f} {unit}"
 
 
 def _place(row: Row) -> str:

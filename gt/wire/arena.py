@@ -7,7 +7,7 @@ opens it through /proc/PID/fd/FD, two numbers that the client states, and believ
 - Path: only numbers enter it. The descriptor is first opened with O_PATH, which has no effect on a file of any kind.
 - Kind: it must be memory of this name, of the worker's own user, with no rights for others.
 - Proof: it must begin with the proof that the dispatcher derives from the client's nonce and session. So a client on another
-  host, in another pid namespace or of another user keeps using the socket, and a proof opens no arena for another session.
+  host, in another pid namespace or of another user keeps using the socket. A proof opens no arena for another session.
 - Size: seals forbid any change of size. Pages are the usual ones, allocated before by a call that may fail. So no access ends
   in SIGBUS.
 """
@@ -154,11 +154,12 @@ class PeerFile:
 
     def __init__(self, owner: OfferArena, offer: OfferFile) -> None:
         self.nbytes, self.writes, self.fd = offer.nbytes, offer.write, -1
+        self._uncached: int | None = None
         with _process(owner) as process:
             os.close(_open_proved(owner, process))
-            found = os.open(f"fd/{offer.fd:d}", os.O_PATH | os.O_CLOEXEC, dir_fd=process)
+            descriptor = os.open(f"fd/{offer.fd:d}", os.O_PATH | os.O_CLOEXEC, dir_fd=process)
         try:
-            about = os.fstat(found)
+            about = os.fstat(descriptor)
             if not stat.S_ISREG(about.st_mode) or about.st_size != offer.nbytes:
                 raise OSError(
                     f"descriptor {offer.fd} is no file of {offer.nbytes} bytes: mode {about.st_mode:o}, {about.st_size} bytes"
@@ -166,15 +167,26 @@ class PeerFile:
             if offer.write and about.st_uid != os.geteuid():
                 raise OSError(f"the file belongs to user {about.st_uid}, want {os.geteuid()} to write it")
             how = os.O_WRONLY if offer.write else os.O_RDONLY
-            self.fd = os.open(f"/proc/self/fd/{found}", how | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+            self.fd = os.open(f"/proc/self/fd/{descriptor}", how | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
         finally:
-            os.close(found)
+            os.close(descriptor)
+
+    @property
+    def uncached(self) -> int:
+        """A descriptor that writes past the page cache, -1 where the file system has none. For one thread."""
+        if self._uncached is None:
+            try:
+                self._uncached = os.open(f"/proc/self/fd/{self.fd}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+            except OSError:
+                self._uncached = -1
+        return self._uncached
 
     def close(self) -> None:
         """Read and write no more."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        for fd in (self.fd, self._uncached):
+            if fd is not None and fd >= 0:
+                os.close(fd)
+        self.fd = self._uncached = -1
 
     def __del__(self) -> None:
         self.close()
@@ -194,17 +206,17 @@ def _process(offer: OfferArena) -> Iterator[int]:
 
 def _open_proved(offer: OfferArena, process: int) -> int:
     """A descriptor of the arena that is offered, once it is proved to be this process's and the client's."""
-    found = os.open(f"fd/{offer.fd:d}", os.O_PATH | os.O_CLOEXEC, dir_fd=process)
+    descriptor = os.open(f"fd/{offer.fd:d}", os.O_PATH | os.O_CLOEXEC, dir_fd=process)
     try:
-        own = f"/proc/self/fd/{found}"
-        about = os.fstat(found)
+        own = f"/proc/self/fd/{descriptor}"
+        about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode) or not os.readlink(own).startswith(f"/memfd:{NAME} "):
             raise OSError(f"descriptor {offer.fd} of process {offer.pid} is no arena")
         if about.st_uid != os.geteuid() or about.st_mode & 0o177:
             raise OSError(f"arena of user {about.st_uid}, mode {about.st_mode & 0o777:o}: want own user's, mode 600")
         fd = os.open(own, os.O_RDWR | os.O_CLOEXEC)
     finally:
-        os.close(found)
+        os.close(descriptor)
     try:
         if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
             raise OSError("the arena has huge pages, of which the system may have none left at an access")

@@ -174,11 +174,11 @@ class Connections:
                 break
             total -= sent.get(connection, 0)
             out[connection] = f"connections that have said nothing sent more than {ALL_EARLY} bytes"
-        held = sum(connection.parted for connection in self._open.values())
+        parted = sum(connection.parted for connection in self._open.values())
         for connection in sorted(self._open.values(), key=lambda connection: -connection.parted):
-            if held <= ALL_PARTED:
+            if parted <= ALL_PARTED:
                 break
-            held -= connection.parted
+            parted -= connection.parted
             out[connection] = f"messages that have not ended have more than {ALL_PARTED} bytes"
         for ticket in [ticket for ticket, (_, given) in self._tickets.items() if now - given > 2 * SPEAK]:
             del self._tickets[ticket]
@@ -189,10 +189,10 @@ class Connections:
         out = {}
         self.growing = False
         for connection, nbytes in read.items():
-            held = nbytes - connection.taken - self._beats * (now - connection.since)
-            self.growing |= held > CHUNK
-            if connection.peer and held > UNFINISHED:
-                out[connection] = f"it sent {held:.0f} bytes of a message that has no end"
+            unfinished = nbytes - connection.taken - self._beats * (now - connection.since)
+            self.growing |= unfinished > CHUNK
+            if connection.peer and unfinished > UNFINISHED:
+                out[connection] = f"it sent {unfinished:.0f} bytes of a message that has no end"
         return out
 
 

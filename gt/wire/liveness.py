@@ -132,9 +132,9 @@ class Vigil:
 
     def poll(self) -> str:
         """The finding, once that is certain, or ""."""
-        found = sight(self._pid, self._where)
-        self._found = self._found + 1 if found.stopped else 0
-        return describe(self._pid, found.state) if self._found >= self._wanted else ""
+        sighting = sight(self._pid, self._where)
+        self._found = self._found + 1 if sighting.stopped else 0
+        return describe(self._pid, sighting.state) if self._found >= self._wanted else ""
 
 
 def describe(pid: int, state: str) -> str:

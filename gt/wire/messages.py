@@ -39,8 +39,8 @@ class Hello(Message):
     "pid", "host", "backend", "device", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home": see gt.wire.liveness, "proof":
     see gt.wire.access.proof, "ops": lines of the schemas of its libraries' ops, see ir.schema, "rank": its index, -1 lets the
     dispatcher choose, "gpu": its number on the host, -1 for none, "port": where it accepts workers of other hosts, 0 nowhere,
-    "links": [address, prefix, device, Mbit/s or 0, True if a default route leads out there] of its host}. Of a client, for
-    observers; {"user", "program", "host", "pid"}.
+    "links": [address, prefix, device, Mbit/s or 0, True if a default route leads out there] of its host, "rates": of
+    its GPU's link and of host memory, bytes/s}. Of a client, for observers; {"user", "program", "host", "pid"}.
     """
 
     version: int
@@ -72,6 +72,7 @@ class Ops(Message):
 
 
 THROUGH = -1  # Fetch.tensor: no tensor; waits for all devices
+UNREADABLE = -2  # UploadChunk.total, Data.total: no more of the upload is sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,7 @@ class Interrupt(Message):
 class UploadChunk(Message):
     """Client -> dispatcher, answers UploadRequest and WindowUpdate: the next frame of a host copy's region.
 
-    Its bytes begin at `offset` of `total`.
+    Its bytes begin at `offset` of `total`. total: UNREADABLE for a region of a file that cannot be read.
     """
 
     key: int

@@ -139,10 +139,10 @@ class Router:
 
     def cut_off(self) -> list[Gone]:
         """Peers whose host has acknowledged nothing for a heartbeat."""
-        found = [(peer, how) for peer, cable in self._cables.items() if (how := cable.poll())]
-        for peer, _ in found:
+        silent = [(peer, how) for peer, cable in self._cables.items() if (how := cable.poll())]
+        for peer, _ in silent:
             self.disconnect(peer)
-        return [Gone(peer, f"its connection ended: {how}") for peer, how in found]
+        return [Gone(peer, f"its connection ended: {how}") for peer, how in silent]
 
     def descriptors(self, peers: Iterable[bytes]) -> set[int]:
         """Descriptors of these peers' connections."""

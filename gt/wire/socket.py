@@ -153,9 +153,9 @@ def descriptor_of(sock: zmq.Socket) -> int:
 
 def monitored(monitor: zmq.Socket) -> list[tuple[int, int]]:
     """(event, value) of all new events of a socket's monitor."""
-    found = []
+    events = []
     while events_of(monitor) & zmq.POLLIN:
         data = monitor.recv(zmq.NOBLOCK)
         monitor.recv()  # the address, which is the listener's
-        found.append(struct.unpack("=Hi", data))
-    return found
+        events.append(struct.unpack("=Hi", data))
+    return events

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from gt.worker.arenas import WorkerArenas
 from gt.worker.downloads import Downloads
 from gt.worker.engine.base import Engine, Moves
 from gt.worker.instructions.step import Step, StepTable
+from gt.worker.offload.host_ops import OpsInHostMemory
 from gt.worker.offload.tensors import OffloadedTensors
 from gt.worker.plane.base import Plane, SlotCursors
 from gt.worker.process.memory_budget import Budget
@@ -72,6 +74,10 @@ class ExecutionContext:
     epoch: int = 0  # of the Run under way, see uploads.UploadBuffers
     base: int = 0  # of the Run under way: ops are numbered from it
     collectives: Counter[str] = field(default_factory=Counter)
+
+    @cached_property
+    def host_ops(self) -> OpsInHostMemory:
+        return OpsInHostMemory(self.tensors, self.engine.lane())
 
     def counters(self) -> Counters:
         return Counters(self.collectives.copy(), self.plane.counters(), self.plane.cursors())

@@ -69,6 +69,7 @@ class Executor:
         # session -> the seq from which on nothing is begun, or PAUSED; the thread that receives messages enters them
         self.interrupted: dict[int, int] = {}
         self._reached: dict[int, int] = {}  # session -> the last seq of its newest stream that has ended
+        self.pauses: Counter[int] = Counter()  # session -> interrupts so far, as the receiving thread counts
         self._resumed = Condition()
 
     @property
@@ -195,7 +196,9 @@ class Executor:
         By the thread that receives. The executing thread names its place first, then looks here: either this sees the
         instruction, or that thread waits before it.
         """
-        self.interrupted[session] = PAUSED
+        with self._resumed:
+            self.pauses[session] += 1
+            self.interrupted[session] = PAUSED
         begun = -1
         if self.session == session:
             with contextlib.suppress(IndexError):  # another stream begins, whose first instruction will wait
@@ -208,9 +211,14 @@ class Executor:
             self.interrupted[session] = since
             self._resumed.notify_all()
 
-    def resume(self, session: int) -> None:
-        """Carry out what follows of a session. By the thread that runs."""
-        self.interrupted.pop(session, None)
+    def resume(self, session: int, pauses: int) -> None:
+        """Carry out what follows of a session, unless another interrupt has begun since. By the thread that runs.
+
+        pauses: interrupts of the session that had begun when the end of one was received.
+        """
+        with self._resumed:
+            if self.pauses[session] == pauses:
+                self.interrupted.pop(session, None)
 
     def end_pauses(self) -> None:
         """The link has ended: nobody will say where to go on."""
@@ -257,6 +265,7 @@ class Executor:
                 del self.tensors[i]
             self.tensors.drop_range(ids[0], ids[1])
             self._reached.pop(ids[0] >> BASE_BITS, None)
+            self.pauses.pop(ids[0] >> BASE_BITS, None)
         elif code[at] == FORGET:
             self._close_programs([program for program in map(self._compiled.get, ids) if program is not None])
             self._table.forget(ids)

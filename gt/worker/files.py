@@ -6,7 +6,10 @@ are positioned (pread, pwrite): a file that shrinks or a full disk is an error o
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
+import mmap
 import os
 import queue
 import threading
@@ -29,8 +32,13 @@ log = logging.getLogger("gt.worker")
 
 MAX_IO_BYTES = 8 << 20  # of one read or write
 SHORT_RUN_BYTES = 4096  # runs of fewer bytes are read together with what is between them
+# Copies are written past the page cache, which takes a fifth of the CPU time: the steps beside a save need it
+UNCACHED_BYTES = 256 << 10  # of a piece, at least: for a smaller one the disk's answer takes longer than the write
+ALIGNED = mmap.PAGESIZE  # a multiple of every disk's blocks
 
 HOST_SHARE = 0.1  # of the host's memory, at most in copies that a worker has still to write, or keeps for the next save
+# Added to the writing thread's: steps matter more. Not the most: a thread that waits for a core may hold the interpreter's lock
+WRITER_NICENESS = 5
 SPARE_SECONDS = 600.0  # memory of copies is kept so long for the next save, which then takes no page faults
 
 
@@ -80,6 +88,25 @@ class FileBlock:
             _write(self.file.fd, data[at : at + nbytes], offset)
             at += nbytes
 
+    def write_uncached(self, data: np.ndarray) -> None:
+        """As `write`, past the page cache where the memory is aligned as the file. OSError if the disk does not take them."""
+        start, view = self.offset_of_one_run(), data.data
+        if start is None or (data.ctypes.data - start) % ALIGNED or self.file.uncached < 0:
+            self.write(view)
+            return
+        head = min(-start % ALIGNED, len(view))
+        middle = head + (len(view) - head) // ALIGNED * ALIGNED
+        _write(self.file.fd, view[:head], start)
+        written = head + _write_blocks(self.file.uncached, view[head:middle], start + head)
+        _write(self.file.fd, view[written:], start + written)
+
+    def offset_of_one_run(self) -> int | None:
+        """Offset of the piece in the file, None if it is in several runs or too small to be written past the page cache."""
+        if self.nbytes < UNCACHED_BYTES:
+            return None
+        start, nbytes = next(self.runs())
+        return start if nbytes == self.nbytes else None
+
     def read(self) -> np.ndarray:
         """The piece's bytes. OSError if the file does not have them."""
         first = next(self.runs(), (0, 0))
@@ -115,6 +142,19 @@ def _write(fd: int, data: memoryview, offset: int) -> None:
     at = 0
     while at < len(data):
         at += os.pwrite(fd, data[at : at + MAX_IO_BYTES], offset + at)
+
+
+def _write_blocks(fd: int, data: memoryview, offset: int) -> int:
+    """Write whole blocks past the page cache; their bytes, fewer than wanted if the file system asks for another alignment."""
+    at = 0
+    while at < len(data) and not at % ALIGNED:
+        try:
+            at += os.pwrite(fd, data[at : at + MAX_IO_BYTES], offset + at)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            break
+    return at
 
 
 def _read(fd: int, data: memoryview, offset: int) -> None:
@@ -182,7 +222,7 @@ class WorkerFiles:
             if block.later and self._has_room(nbytes):
                 self._begin_writer()
                 self._copied += nbytes
-                self._queue.put((block, data if packed is not source else self._copy(data), seq))
+                self._queue.put((block, data if packed is not source else self._copy(data, block), seq))
                 return
             block.write(data.data)
             self.bytes_written += nbytes
@@ -194,13 +234,16 @@ class WorkerFiles:
             return self.budget.fits(nbytes)
         return self._copied - self._copies_written + nbytes < HOST_SHARE * available()
 
-    def _copy(self, data: np.ndarray) -> np.ndarray:
-        """A copy, in the memory of an earlier one if there is one of this size."""
-        spares = self._spare.get(data.nbytes)
+    def _copy(self, data: np.ndarray, block: FileBlock) -> np.ndarray:
+        """A copy, aligned as its place in the file, in the memory of an earlier one if there is one of this size."""
+        spares, start = self._spare.get(data.nbytes), block.offset_of_one_run()
+        room = data.nbytes + (ALIGNED if data.nbytes >= UNCACHED_BYTES else 0)
         try:
-            copied = spares.pop() if spares else np.empty_like(data)
+            memory = spares.pop() if spares else np.empty(room, np.uint8)
         except IndexError:  # the writer has just given up all
-            copied = np.empty_like(data)
+            memory = np.empty(room, np.uint8)
+        first = 0 if start is None else (start - memory.ctypes.data) % ALIGNED
+        copied = memory[first : first + data.nbytes]
         np.copyto(copied, data)
         return copied
 
@@ -208,7 +251,7 @@ class WorkerFiles:
         """Keep a written copy's memory for the next save, in bounds; it is given up where an op needs it."""
         kept = sum(nbytes * len(spares) for nbytes, spares in list(self._spare.items())) + data.nbytes
         if kept < HOST_SHARE * available() and self.budget.spares(kept):
-            self._spare.setdefault(data.nbytes, []).append(data)
+            self._spare.setdefault(data.nbytes, []).append(data.base)
 
     def _next_to_write(self) -> tuple[FileBlock, np.ndarray, int] | None:
         try:
@@ -224,16 +267,18 @@ class WorkerFiles:
 
     def _write_queued(self) -> None:
         """Write copies in their order, beside the executing thread."""
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + WRITER_NICENESS)
         while (item := self._next_to_write()) is not None:
             block, data, seq = item
             del item
             self._copies_written += block.nbytes
             try:
-                block.write(data.data)
+                block.write_uncached(data)
             except OSError as error:
                 self.send(OpError(seq, "op", str(error)))
                 continue
-            if data.flags.owndata:  # else it is memory of the engine
+            if isinstance(data.base, np.ndarray):  # else it is memory of the engine
                 self._keep(data)
             del data  # before the next one is awaited
             self.bytes_written += block.nbytes

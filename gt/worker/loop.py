@@ -194,7 +194,8 @@ class Loop:
             return
         if isinstance(message, World):
             self._introduce(message)
-        self._inbox.put((message, self.executor.uploads.epoch))
+        count = self.executor.pauses[message.session] if isinstance(message, Skip) else self.executor.uploads.epoch
+        self._inbox.put((message, count))
 
     def _receive_data(self, message: Data, frames: tuple) -> None:
         self.executor.uploads.receive(message, frames[0] if frames else None)
@@ -282,7 +283,7 @@ class Loop:
                 self._switch(message)
                 continue
             if isinstance(message, Skip):
-                self.executor.resume(message.session)
+                self.executor.resume(message.session, epoch)
                 continue
             if isinstance(message, CloseArenas):
                 self.executor.arenas.close(message)
@@ -423,7 +424,7 @@ def run(
         elif limit:
             engine.bound(limit)
         loop = Loop(engine, plane, joined, renew, budget)
-        _join(loop, options, {"device": engine.kind, "ops": ops, **info})
+        _join(loop, options, {"device": engine.kind, "ops": ops, "rates": engine.host_rates(), **info})
         return loop.serve()
     except Terminated:
         return ""

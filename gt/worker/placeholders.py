@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gt.ir.instr import KINDS, Define
+from gt.ir.instr import KINDS, OPS, Define
 from gt.ir.spec import Spec, contiguous
 from gt.worker.context import ExecutionContext
 
@@ -34,7 +34,7 @@ class Placeholder:
 def placeholders(define: Define) -> list[Placeholder]:
     """Placeholders of a definition's outputs."""
     payload, operands = define.payload, KINDS[define.kind][0]
-    if define.kind == "op":
+    if define.kind in OPS:
         first = payload["tensors"] + payload["values"]
         outs = [out for out in payload["outs"] if out[0] in ("new", "view")]
         return [Placeholder(first + n, Spec.from_wire(out[1]) if out[1] else None) for n, out in enumerate(outs)]

@@ -12,7 +12,7 @@ from threading import Condition
 import numpy as np
 
 from gt.errors import SystemFailure
-from gt.wire.messages import Data
+from gt.wire.messages import UNREADABLE, Data
 
 MAX_CANCELLED = 4096  # cancelled uploads that are kept, for instructions that still ask for them
 
@@ -42,6 +42,9 @@ class UploadBuffers:
 
     def receive(self, message: Data, frame: memoryview | bytes | None) -> None:
         """Store one frame of an upload; a total below 0 cancels the upload."""
+        if message.total == UNREADABLE:
+            self._fail(message.key, OSError("the client cannot read its file: it was cut after it was opened"))
+            return
         if message.total < 0:
             self._fail(message.key, Cancelled("the upload was cancelled: its client is gone"))
             return

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gt
 from gt import env
 from gt.launch.supervisor import AGAIN
 from tests.attacks.beside import ROOT, Holder
@@ -22,7 +23,21 @@ from tests.attacks.ground import Ground, alive, born, children
 
 SIGNALS = ("KILL", "STOP", "TERM", "SEGV")
 TARGETS = ("client", "dispatcher", "worker", "all workers")
-MOMENTS = ("starting", "idle", "eager", "fetch", "upload", "capture", "replay", "schedule", "all-reduce")
+MOMENTS = (
+    "starting",
+    "idle",
+    "eager",
+    "fetch",
+    "upload",
+    "capture",
+    "replay",
+    "schedule",
+    "all-reduce",
+    "saving",
+    "loading",
+    "offload",
+    "zero replay",
+)
 LIMIT = 60.0  # seconds until a cell is a hang
 ARRIVAL = 300.0  # seconds in which a client comes to the moment: a loaded machine uploads 1 GB twice
 CAUSES = ("worker w", "server at", "is stopped", "dispatcher", "is alive and", "signal SIG", "died", "exit code")
@@ -114,7 +129,7 @@ class Victims:
     def stop(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
-        self.process.wait(20)
+        self.process.wait(LIMIT)  # a loaded machine takes its time to end a process with torch
         self.process.stdout.close()
 
 
@@ -335,11 +350,25 @@ class Matrix:
         return []
 
     def _left(self, cell: Cell, before: set[str]) -> None:
+        if cell.moment in ("saving", "loading"):
+            cell.left += self._checkpoint()
         for sign in self.ground.look() if self.ground.local and cell.target == "client" else []:
             cell.left.append(f"{sign.kind}: {sign.text[:80]}")
         if cell.target == "dispatcher" and self.ground.local:
             self.ground.stop()  # so that what is left afterwards is of the one that was harmed
         cell.left += sorted(footprint(self.runtime) - before) if not self.ground.local else []
+
+    def _checkpoint(self) -> list[str]:
+        """Faults of the checkpoint that clients save to. It is whole whatever ended them, and the next save cleans up."""
+        where = self.folder / "checkpoint"
+        try:
+            whole = where.exists() and all(file.stat().st_size for file in where.iterdir())
+            read = gt.load(where, device="cpu")["model"] if whole else {}
+            bad = [] if whole and bool((read["small"] == 1).all()) else [f"{where} is not whole"]
+        except gt.CheckpointError as error:
+            bad = [str(error)]
+        beside = [path.name for path in self.folder.iterdir() if path.name.startswith(".checkpoint.")]
+        return bad + ([f"{len(beside)} folders of saves: {beside}"] if len(beside) > 1 else [])
 
     def stop(self) -> None:
         self.victims.stop()

@@ -19,9 +19,63 @@ from tests.attacks.honest import CONFIGS
 
 ON = 20.0  # seconds in which new work has to succeed
 CONFIG = {"all-reduce": "eager", "schedule": "pipelined"}
+SHARDED = "gt: {{data_parallel: [0, 1], zero: {zero}, bucket: 4KiB{offload}}}\n"
 
 
-def moments(moment: str, size: int) -> Iterator[Callable[[], Any]]:
+def config_of(moment: str, folder: Path) -> str:
+    """The config of a moment's client."""
+    if moment in ("offload", "zero replay"):
+        offload = f", offload: {{optimizer: nvme, params: nvme, path: {folder}}}" if moment == "offload" else ""
+        return SHARDED.format(zero=3 if moment == "offload" else 2, offload=offload)
+    return CONFIGS[CONFIG.get(moment, "captured")]
+
+
+def sharded(compiled: bool) -> Iterator[Callable[[], Any]]:
+    """Steps of ZeRO: with state on disk, or replays with buckets of gradients."""
+    import torch
+
+    import gt
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))).to("remote")
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = torch.ones(8, 64).to("remote")
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(data) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    run = gt.compile(step) if compiled else step
+    for _ in range(4 if compiled else 1):
+        run().item()
+    while True:
+        yield lambda: run().item()
+
+
+def checkpoints(moment: str, folder: Path, size: int) -> Iterator[Callable[[], Any]]:
+    """Saves beside steps, each of a checkpoint that has to be whole; or loads of one."""
+    import torch
+
+    import gt
+
+    where = folder / "checkpoint"
+    state = {"model": {"weight": torch.ones(size // 16, device="remote"), "small": torch.ones(3, device="remote")}}
+
+    def save() -> None:
+        gt.save(state, where)
+        (state["model"]["small"] + 1).sum().item()
+
+    def load() -> None:
+        gt.load(where)["model"]["weight"].sum().item()
+
+    save()
+    while True:
+        yield save if moment == "saving" else load
+
+
+def moments(moment: str, size: int, folder: Path) -> Iterator[Callable[[], Any]]:
     """Pieces of work; during each of them the signal may come."""
     import torch
 
@@ -47,6 +101,10 @@ def moments(moment: str, size: int) -> Iterator[Callable[[], Any]]:
     if moment in ("starting", "idle", "eager"):
         while True:
             yield small
+    if moment in ("offload", "zero replay"):
+        yield from sharded(moment == "zero replay")
+    if moment in ("saving", "loading"):
+        yield from checkpoints(moment, folder, size)
     if moment == "fetch":
         large = torch.ones(size // 16, device="remote")
         while True:
@@ -95,7 +153,7 @@ def serve(order: dict[str, Any]) -> None:
     try:
         say(mark=0)
         _connect(order["address"], order["token"], moment, Path(order["folder"]))
-        for number, work in enumerate(moments(moment, order["size"]), 1):
+        for number, work in enumerate(moments(moment, order["size"], Path(order["folder"])), 1):
             say(mark=number)
             if moment in ("idle", "starting") and number == 2:
                 orders.readline()  # idle until told
@@ -123,7 +181,7 @@ def _connect(address: str, token: str, moment: str, folder: Path) -> None:
         gt.cpu_workers(2, config="")
         return
     config = folder / f"{moment}.yaml"
-    config.write_text(CONFIGS[CONFIG.get(moment, "captured")])
+    config.write_text(config_of(moment, folder))
     gt.connect(address, config=str(config), token=token)
 
 

@@ -95,9 +95,26 @@ def test_a_script_that_is_left_out_is_asked_for_and_its_arguments_are_not(comman
 
 def test_plan_makes_the_device_for_a_script_and_passes_its_arguments_on(script: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text("import sys, torch, gt\nprint(sys.argv[1:], (torch.ones(4, device='remote') * 2).sum().item())\n")
+    program.write_text(
+        "import sys, torch, gt\nprint(sys.argv[1:], (torch.ones(4, device='remote') * 2).sum().item())\nsys.exit(1)\n"
+    )
     done = ran(script, "plan", str(program), "--steps", "3")
-    assert "['--steps', '3'] 0.0" in done.stderr and "1 values were read as 0" in done.stdout
+    ended, whole = done.stderr.splitlines()[-2:]
+    assert ended.endswith("program.py ended with exit code 1: a check of values, which are 0 here, may be the reason")
+    assert whole == "gt plan: the plan is complete"
+    assert "['--steps', '3'] 0.0" in done.stderr and "1 read of values gave 0" in done.stdout
+
+
+def test_trace_returns_the_scripts_exit_code(script: str, tmp_path: Path) -> None:
+    program, out = tmp_path / "program.py", tmp_path / "out.json"
+    program.write_text("import sys, gt\ngt.cpu_workers(1)\nprint(gt.ones(4).sum().item())\nsys.exit(3)\n")
+    done = ran(script, "trace", "-o", str(out), str(program), code=3)
+    assert done.stderr.splitlines()[-1] == f"gt trace: {program} ended with exit code 3" and out.exists()
+
+
+@pytest.mark.parametrize("command", ["plan", "trace"])
+def test_a_script_that_is_not_there_is_named(command: str, script: str) -> None:
+    assert ran(script, command, "nosuch.py", code=1).stderr.startswith(f"gt {command}: there is no file nosuch.py in ")
 
 
 def waiting(*options: str, **changes: str) -> str:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gt.cli import hosts
+from gt.errors import SystemFailure
+from gt.launch import job_agents
 from tests.helpers import ROOT
 from tests.helpers.limits import limit
-from tests.launch.test_job import SSH, environment, script
+from tests.launch.test_job import SSH, TOKEN, end, environment, free_port, python, script
 
 GID = "0000:0000:0000:0000:0000:ffff:c0a8:6401"
 VERSIONS = {"gt": "0.1.0", "torch": "2.13.0", "nccl": "2.30.7"}
@@ -164,3 +167,32 @@ def test_all_of_it_over_ssh(tmp_path: Path) -> None:
     code, lines = doctor("h0:1,gone")
     assert code == 1 and "fails    ssh            gone does not answer: ssh: connect to host gone: No route to host" in lines[0]
     assert lines[-1].startswith("note     all-reduce     not tried")
+
+
+def test_all_of_it_by_the_processes_of_a_job() -> None:
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    doctor = ["-m", "gt", "doctor", "--hosts", "env", "--most", "16KiB"]
+    started = [python(*doctor, RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in (1, 0)]
+    (code, said, errors), (other, nothing, _) = reversed(end(*started))
+    lines = said.splitlines()
+    assert code == other == 0, errors
+    assert lines[0].split()[:2] == ["ok", "job"] and "ranks 0 to 1 are here" in lines[0], lines
+    assert sum(line.startswith("ok       all-reduce") for line in lines) == 3 and not nothing, lines
+
+
+def test_a_rank_that_is_missing_is_named() -> None:
+    mark, name, text = hosts.meeting_row("srun", [0, 2], 4)
+    assert (mark, name) == ("fails", "job") and "srun: 1, 3 of ranks 0 to 3 are not here" in text
+
+
+def test_a_process_with_another_token_is_no_rank_and_is_told_so() -> None:
+    meeting = job_agents.Meeting("127.0.0.1", 0, TOKEN)
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(job_agents.answer, "127.0.0.1", lambda: meeting.port, 1, "another token")
+        with pytest.raises(SystemFailure, match="does not take this process for one of its job"):
+            pool.submit(meeting.members, 2, 2.0) and other.result(limit(30))
+        right = job_agents.Meeting("127.0.0.1", 0, TOKEN)
+        other = pool.submit(job_agents.answer, "127.0.0.1", lambda: right.port, 1, TOKEN)
+        with right.members(2)[1] as sock:
+            sock.sendall(b'{"do": "work"}\n')
+            assert other.result(limit(30)) is True

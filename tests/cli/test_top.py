@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -59,6 +60,30 @@ def state() -> dict[str, Any]:
     return view.update(moment(2.0, more=20))
 
 
+@pytest.mark.parametrize("height", [10, 22, 24, 27])
+def test_each_table_is_seen_in_a_few_rows(height: int) -> None:
+    shown = state()
+    shown["workers"] = [dict(shown["workers"][0], name=f"w{n}") for n in range(16)]
+    shown["links"] = [dict(shown["links"][0], source=f"w{n}") for n in range(16)]
+    whole, text = top_view.lines(shown), top_view.lines(shown, height=height)
+    assert len(text) == max(height, 22) < len(whole)
+    assert [row for row in text if row in heads(whole)] == heads(whole)
+    assert any(row.startswith("and ") and row.endswith(" rows more") for row in text)
+    assert top_view.lines(shown, height=len(whole)) == whole
+
+
+def heads(rows: list[str]) -> list[str]:
+    """The first row of each table."""
+    return [row for before, row in pairwise(rows) if not before]
+
+
+def test_rows_of_a_short_table_go_to_the_long_ones() -> None:
+    long, short = [str(n) for n in range(9)], ["a", "b"]
+    assert top_view.fit([long, short], 7) == [["0", "1", "2", "3", "and 5 rows more"], short]
+    assert top_view.fit([long, short], 11) == [long, short]
+    assert top_view.fit([long, long], 0) == [["0", "and 8 rows more"]] * 2
+
+
 def test_rates_are_differences_and_unknown_at_first() -> None:
     first = LiveView().update(moment(1.0))
     assert first["workers"][0]["ops_per_second"] is None and first["sessions"][0]["steps_per_second"] is None
@@ -82,10 +107,29 @@ def test_the_text_has_80_columns_and_all_that_is_known() -> None:
     assert bars[1].strip(".") == "F" * bars[1].count("F")
 
 
+def test_columns_stay_apart_and_hosts_are_named() -> None:
+    now = state()
+    first, second = now["workers"]
+    first["host"], first["limit"], first["live_bytes"], first["memory"]["process"] = "b", 1023 << 20, 1023 << 10, (1 << 40) - 1
+    head, row = top_view.lines(now)[2:4]
+    assert head.split() == ["worker", "host", "state", "busy", "ops/s", "tensors", "taken", "limit", "now"]
+    assert row.split()[:11] == ["w0", "b", "busy", "50%", "20", "1023", "KiB", "1024", "GiB", "1023", "MiB"]
+    second["host"] = "b"
+    assert "host" not in "\n".join(top_view.lines(now)[:3]) and top_view.lines(now)[0].startswith("shared server on b, up 2 s")
+    assert "mm a_file_with" in top_view.lines(now)[3]
+
+
+def test_a_long_error_is_on_several_rows() -> None:
+    now = state()
+    now["errors"][0]["text"] = "word " * 100
+    rows = [row for row in top_view.lines(now) if "word" in row]
+    assert len(rows) == top_view.ERROR_ROWS and max(map(len, rows)) <= 80 and rows[-1].endswith("...")
+
+
 def test_a_session_is_shown_alone_and_workers_are_sorted() -> None:
     assert [row[:2] for row in top_view.lines(state(), "memory") if row.startswith("w")][1:3] == ["w1", "w0"]
     text = "\n".join(top_view.lines(state(), session=3))
-    assert "w1      a-host" not in text and "w0      a-host" in text
+    assert "w1      idle" not in text and "w0      busy" in text
     assert "no sessions" in "\n".join(top_view.lines(state(), session=9))
 
 

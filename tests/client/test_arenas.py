@@ -115,6 +115,7 @@ def test_an_upload_waits_for_room_but_not_in_a_recorded_call(inline):  # noqa: F
     recorder.flush()
     recorder.tape = SimpleNamespace(
         source=lambda host: None,
+        upload=lambda host: None,
         uploads=lambda code: code,
         take_batch=lambda code, frames, freed: (code, freed),
         most_held=0,

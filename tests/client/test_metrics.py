@@ -14,7 +14,13 @@ from tests.helpers.serving import serving
 
 
 def test_odd_names_and_numbers_are_shown_to_observers() -> None:
-    values = {"\x1b[31m": 1, "\ud800": math.nan, "long" * 16: -(10**400), "\u202eloss": True, "loss": torch.tensor(0.5)}
+    values = {
+        "\x1b[31m": 1,
+        "\ud800": math.nan,
+        "long" * 16: -(10**400),
+        "\u202eloss": True,
+        "loss": torch.tensor(0.5, requires_grad=True),
+    }
     with serving(1) as server:
         gt.connect(server.address, name=False, config="")
         with RecordStream(server.address) as stream:

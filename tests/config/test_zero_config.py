@@ -19,7 +19,6 @@ REFUSED = [
     ("gt: {zero: 1}", "no group has several workers that split data"),
     (STAGED + "gt: {zero: 2}", "no group has several workers that split data"),
     (TENSOR + "gt: {zero: 3}", "no group has several workers that split data"),
-    ("gt: {data_parallel: [0], zero: 1}", "no group has several workers that split data"),
     ("gt: {data_parallel: tp}", "data_parallel is 'tp', want a list of worker numbers, null for all, or dp"),
     ("gt: {data_parallel: []}", "workers is an empty list"),
     ("gt: {data_parallel: [0, 0]}", "worker 0 is named twice"),
@@ -34,6 +33,7 @@ REFUSED = [
     ("gt: {activation_checkpoint: {modules: []}}", "modules is an empty list"),
     ("gt: {bucket: 12 parsecs}", "bucket is '12 parsecs', want bytes of gradients, as 25MiB"),
     ("gt: {bucket: 0MiB}", "bucket is '0MiB', want bytes of gradients"),
+    (f"gt: {{bucket: {'9' * 400}MiB}}", "bucket is '99999"),
     ("gt: {bucket: [1]}", "bucket is a list, want bytes of gradients"),
     ("gt: {activation_checkpoint: [a]}", "activation_checkpoint is a list, want a mapping"),
 ]
@@ -50,6 +50,8 @@ def test_a_setting_that_makes_no_sense_is_refused(text, said):
     "text",
     [
         "gt: {data_parallel: [0, 1], zero: 3}",
+        "gt: {data_parallel: [0], zero: 1}",
+        "gt: {data_parallel: null, zero: 2, offload: {optimizer: cpu}}",
         "s: {workers: [[0, 1], [2, 3]]}\ns_colpar: {workers: [[0, 1], [2, 3]]}\ngt: {zero: 2}",
         "s: {workers: [0, 1]}\ngt: {data_parallel: dp, zero: 1, schedule: 1f1b}",
         "s: {workers: [0, 1]}\ngt: {zero: 3, schedule: 1f1b}",
@@ -70,3 +72,11 @@ def test_a_bucket_is_a_number_of_bytes():
     assert load("gt: {bucket: 25MiB}").bucket == 25 << 20
     assert load("gt: {bucket: 1 B}").bucket == 1
     assert load("gt: {data_parallel: [0, 1]}").bucket == BUCKET_BYTES
+
+
+def test_where_an_offloaded_step_is_computed():
+    text = "gt: {data_parallel: null, offload: {optimizer: cpu, step: STEP}}"
+    assert [load(text.replace("STEP", step)).offload.step for step in ("auto", "host", "device")] == ["auto", "host", "device"]
+    assert load("gt: {data_parallel: null, offload: {optimizer: cpu}}").offload.step == "auto"
+    with pytest.raises(ConfigError, match="step is 'gpu', want auto, host or device"):
+        load(text.replace("STEP", "gpu"))

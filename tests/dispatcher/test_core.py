@@ -256,6 +256,29 @@ def test_a_lost_worker_takes_what_it_held_and_waits_end(plan):
     assert ask.failed(on("a", torch.add, a, a)) == ""
 
 
+def test_the_same_work_goes_to_another_worker_once_one_is_lost(plan):
+    def work():
+        return torch.mm(torch.ones(3, 3, device="remote"), torch.ones(3, 3, device="remote"))
+
+    before = work()
+    plan.text()
+    plan.handle(PeerLost(b"w0", "its process ended"))
+    ask = Asking(plan)
+    assert "worker w0 is lost" in ask.failed(before)
+    assert ask.failed(work()) == "" and ask.failed(torch.neg(work())) == ""
+
+
+def test_a_list_with_a_lost_tensor_is_lost_and_sent_to_nobody(plan):
+    x = torch.ones(3, device="remote")
+    lost, kept = on("a", torch.neg, x), on("b", torch.exp, x)
+    plan.text()
+    plan.handle(PeerLost(b"w0", "its process ended"))
+    plan.text()
+    torch._foreach_add_([kept], [lost])
+    assert "_foreach" not in plan.text()
+    assert "worker w0 is lost" in Asking(plan).failed(kept)
+
+
 def test_work_for_a_lost_worker_is_lost_even_if_its_successor_came_first(plan):
     x = torch.ones(3, device="remote")
     good, far = on("a", torch.abs, x), on("b", torch.exp, x)

@@ -95,6 +95,7 @@ class Script:
         actions: Sequence[tuple[int, str]] = (),
         plane: Any = None,
         channels: Sequence[list] = (),
+        once: bool = False,
     ) -> Bench:
         """An executor that knows the program; `replay` has it carry that out. actions: number of its first row, name."""
         bench = Bench(plane, engine)
@@ -108,7 +109,7 @@ class Script:
                 places.append([len(code), starts[n]])
             code += [FREE if place < 0 else 100 + place, n, *operands]
         program = {"code": code, "randoms": [], "actions": places, "backend": backend, "channels": list(channels)}
-        program["once"] = False
+        program["once"] = once
         bench.executor.define([*define, Define(99, "program", program).wire()])
         return bench
 

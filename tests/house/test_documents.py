@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,10 +20,12 @@ from tests.helpers import ROOT
 from tests.helpers.limits import limit
 
 DEMO = ROOT / "examples" / "tuning_demo"
-SHOWN = ("quickstart", "signal_groups", "debugging", "programs", "schedules", "plan", "models", "sharded", "hosts")
-WITH_PYTHON = ("README.md", *(f"docs/{page}.md" for page in SHOWN))
+GENERATED = ("ops", "protocol", "environment")
+PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")) if path.stem not in GENERATED))
 LIBRARIES = "docs/libraries.md"  # runs in a process of its own: its workers import a module of the page
-WITH_SHELL = (*WITH_PYTHON, "examples/tuning_demo/README.md")
+APART = {LIBRARIES, "docs/observe.md"}  # tests of their own run these: this file, and tests/observe/test_observe_page.py
+LONGER = ("CONTRIBUTING.md", *(f"examples/{example}/README.md" for example in ("gpt2", "strategies", "tuning_demo")))
+WITH_SHELL = tuple(page for page in PAGES if page not in {"docs/gpus.md", "docs/security.md"}) + LONGER[-1:]
 
 
 def environment(**env: str) -> dict[str, str]:
@@ -55,12 +58,15 @@ def blocks(document: str) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / document).read_text(), re.S | re.M)
 
 
+UNQUOTED = r""";(?=(?:[^"']*["'][^"']*["'])*[^"']*$)"""  # a semicolon
+
+
 def commands(document: str) -> Iterator[str]:
     """Shell commands, one a line or between semicolons, without comments."""
     for language, text in blocks(document):
         if language == "bash":
-            for line in text.splitlines():
-                yield from filter(None, (part.strip() for part in line.partition("  #")[0].split(";")))
+            for line in text.replace("\\\n", "").splitlines():
+                yield from filter(None, (part.strip() for part in re.split(UNQUOTED, line.partition("  #")[0])))
 
 
 def name_of(text: str) -> str:
@@ -83,8 +89,8 @@ def shared(server: Any, session: Callable, monkeypatch: pytest.MonkeyPatch, tmp_
     """A folder to run snippets in; workers they start are the shared server's."""
     import gt
 
-    def workers(n: int, config: str = "") -> None:
-        gt.connect(server.address, config=config, token=server.token)
+    def workers(n: int, config: str = "", name: bool = True) -> None:
+        gt.connect(server.address, config=config, token=server.token, name=name)
 
     for name in ("cpu_workers", "gpu_workers"):
         monkeypatch.setattr(gt, name, workers, raising=False)
@@ -101,33 +107,61 @@ def test_the_page_of_other_libraries_runs_and_prints_what_it_says(tmp_path: Path
     assert run(str(tmp_path / "train.py")).splitlines() == said
 
 
+WITH_PYTHON = [page for page in PAGES if page not in APART and any(language == "python" for language, _ in blocks(page))]
+IMPORTS_GT = re.compile(r"^(import .*\bgt\b|from gt\b)", re.M)
+
+
 @pytest.mark.parametrize("document", WITH_PYTHON)
 def test_a_documents_python_runs_and_prints_what_it_says(document: str, shared: Path) -> None:
-    """Blocks in order, each a program of its own; the YAML above one is its sharding.yaml; `# -> x` is a printed line."""
+    """Blocks in order. One that imports gt begins a program, others continue it; the YAML above is its sharding.yaml.
+
+    `# -> x` is a printed line.
+    """
     import gt
     from gt.config.load import load
 
-    ran = 0
+    names: dict[str, Any] = {}
     for language, text in blocks(document):
         if language == "yaml":
             (shared / "sharding.yaml").write_text(load(text).text)
         if language != "python":
             continue
-        path, said = shared / name_of(text), io.StringIO()
+        if IMPORTS_GT.search(text):
+            gt.shutdown()
+            names = {"__name__": "__main__"}
+        assert names, f"{document}: no block before this one imports gt:\n{text}"
+        path, printed = shared / name_of(text), io.StringIO()
         path.write_text(text)
-        with contextlib.redirect_stdout(said):
-            exec(compile(text, str(path), "exec"), {"__name__": "__main__", "gt": gt})
-        assert re.findall(r"# -> (.*)", text) in ([], said.getvalue().splitlines()), text
-        ran += 1
-        gt.shutdown()
-    assert ran
+        with contextlib.redirect_stdout(printed):
+            exec(compile(text, str(path), "exec"), names)
+        assert re.findall(r"# -> (.*)", text) in ([], printed.getvalue().splitlines()), text
+    gt.shutdown()
+
+
+@pytest.mark.parametrize("document", [*PAGES, *LONGER])
+def test_every_block_has_a_language_and_fragments_compile(document: str) -> None:
+    """Blocks of `python` run in a test. `py` is a fragment, of which only the syntax is tested; `text` is output."""
+    opened = re.findall(r"^```([^\n]*)\n.*?^```$", (ROOT / document).read_text(), re.S | re.M)
+    assert set(opened) <= {"python", "py", "bash", "yaml", "text"}, opened
+    for language, text in blocks(document):
+        if language == "py":
+            compile(text, document, "exec")
+
+
+def test_the_first_program_is_data_parallel_without_a_file(tmp_path: Path) -> None:
+    program("docs/quickstart.md", tmp_path)
+    assert "GT_AUTO_SHARD=1 python program.py" in commands("docs/quickstart.md")
+    alone, split = (run(str(tmp_path / "program.py"), GT_AUTO_SHARD=value) for value in ("", "1"))
+    assert (alone.partition(", ")[2], split.partition(", ")[2]) == ("x on w0\n", "x on w0, w1\n")
+    losses = [float(line.split()[1].rstrip(",")) for line in (alone, split)]
+    assert abs(losses[0] - losses[1]) < 0.002
 
 
 # ---- shell lines
 
 ELSEWHERE = {  # shell lines of the documents that do what another test does
     "make (demo|test|tiny|check)": "the machine that runs the tests",
-    r"pip install '?\.(\[gpu\])?'?": "the install of that machine",
+    r"pip install '?\.(\[\w+\])?'?( opentelemetry-sdk)?": "the install of that machine",
     r"(GT_VERBOSE=1 )?(GT_CONFIG=\S+ +)?python examples/tuning_demo/train_simple.py( --check| --steps 5)?": (
         "test_the_demo_equals_one_process, and each config in test_parity.py"
     ),
@@ -135,11 +169,18 @@ ELSEWHERE = {  # shell lines of the documents that do what another test does
     r"GT_INSTRUCTION_LOG=/tmp/trace.log python examples/tuning_demo/train_simple.py": "test_the_log_and_its_greps",
     r"python benchmarks/bench_dispatch.py": "a benchmark",
     r"gt (plan|trace) .*": "test_plan.py and test_trace.py",
+    "GT_AUTO_SHARD=1 python program.py": "test_the_first_program_is_data_parallel_without_a_file",
+    r"GT_MEMORY_LIMIT=4GiB python program.py": "test_memory_limits.py",
+    r"gt (top|dashboard|metrics|server) .*": "test_top.py, test_dashboard_run.py and test_prometheus.py",
+    r"gt (key|doctor|run)\b.*": "test_cli.py, test_hosts.py and test_job.py",
+    r"srun -N3 .*gt doctor --hosts env": "test_hosts.py of tests/cli, with a launcher's variables by hand",
+    r"sbatch deploy/slurm/train.sbatch .*": "test_deploy.py, and python -m tests.stress.slurm",
+    r"python benchmarks/gpu/bench_hosts.py --json hosts.json": "a benchmark",
 }
 BY_HAND = r"python -m gt.(server|worker)\b[^~]*|GT_SERVER=localhost:\d+ python \w+.py|ps aux \| grep gt.worker"
 WITH_TOKEN = r".*~/\.gt-token.*"
 SLOW = re.compile(r"waiting for the server at \S+: .*\n")  # what a program says where workers take more than three seconds
-LOGGED = r"GT_\w+=\S+ python program.py|grep .* /tmp/trace.log"
+LOGGED = r"GT_\w+=\S+ python program.py|(grep .*|tail -1) /tmp/trace.log"
 
 
 def test_every_shell_line_of_the_documents_is_run_by_a_test() -> None:
@@ -147,6 +188,53 @@ def test_every_shell_line_of_the_documents_is_run_by_a_test() -> None:
     for document in WITH_SHELL:
         for command in commands(document):
             assert any(pattern.fullmatch(command) for pattern in known), f"{document}: nothing runs {command!r}"
+
+
+def documented() -> Iterator[tuple[str, list[str]]]:
+    """(document, words) of each shell command, without its variables and redirections."""
+    for document in (*PAGES, *LONGER):
+        for command in commands(document):
+            words = shlex.split(re.split(r"[|>]", command)[0])
+            while words and re.match(r"\w+=", words[0]):
+                words.pop(0)
+            yield document, words
+
+
+def help_of(command: str) -> str:
+    """What `gt COMMAND --help` prints."""
+    from gt.cli import main
+
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), pytest.raises(SystemExit):
+        main([command, "--help"])
+    return shown.getvalue()
+
+
+def test_every_option_in_the_documents_exists() -> None:
+    """Of gt's commands by their help, of this repository's scripts by their source; behind a script's name they are its own."""
+    helps: dict[str, str] = {}
+    unknown = []
+    for document, words in documented():
+        if words[:2] == ["python", "-m"]:
+            words = [*words[2].split(".", 1), *words[3:]]
+        head, *rest = words
+        if head == "gt":
+            command, *rest = rest
+            where = helps.get(command) or helps.setdefault(command, help_of(command))
+            rest = rest[: next((n for n, word in enumerate(rest) if word.endswith(".py")), len(rest))]
+        elif head == "tests":
+            package = ROOT.joinpath("tests", *rest.pop(0).split("."))
+            where = "".join(p.read_text() for p in (package.with_suffix(".py"), *package.glob("*.py")) if p.exists())
+        elif head == "python" and rest and (ROOT / rest[0]).is_file():
+            folder = (ROOT / rest.pop(0)).parent
+            where = "".join(path.read_text() for path in folder.glob("*.py"))
+        elif head == "make":
+            where, rest = (ROOT / "Makefile").read_text(), [f"{target}:" for target in rest]
+        else:
+            continue
+        options = [word.partition("=")[0] for word in rest if word.startswith("-") or head == "make"]
+        unknown += [f"{document}: {' '.join(words)}: {option}" for option in options if option not in where]
+    assert unknown == [] and {"server", "worker", "plan", "doctor"} <= set(helps)
 
 
 def test_server_workers_and_program_by_hand(tmp_path: Path) -> None:
@@ -209,13 +297,15 @@ def test_the_log_and_its_greps(tmp_path: Path) -> None:
     lines = [c for c in commands("docs/debugging.md") if re.fullmatch(LOGGED, c)]
     trace = tmp_path / "trace.log"
     env = environment(GT_VERBOSE="1")
-    for line in lines[:1] + [line for line in lines if line.startswith("grep")]:
+    for line in lines[:1] + [line for line in lines if line.endswith("/tmp/trace.log")]:
         command = line.replace("/tmp/trace.log", str(trace))
         done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=limit(60))
         assert done.returncode == 0 and done.stdout, f"{command}\n{done.stderr}"
-        if not line.startswith("grep"):
+        if line.startswith("tail"):
+            assert re.search(r"SUMMARY +dispatcher \d+ ops, .* 1 errors$", done.stdout), done.stdout
+        if line.startswith("GT_"):
             assert "gt.worker" in done.stderr and "Traceback" not in done.stderr, done.stderr
-    excerpt = dict(blocks("docs/debugging.md"))["text"]
+    excerpt = next(text for language, text in blocks("docs/debugging.md") if language == "text")
     logged = {plain(line) for line in trace.read_text().splitlines()}
     assert [line for line in excerpt.splitlines() if plain(line) not in logged] == []
 
@@ -230,9 +320,9 @@ def plain(line: str) -> str:
 
 @pytest.mark.parametrize("page", ["protocol.md", "environment.md"])
 def test_generated_pages_are_what_the_code_says(page: str) -> None:
-    from tools.docs import PAGES
+    from tools.docs import PAGES as WRITTEN
 
-    assert (ROOT / "docs" / page).read_text() == PAGES[page](), "run `python -m tools.docs`, and commit what it wrote"
+    assert (ROOT / "docs" / page).read_text() == WRITTEN[page](), "run `python -m tools.docs`, and commit what it wrote"
 
 
 def test_the_protocol_page_explains_every_reserved_number() -> None:
@@ -281,7 +371,7 @@ def test_documents_are_linked_and_their_links_lead_somewhere() -> None:
     pages = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
     readme = (ROOT / "README.md").read_text()
     assert [page for page in pages if f"docs/{page}" not in readme] == []
-    for document in (*WITH_SHELL, *(f"docs/{page}" for page in pages)):
+    for document in ("README.md", *LONGER, *(f"docs/{page}" for page in pages)):
         for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / document).read_text()):
             assert ((ROOT / document).parent / link).exists(), f"{document} leads to {link}, which is not there"
 

@@ -247,7 +247,7 @@ def test_docstrings_begin_with_their_subject():
 
 
 # Folders of tests that are no package of gt/: runs by hand, the whole path, the repository, and what tests share
-TESTS_APART = {"attacks", "conformance", "corpus", "helpers", "house", "programs", "stress", "system"}
+TESTS_APART = {"attacks", "conformance", "corpus", "helpers", "house", "interrupts", "programs", "stress", "system"}
 
 
 def test_tests_mirror_the_tree():

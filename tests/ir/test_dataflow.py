@@ -12,7 +12,7 @@ from gt.client import current_session
 from gt.dispatcher.programs.recording import Instruction
 from gt.dispatcher.programs.reorder_check import CannotReorder, DataFlow, check_same_dataflow
 from gt.ir import arguments, dataflow
-from gt.ir.instr import COLLECTIVES, COMMUNICATION, FORGET, FREE, KINDS, TRANSFERS, Define
+from gt.ir.instr import COLLECTIVES, COMMUNICATION, FORGET, FREE, KINDS, OPS, TRANSFERS, Define
 from gt.ir.schema import TABLE
 from gt.ir.spec import contiguous
 from gt.ir.template import T, V
@@ -50,14 +50,14 @@ def test_decoding_gives_every_instruction_once() -> None:
     assert [dataflow.instruction(code, at, DEFINES.__getitem__) for at, _, _ in decoded] == [row[1:] for row in decoded]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("op", "fragment")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in (*OPS, "fragment")])
 def test_effects_of_a_kind_are_those_of_its_operands(kind: str) -> None:
     names = KINDS[kind][0]
     define = Define(30, kind, dict.fromkeys(KINDS[kind][1]))
     read = [name for name in names if name in ("src", "tensor")]
     assert list(names[define.effects.reads]) == read and define.operands == len(names)
     assert list(names[define.effects.makes]) == [name for name in names if name == "dst"]
-    assert define.effects.writes == ((0,) if kind in ("all_reduce", "evict", "restore") else ())
+    assert define.effects.writes == ((0,) if kind in ("all_reduce", "evict", "restore", "stale") else ())
 
 
 def test_effects_of_a_fragment_are_those_of_its_parameters() -> None:

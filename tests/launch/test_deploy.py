@@ -1,4 +1,4 @@
-"""The files of deploy/: manifests by their structure, and the variables that they set, as gt.launch.join reads them."""
+"""The files of deploy/: manifests by their structure, and the variables that they set, as gt.launch.launchers reads them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from gt import env
-from gt.launch import join
-from gt.launch.join import JobPlace
+from gt.launch import launchers
+from gt.launch.launchers import JobPlace
 from tests.helpers import ROOT
 
 KUBERNETES, SLURM = ROOT / "deploy/kubernetes", ROOT / "deploy/slurm"
@@ -52,8 +52,9 @@ def test_the_jobset_sets_what_each_rank_needs() -> None:
     host = f"{whole['metadata']['name']}-{replicated['name']}-0-0.{spec['network']['subdomain']}"
     port = container["ports"][0]["containerPort"]
     for rank in range(size):
-        found = {key: value for key, value in {**variables, "JOB_COMPLETION_INDEX": str(rank)}.items() if key in join.VARIABLES}
-        assert join.place(found) == JobPlace("an indexed Kubernetes job", rank, size, 0, 0, host, port)
+        environment = {**variables, "JOB_COMPLETION_INDEX": str(rank)}
+        of_launcher = {key: value for key, value in environment.items() if key in launchers.VARIABLES}
+        assert launchers.place(of_launcher) == JobPlace("an indexed Kubernetes job", rank, size, 0, 0, host, port)
     own = {name for name in variables if name.startswith("GT_")}
     assert own <= {variable.name for variable in env.VARIABLES}
     assert float(variables["GT_GRACE"]) < job["template"]["spec"]["terminationGracePeriodSeconds"]

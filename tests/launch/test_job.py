@@ -15,7 +15,7 @@ import pytest
 import gt
 from gt.errors import ConfigError, SystemFailure
 from gt.launch import job
-from gt.launch.join import JobPlace
+from gt.launch.launchers import JobPlace
 from tests.helpers import ROOT
 from tests.helpers.limits import limit
 from tests.helpers.processes import of_the_server, started, wait_until
@@ -257,7 +257,7 @@ def test_without_a_program_a_job_serves_others(tmp_path: Path) -> None:
     try:
         assert serving.stdout is not None
         line = serving.stdout.readline()
-        assert line.startswith("gt run: listening on 127.0.0.1:") and line.endswith(", 2 workers\n")
+        assert line.startswith("gt run: listening on 127.0.0.1:") and line.endswith(", 2 workers; Ctrl-C ends it\n")
         variables = {"GT_SERVER": line.split()[4].rstrip(","), "GT_TOKEN": "", "GT_TOKEN_FILE": str(token)}
         (done,) = end(python(script(tmp_path, SUM), **variables))
         assert done == (0, "sum 8.0 ['w0', 'w1']\n", ""), done

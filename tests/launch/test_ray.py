@@ -27,7 +27,7 @@ def test_wrong_arguments_are_named(arguments: dict, says: str) -> None:
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(SystemFailure, match=r"Ray cannot be imported .*pip install 'gt-torch\[ray\]'"):
+    with pytest.raises(SystemFailure, match=r"Ray cannot be imported .*pip install ray"):
         gt.ray.start(workers=1)
     gt.ray.stop()
 

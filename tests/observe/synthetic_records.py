@@ -29,7 +29,7 @@ class SyntheticStream:
 
     def __init__(self, stages: int = 8, micro_batches: int = 32, name: str = "{}", layouts: int = 40) -> None:
         self.stages, self.micro_batches, self.name, self.layouts = stages, micro_batches, name, layouts
-        self.interval = 1.0
+        self.interval, self.address = 1.0, "127.0.0.1:1"
         self.log, self._moment, self._line, self._ended = False, 0, 0, ""
         self._ready = threading.Semaphore(0)
 
@@ -37,6 +37,9 @@ class SyntheticStream:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        return None
+
+    def close(self) -> None:
         return None
 
     def release(self, moments: int = 1) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,24 +16,29 @@ import pytest
 import torch
 
 import gt
+from gt.observe import bounded_server
+from gt.observe.bounded_server import MAX_CONNECTIONS, MAX_REQUEST_BYTES, names_this
 from gt.observe.dashboard import feed as feed_module
 from gt.observe.dashboard.feed import Feed, encoded
 from gt.observe.dashboard.history import MAX_SAMPLES, History
-from gt.observe.dashboard.page_keys import MAX_BROWSERS, PageKeys, names_this
+from gt.observe.dashboard.page_keys import MAX_BROWSERS, PageKeys
 from gt.observe.dashboard.page_server import FILES, PageServer
 from gt.observe.dashboard.predicted_schedule import PredictedSchedules
 from gt.observe.live_view import LiveView
 from gt.observe.record_stream import RecordStream
+from tests.helpers.limits import limit
 from tests.helpers.serving import serving
 from tests.observe.synthetic_records import SyntheticStream
 
 
 @contextmanager
-def page(connect: Callable[[bool], Any], always: bool = False) -> Iterator[tuple[PageServer, list[str]]]:
+def page(
+    connect: Callable[[bool], Any], always: bool = False, host: str = "127.0.0.1"
+) -> Iterator[tuple[PageServer, list[str]]]:
     """A page server, and the links that it has told."""
     links: list[str] = []
     feed = Feed(connect, always)
-    server = PageServer(feed, "127.0.0.1", 0, links.append)
+    server = PageServer(feed, host, 0, links.append)
     try:
         yield server, links
     finally:
@@ -55,11 +63,12 @@ def get(server: PageServer, path: str, method: str = "GET", **headers: str) -> t
         connection.close()
 
 
-def enter(server: PageServer, link: str) -> str:
-    """The cookie that a link gives."""
-    status, headers, _ = get(server, link[link.index("/?key=") :])
-    assert status == 200
-    return headers["set-cookie"].partition(";")[0]
+def enter(server: PageServer, link: str) -> tuple[str, str]:
+    """The cookie and the proof that a link gives."""
+    status, headers, body = get(server, link[link.index("/?key=") :])
+    proof = re.search(r"url=/#proof=([0-9a-f]{64})", body.decode())
+    assert status == 200 and proof is not None
+    return headers["set-cookie"].partition(";")[0], proof[1]
 
 
 def test_a_link_opens_the_page_once_and_another_is_told() -> None:
@@ -76,13 +85,24 @@ def test_a_link_opens_the_page_once_and_another_is_told() -> None:
         assert get(server, "/", Cookie=cookie[:-1])[0] == get(server, "/", Cookie="=;;,")[0] == 403
 
 
+def test_a_cookie_alone_opens_no_events() -> None:
+    with synthetic() as (server, links, _):
+        cookie, proof = enter(server, links[0])
+        assert proof not in links[1] and proof not in cookie
+        for path in ("/events", "/events?proof=", f"/events?proof={proof[:-1]}", f"/events?proof={proof.upper()}x"):
+            assert get(server, path, "HEAD", Cookie=cookie)[0] == 403
+        assert get(server, f"/events?proof={proof}", "HEAD")[0] == 403
+        assert get(server, f"/events?proof={proof}", "HEAD", Cookie=cookie)[0] == 200
+        assert enter(server, links[1])[1] == proof  # a page that is open goes on once the browser has another cookie
+
+
 def test_only_this_machines_names_are_answered() -> None:
     assert names_this("127.0.0.1:80", "127.0.0.1") and names_this("localhost", "x") and names_this("[::1]:9", "::1")
     assert names_this("node1:9471", "node1") and names_this("LOCALHOST:1", "") and names_this("10.0.0.3:9471", "0.0.0.0")
     assert not names_this("evil.example:9471", "127.0.0.1") and not names_this("", "127.0.0.1")
     assert not names_this("127.0.0.1.evil.example", "127.0.0.1")
     with synthetic() as (server, links, _):
-        cookie = enter(server, links[0])
+        cookie, _ = enter(server, links[0])
         assert get(server, "/", Cookie=cookie, Host="evil.example")[0] == 421
         assert get(server, links[1][links[1].index("/?key=") :], Host="evil.example")[0] == 421
         assert get(server, "/events", Cookie=cookie, Sec_Fetch_Site="cross-site")[0] == 403
@@ -90,7 +110,7 @@ def test_only_this_machines_names_are_answered() -> None:
 
 def test_nothing_but_the_pages_files_is_served_under_a_strict_policy() -> None:
     with synthetic() as (server, links, _):
-        cookie = enter(server, links[0])
+        cookie, _ = enter(server, links[0])
         for path in ("/../feed.py", "/%2e%2e/feed.py", "/page", "/feed.py", "//etc/passwd", "/index.html/..", "/."):
             assert get(server, path, Cookie=cookie)[0] == 404
         assert get(server, "/?" + "&".join("abcdefghij"), Cookie=cookie)[0] == 400
@@ -146,6 +166,26 @@ def test_nobody_is_observed_while_no_page_is_open(monkeypatch: pytest.MonkeyPatc
             stream.release()
             events = dict(server.feed.events(second) or [])
         assert "log" not in events
+
+
+def test_a_link_that_cannot_be_made_is_a_problem_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "RETRY_SECONDS", 0.0)
+    stream, tries = SyntheticStream(2, 4), iter([OSError(24, "Too many open files"), None])
+
+    def connect(log: bool) -> SyntheticStream:
+        if (error := next(tries)) is not None:
+            raise error
+        return stream
+
+    feed = Feed(connect)
+    try:
+        opened, told = feed.open(), []
+        stream.release(2)
+        while "state" not in [name for name, _ in told]:
+            told += feed.events(opened) or []
+        assert not [text for name, text in told[-1:] if name == "problem" and text]
+    finally:
+        feed.close()
 
 
 def test_another_server_in_the_place_of_the_first_tells_all_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,3 +273,92 @@ def test_predicted_actions_are_beside_the_measured_ones() -> None:
     assert predicted.beside(0, broken)["planned"] == predicted.beside(0, {**broken, "rows": ""})["planned"] == {}
     endless = {**session["schedule"], "actions": {"w0": [["0F0", 0.0, float("inf")]]}}
     json.dumps(predicted.beside(0, endless), allow_nan=False)
+
+
+# ---- strangers at its port: they keep nobody out, and cost little
+
+REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def stranger_to(server: PageServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.server_port), limit(20))
+
+
+def ends(stranger: socket.socket) -> bool:
+    """Waits for the end of a connection that has no answer."""
+    with contextlib.suppress(ConnectionResetError):
+        return stranger.recv(1) == b""
+    return True
+
+
+def test_silent_connections_keep_no_browser_out() -> None:
+    with synthetic() as (server, links, _), contextlib.ExitStack() as opened:
+        strangers = [opened.enter_context(contextlib.closing(stranger_to(server))) for _ in range(2 * MAX_CONNECTIONS)]
+        cookie, _ = enter(server, links[0])
+        assert get(server, "/", Cookie=cookie)[0] == 200
+        assert ends(strangers[0])  # the oldest has made room
+
+
+def test_a_request_that_arrives_byte_by_byte_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_server, "REQUEST_SECONDS", 0.2)
+    with synthetic() as (server, _, _), stranger_to(server) as stranger:
+        stranger.settimeout(0.01)
+        stranger.sendall(REQUEST + b"X: ")
+        until = time.monotonic() + limit(8)  # a handler's own time limit is for each byte
+        over = False
+        while not over and time.monotonic() < until:
+            try:
+                stranger.sendall(b"x")
+                over = stranger.recv(1) == b""
+            except TimeoutError:
+                continue
+            except OSError:
+                over = True
+        assert over
+
+
+def test_a_page_that_is_open_has_no_deadline_and_is_not_put_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_server, "REQUEST_SECONDS", 0.0)
+    with synthetic() as (server, links, stream), contextlib.ExitStack() as opened:
+        monkeypatch.setattr(server, "service_actions", lambda: None)
+        cookie, proof = enter(server, links[0])
+        reader = opened.enter_context(stranger_to(server))
+        reader.sendall(
+            b"GET /events?proof=" + proof.encode() + b" HTTP/1.1\r\nHost: localhost\r\nCookie: " + cookie.encode() + b"\r\n\r\n"
+        )
+        answer = opened.enter_context(reader.makefile("rb"))
+        assert b"200" in answer.readline()
+        stream.release(1)
+        while not answer.readline().startswith(b"event: state"):
+            continue
+        monkeypatch.undo()
+        for _ in range(2 * MAX_CONNECTIONS):
+            opened.enter_context(stranger_to(server))
+        server.service_actions()
+        stream.release(1)
+        while not answer.readline().startswith(b"event: state"):
+            continue
+
+
+def test_a_request_of_many_large_headers_is_not_read() -> None:
+    with synthetic() as (server, _, _), stranger_to(server) as stranger:
+        stranger.sendall(REQUEST)
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            for number in range(8):
+                stranger.sendall(f"X-{number}: {'x' * (MAX_REQUEST_BYTES // 4)}\r\n".encode())
+            stranger.sendall(b"\r\n")
+        assert ends(stranger)
+
+
+def test_a_cookie_of_quotes_costs_nothing() -> None:
+    with synthetic() as (server, _, _):
+        before = time.process_time()
+        assert get(server, "/", Cookie='a="' + '\\"' * 30_000 + '"')[0] == 403
+        assert time.process_time() - before < limit(2)
+
+
+def test_names_of_this_machine() -> None:
+    assert names_this(f"{socket.gethostname().upper()}:9471", "0.0.0.0")
+    with page(lambda log: None, host="0.0.0.0") as (server, links):
+        address, _, query = links[0].removeprefix("http://").partition("/")
+        assert get(server, f"/{query}", Host=address)[0] == 200

@@ -13,6 +13,7 @@ import torch
 import gt
 from gt.observe.dashboard import feed as feed_module
 from gt.observe.record_stream import RecordStream
+from gt.wire.records import ServerRecord
 from tests.helpers.limits import limit
 from tests.helpers.serving import serving
 from tests.observe.browser import Browser, chromium
@@ -74,6 +75,19 @@ def test_panels_load_are_empty_fail_and_come_back(browser: Browser) -> None:
         stream.fail("nobody answers")
         browser.wait(DRAWN)
         assert set(browser.run(STATES).values()) == {"error"} and "nobody answers" in text(browser, "traffic")
+    assert browser.errors == []
+
+
+def test_every_panel_says_why_it_is_empty(browser: Browser) -> None:
+    browser.errors.clear()
+    with synthetic(stages=0) as (_, links, stream):
+        stream.records = lambda moment: [ServerRecord(float(moment), "shared", 1.0, 1, 10, 10, 0.001)]  # type: ignore[method-assign]
+        browser.open(links[0])
+        stream.release(2)
+        browser.wait(DRAWN)
+        states = browser.run(STATES)
+        assert set(states) == set(PANELS) and set(states.values()) == {"empty"}
+        assert all(len(text(browser, panel).splitlines()) > 1 for panel in PANELS)  # a title, and a reason
     assert browser.errors == []
 
 

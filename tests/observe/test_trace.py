@@ -149,7 +149,7 @@ def test_the_command_runs_a_script_and_says_its_bubble(
     told = capsys.readouterr().err
     assert "ValueError: it failed" in told and "slices, until the program failed" in told
     assert json.loads((tmp_path / "failed.json").read_text())["traceEvents"]
-    assert main(["trace", str(tmp_path / "none" / "out.json"), "not run"]) == 1
+    assert main(["trace", str(tmp_path / "none" / "out.json"), str(script)]) == 1
     assert "cannot be written: there is no folder" in capsys.readouterr().err
     script.write_text("print(1)\n")
     assert main(["trace", str(tmp_path / "none.json"), str(script)]) == 1

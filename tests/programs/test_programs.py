@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import gt
-from tests.programs import generation, language, methods, science, vision
+from tests.programs import generation, language, methods, science, sequences, updates, vision
 from tests.programs.program import Program
 
 Make = Callable[[str], Program]
-ALL: tuple[Make, ...] = tuple(make for room in (language, vision, generation, science, methods) for make in room.PROGRAMS)
+ROOMS = (language, vision, generation, science, methods, sequences, updates)
+ALL: tuple[Make, ...] = tuple(make for room in ROOMS for make in room.PROGRAMS)
 # Recurrent layers run cell by cell, where the CPU has kernels for whole layers
 RECURRENT = frozenset({"translation", "sentence_tagger", "speech_recognition"})
 # Gradients of gradients: where a layer is called several times, linear's terms are added in another order than torch's
@@ -27,7 +28,9 @@ CAPTURED = frozenset(
      "distillation", "residual_network", "diffusion",
      "siamese", "two_views", "variational_autoencoder", "adversarial", "gradient_penalty",
      "energy", "mixture_density", "transducer", "gaussian_process", "neural_ode", "physics_informed", "fourier_operator",
-     "kalman_filter", "hidden_markov", "clustering", "ensemble", "private_gradients", "pruned_and_orthogonal"]
+     "kalman_filter", "hidden_markov", "clustering", "ensemble", "private_gradients", "pruned_and_orthogonal",
+     "rotary_decoder", "graph_attention", "spectral_mask", "selective_scan", "radiance_field", "published_optimizers",
+     "reptile", "adjoint"]
 )  # fmt: skip
 CONFIG = "data: {workers: [0, 1]}\n"
 

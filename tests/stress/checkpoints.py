@@ -1,8 +1,9 @@
-"""`python -m tests.stress.checkpoints [--rounds N] [--seed N]`: processes killed at random moments of saving.
+"""`python -m tests.stress.checkpoints [--rounds N] [--seed N] [--stream]`: processes killed at random moments of saving.
 
 A program saves one checkpoint after the other under one name. In each round the program, a worker or the server is killed at a
 random moment of a save. Then the checkpoint at that name has to load, with all values of one save, no older than the last one
-that was reported complete; and the next program's saves remove what the killed one left. N rounds of each of the three.
+that was reported complete; and the next program's saves remove what the killed one left. N rounds of each of the three. With
+--stream workers share no disk with the program, and all pieces stream to it. Every other save has wait=False.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 
 import gt
+from gt.client.arenas import ClientArenas
 from gt.errors import GTError
 from gt.worker.loop import WorkerOptions
 from gt.worker.loop import run as work
@@ -39,8 +41,10 @@ ROUND_SECONDS = limit(30)
 SAVE_SECONDS = 0.12  # a save of this size on two cores takes about so long; the kill is at a random moment of three of them
 
 
-def save_all(port: int, path: str, first: int, say: Callable[..., None]) -> None:
+def save_all(port: int, path: str, first: int, stream: bool, say: Callable[..., None]) -> None:
     """The program: saves `number` everywhere, then the next number, every other one beside further work."""
+    if stream:  # neither memory nor files are lent
+        ClientArenas.take = lambda self, nbytes: None  # type: ignore[method-assign]
     try:
         gt.connect(f"127.0.0.1:{port}", config=CONFIG, token="", wait=ROUND_SECONDS)
         number = first
@@ -114,7 +118,7 @@ def number_of(path: Path) -> int:
     return state["number"]
 
 
-def round_of(victim: str, rng: random.Random, path: Path, first: int) -> int:
+def round_of(victim: str, rng: random.Random, path: Path, first: int, stream: bool) -> int:
     """Kill one process while a program saves; the number that the checkpoint has afterwards."""
     server = start("gt.server saves", dispatch)
     children = [server]
@@ -125,7 +129,7 @@ def round_of(victim: str, rng: random.Random, path: Path, first: int) -> int:
         for n in range(WORKERS):
             options = WorkerOptions("127.0.0.1", port, "", f"w{n}", "numpy", "cpu", ROUND_SECONDS)
             children.append(start(f"gt.worker saves {n}", lambda say, options=options: say(ended=work(options))))
-        begun = start("gt.client saves", lambda say: save_all(port, str(path), first, say))
+        begun = start("gt.client saves", lambda say: save_all(port, str(path), first, stream, say))
         program = Program(begun.pid, begun.fd)
         children.append(program)
         wait(program, lambda: program.saved >= first or program.over, "the first save")
@@ -155,19 +159,19 @@ def round_of(victim: str, rng: random.Random, path: Path, first: int) -> int:
             kill(child)
 
 
-def run(rounds: int, seed: int) -> dict[str, Any]:
-    """Rounds of each victim; AssertionError for a checkpoint that is lost."""
+def run(rounds: int, seed: int, stream: bool = False) -> dict[str, Any]:
+    """Rounds of each victim. stream: workers share no disk with the program. AssertionError for a checkpoint that is lost."""
     rng, counts, number = random.Random(seed), Counter[str](), 0
     folder = Path(tempfile.mkdtemp(prefix="gt-saves-"))
     left = 0
     try:
         for victim in [victim for victim in VICTIMS for _ in range(rounds)]:
-            number = round_of(victim, rng, folder / "checkpoint", number + 1)
+            number = round_of(victim, rng, folder / "checkpoint", number + 1, stream)
             leftovers = len(os.listdir(folder)) - 1
             assert leftovers <= 1, f"{os.listdir(folder)}: leftovers of earlier rounds stay"
             left += leftovers
             counts[victim] += 1
-        return {"seed": seed, **counts, "saves": number, "interrupted_with_leftovers": left}
+        return {"seed": seed, "stream": stream, **counts, "saves": number, "interrupted_with_leftovers": left}
     finally:
         shutil.rmtree(folder)
 
@@ -176,8 +180,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.stress.checkpoints", description=__doc__)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stream", action="store_true", help="workers share no disk with the program")
     args = parser.parse_args()
-    sys.stdout.write(json.dumps(run(args.rounds, args.seed)) + "\n")
+    sys.stdout.write(json.dumps(run(args.rounds, args.seed, args.stream)) + "\n")
     return 0
 
 

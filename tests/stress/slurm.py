@@ -87,8 +87,7 @@ class Slurm:
     def __init__(self, folder: Path) -> None:
         self.folder, ports = folder, free_ports(NODES + 1)
         nodes = [
-            f"NodeName=h{n} NodeHostname=h0 NodeAddr=127.0.0.1 Port={ports[n + 1]} CPUs=8 State=UNKNOWN"
-            for n in range(NODES)
+            f"NodeName=h{n} NodeHostname=h0 NodeAddr=127.0.0.1 Port={ports[n + 1]} CPUs=8 State=UNKNOWN" for n in range(NODES)
         ]
         self.conf = folder / "slurm.conf"
         self.conf.write_text(CONF.format(ports=ports, folder=folder, nodes="\n".join(nodes)))

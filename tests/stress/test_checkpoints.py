@@ -1,8 +1,11 @@
 """Processes killed while a program saves: the last good checkpoint always loads."""
 
+import pytest
+
 from tests.stress import checkpoints
 
 
-def test_the_last_good_checkpoint_loads_whoever_is_killed():
-    counts = checkpoints.run(1, seed=1)
+@pytest.mark.parametrize("stream", [False, True], ids=["files", "streamed"])
+def test_the_last_good_checkpoint_loads_whoever_is_killed(stream):
+    counts = checkpoints.run(1, seed=1, stream=stream)
     assert all(counts[victim] == 1 for victim in checkpoints.VICTIMS) and counts["saves"] >= 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import random
@@ -13,10 +14,10 @@ import pytest
 
 from gt.errors import ProtocolError
 from gt.ir.layout import Layout, Mesh, R, Shard, boxes, read_boxes
-from gt.wire.arena import WORDS
+from gt.wire.arena import WORDS, PeerFile
 from gt.wire.messages import UseBlock
 from gt.worker import files
-from gt.worker.files import FileBlock, WorkerFiles
+from gt.worker.files import ALIGNED, WRITER_NICENESS, FileBlock, WorkerFiles
 from gt.worker.process.memory_budget import Budget
 from tests.helpers.limits import limit
 from tests.helpers.processes import wait_until
@@ -106,7 +107,7 @@ def test_memory_of_written_copies_is_used_again_until_an_op_needs_it(monkeypatch
     held = WorkerFiles(lambda *_: None, engine, budget, _spare=pool)
     with tempfile.TemporaryFile() as file:
         file.truncate(nbytes)
-        block = FileBlock(3, 0, SimpleNamespace(fd=file.fileno()), 0, (nbytes,), 1, [((0, nbytes),)], True)
+        block = FileBlock(3, 0, SimpleNamespace(fd=file.fileno(), uncached=-1), 0, (nbytes,), 1, [((0, nbytes),)], True)
         memory = set()
         for n in range(3):
             source = np.full(nbytes, n, np.uint8)
@@ -117,9 +118,65 @@ def test_memory_of_written_copies_is_used_again_until_an_op_needs_it(monkeypatch
             memory.add(pool[nbytes][0].ctypes.data)
             assert os.pread(file.fileno(), nbytes, 0) == bytes([n]) * nbytes
         assert len(memory) == 1 and len(pool[nbytes]) == 1
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, held._writer.native_id) == min(own + WRITER_NICENESS, 19)
         monkeypatch.setattr(budget, "_room", lambda: 0 if pool else nbytes)
         budget._bound = budget.limit = 1
         budget.need(nbytes)
         assert not pool and not budget.fits(2 * nbytes)
         budget._bound = 0
         held.end()
+
+
+class Refused(int):
+    """A descriptor whose file system wants another alignment."""
+
+
+def test_copies_are_written_past_the_page_cache_but_for_the_parts_of_blocks_at_their_ends(tmp_path, monkeypatch):
+    """The page cache takes most of a save's CPU time. Bytes beside the piece stay, and unaligned memory is written as ever."""
+    written: dict[int, int] = {}
+    pwrite, rng = os.pwrite, random.Random(1)
+    nbytes = files.UNCACHED_BYTES + 3 * ALIGNED
+
+    def counted(fd, data, offset):
+        if isinstance(fd, Refused):
+            raise OSError(errno.EINVAL, "alignment")
+        count = pwrite(fd, data, offset)
+        written[fd] = written.get(fd, 0) + count
+        return count
+
+    monkeypatch.setattr(os, "pwrite", counted)
+    monkeypatch.setattr(files, "MAX_IO_BYTES", 16 * ALIGNED)
+    cached, second = (os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT) for _ in range(2))  # second: in place of direct I/O
+    held = WorkerFiles(lambda *_: None, SimpleNamespace(), Budget())
+    try:
+        for offset, uncached in [(0, second), (1, second), (ALIGNED - 1, second), (777, -1), (8, Refused(second))]:
+            for size in (nbytes, nbytes - 1, files.UNCACHED_BYTES - 1):
+                os.ftruncate(cached, 0)
+                os.ftruncate(cached, offset + size + 7)
+                written.clear()
+                block = FileBlock(0, 0, SimpleNamespace(fd=cached, uncached=uncached), offset, (size,), 1, [((0, size),)], True)
+                data = np.frombuffer(rng.randbytes(size), np.uint8)
+                block.write_uncached(held._copy(data, block))
+                assert os.pread(cached, offset + size + 9, 0) == bytes(offset) + data.tobytes() + bytes(7)
+                past = uncached == second and size >= files.UNCACHED_BYTES and not isinstance(uncached, Refused)
+                assert past == (written.get(second, 0) > size - 2 * ALIGNED) and past == (second in written)
+                assert written.get(second, 0) % ALIGNED == 0 and sum(written.values()) == size
+    finally:
+        os.close(cached)
+        os.close(second)
+
+
+@pytest.mark.parametrize("offset", [0, 8, 5000])
+def test_a_disk_takes_what_is_written_past_the_page_cache(tmp_path, offset):
+    nbytes = files.UNCACHED_BYTES + 100
+    (tmp_path / "f").write_bytes(bytes(offset + nbytes + 3))
+    held = WorkerFiles(lambda *_: None, SimpleNamespace(), Budget())
+    with open(tmp_path / "f", "r+b") as file:
+        lent = PeerFile.__new__(PeerFile)  # as opened: offers need a process of their own
+        lent.fd, lent._uncached = os.dup(file.fileno()), None
+        block = FileBlock(0, 0, lent, offset, (nbytes,), 1, [((0, nbytes),)], True)
+        data = np.frombuffer(random.Random(offset).randbytes(nbytes), np.uint8)
+        block.write_uncached(held._copy(data, block))
+        lent.close()
+    assert (tmp_path / "f").read_bytes() == bytes(offset) + data.tobytes() + bytes(3)

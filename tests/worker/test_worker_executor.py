@@ -473,3 +473,17 @@ def test_a_part_that_there_is_no_room_for_is_taken_from_its_channel_like_the_oth
         assert torch.equal(bench[6], torch.arange(6.0).reshape(2, 3))
 
     world(2, part)
+
+
+def test_the_end_of_an_interrupt_ends_no_later_one():
+    """The next has begun while the end of the first was queued behind other work."""
+    executor = Bench().executor
+    executor.pause(3)
+    executor.skip(3, 7)
+    first = executor.pauses[3]
+    executor.pause(3)
+    executor.resume(3, first)
+    assert 3 in executor.interrupted
+    executor.skip(3, 9)
+    executor.resume(3, executor.pauses[3])
+    assert not executor.interrupted

@@ -5,17 +5,15 @@ Knows snapshots of Python state (state_walk.py) and the recording; nothing of pr
 
 from __future__ import annotations
 
-import builtins
-import functools
 import random
-import sys
-import threading
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from gt.client.capture.aliasing import CallMemory, sharing_arguments
+from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import StateItem, StateSnapshot, comparable, is_scalar_like, tensor_identity, unchanged
 from gt.client.device.remote_tensor import RemoteTensor, Shown
@@ -26,6 +24,7 @@ from gt.client.trace.uploads import upload
 from gt.errors import CaptureError
 
 OUTSIDE = ", and Python does not run in a replay: do it outside the function"
+TORCH_GENERATOR = "torch's CPU generator"
 aten = torch.ops.aten
 
 
@@ -39,6 +38,8 @@ class RecordedCall:
     names: dict[int, Any]  # id of a tensor from before the call -> its path in Python
     inputs: dict[int, RemoteTensor]  # argument -> its tensor, which a replay fills
     settings: dict[str, tuple[dict, str, Any]]  # path -> param_group, key and value of an optimizer's settings
+    draws: HostDraws | None  # of random numbers on the CPU, where earlier calls had some
+    memory: CallMemory
 
 
 class HostRngState:
@@ -52,36 +53,12 @@ class HostRngState:
         return {
             "Python's random": random.getstate(),
             "numpy.random": (name, bytes(keys), position, *rest),  # type: ignore[arg-type]
-            "torch's CPU generator": bytes(torch.get_rng_state().numpy()),
+            TORCH_GENERATOR: bytes(torch.get_rng_state().numpy()),
         }
 
     def changed(self) -> str:
         """Names of the generators that have been used since, or ""."""
         return " and ".join(name for name, state in self._now().items() if state != self._before[name])
-
-
-class PrintWatch:
-    """While it is entered, notes whether this thread prints. place: of the first print's caller, or ""."""
-
-    def __init__(self) -> None:
-        self.place = ""
-
-    def __enter__(self) -> PrintWatch:
-        self._print, thread = builtins.print, threading.get_ident()
-
-        @functools.wraps(self._print)
-        def noting(*values: Any, **options: Any) -> None:
-            if not self.place and threading.get_ident() == thread:
-                frame = sys._getframe(1)
-                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            self._print(*values, **options)
-
-        self._noting = builtins.print = noting
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if builtins.print is self._noting:
-            builtins.print = self._print
 
 
 def key_of(leaf: Any) -> Any:
@@ -134,11 +111,12 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
     requires grad.
     """
     prepared, inputs = list(leaves), {}
+    sharing = sharing_arguments(leaves, last.memory) if last is not None else ()
     for k, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             continue
         if isinstance(leaf, RemoteTensor):
-            if last is None or last.leaves[k] is leaf:
+            if last is None or last.leaves[k] is leaf or k in sharing:
                 continue
             if leaf.requires_grad:
                 raise CaptureError(

@@ -10,7 +10,9 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from gt.client import current_session
+from gt.client.capture.aliasing import ArgumentView, CallMemory, sharing_arguments, write_back
 from gt.client.capture.guards import Guard
+from gt.client.capture.host_draws import HostDraws
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.trace.dispatch import call
@@ -25,9 +27,10 @@ _COPY, _CLONE = info_of(aten.copy_.default), info_of(aten.clone.default)
 
 @dataclass(slots=True)
 class ProgramResult:
-    """A result whose memory the next replay writes again, so that the caller gets a copy."""
+    """A result whose memory the next replay writes again, so that the caller gets a copy. lasts: a view of lasting state."""
 
     tensor: RemoteTensor
+    lasts: bool = False
 
 
 @dataclass(eq=False)
@@ -44,8 +47,11 @@ class CapturedProgram:
     results: list  # leaves of what the function returned
     tree: TreeSpec  # their structure
     draws: int  # random ops
+    host_draws: HostDraws | None  # what it draws on the CPU
     why: str  # reason for which the call was recorded
     answer: dict  # of the dispatcher, to FinishCapture
+    written: tuple[int, ...]  # inputs that the program changes, and the caller's tensors with them
+    memory: CallMemory  # of the recorded call
     keep: list = field(default_factory=list)  # tensors whose ids the program uses
     replays: int = 0
 
@@ -53,15 +59,18 @@ class CapturedProgram:
         weakref.finalize(self, _drop, self.recorder, self.number).atexit = False
 
     def mismatch(self, leaves: list) -> str:
-        """Why the program cannot serve a call with the same key, or ""."""
+        """Why the program cannot serve a call with the same key, or "". What it draws on the CPU is drawn then."""
         for k, tensor in self.same.items():
             if leaves[k] is not tensor:
                 return f"argument {k} is another tensor than in the recorded call"
+        if self.inputs and not self.inputs.keys().isdisjoint(sharing_arguments(leaves, self.memory)):
+            return "an argument shares memory that the function changes"
         for leaf, had, _, _ in self.grads:
             if (leaf.grad is not None) != had:
                 then, now = ("a gradient", "none") if had else ("no gradient", "one")
                 return f"a parameter of shape {list(leaf.shape)} had {then} when the step was recorded, and has {now} now"
-        return self.guard.violation()
+        violation = self.guard.violation()
+        return self.host_draws.violation() if self.host_draws is not None and not violation else violation
 
     def replay(self, leaves: list) -> Any:
         """Fill the inputs, launch the program, and return copies of its results. Does not wait."""
@@ -69,25 +78,44 @@ class CapturedProgram:
         for k, target in self.inputs.items():
             source = leaves[k]
             call(copy, (target, source if type(source) is RemoteTensor else upload(source)))
+        if self.host_draws is not None:
+            for target, drawn in zip(self.host_draws.inputs, self.host_draws.values, strict=True):
+                call(copy, (target, upload(drawn)))
         for leaf, _, read, _ in self.grads:
             if read is not None and leaf.grad is not read:  # another program or the user has replaced it
                 call(copy, (read, leaf.grad))
-        state = random._State
-        recorder.code.extend((LAUNCH, self.number, random.initial_seed(), state.counter))
-        state.counter += self.draws
+        state, seed = random._State, random.initial_seed()
+        counter = state.counter
+        state.counter = counter + self.draws  # Ctrl-C comes after calls: no other one may be between these two lines
+        recorder.code.extend((LAUNCH, self.number, seed, counter))
         self.replays += 1
         if self.replays == 1:
             recorder.session.compiles = True
         for leaf, _, _, left in self.grads:
             if leaf.grad is not left:
                 leaf.grad = left
-        results = self.copy_results()
+        if self.written:
+            write_back(leaves, self.inputs, self.written)
+        results = self.copy_results(leaves)
         recorder.flush()
         return results
 
-    def copy_results(self) -> Any:
-        """The results, each fresh one copied out of the memory that the next replay writes."""
-        leaves = [call(_CLONE, (r.tensor,)) if type(r) is ProgramResult else r for r in self.results]
+    def copy_results(self, arguments: list) -> Any:
+        """The results: each fresh one copied out of the memory that the next replay writes, views of arguments and state."""
+        copies: dict[int, Any] = {}
+
+        def made(result: Any) -> Any:
+            if type(result) is ArgumentView:
+                return result.of(arguments)
+            if type(result) is not ProgramResult:
+                return result
+            if result.lasts:
+                return result.tensor.detach()
+            if id(result) not in copies:
+                copies[id(result)] = call(_CLONE, (result.tensor,))
+            return copies[id(result)]
+
+        leaves = list(map(made, self.results))
         return leaves[0] if self.tree.is_leaf() else tree_unflatten(leaves, self.tree)
 
 

@@ -8,6 +8,7 @@ without rewriting its bytecode; matched ops need no guards. It costs the issue o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -22,10 +23,20 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from gt.client import current_session
 from gt.client.capture import explain
+from gt.client.capture.aliasing import (
+    Containers,
+    argument_view,
+    call_memory,
+    identities,
+    in_arguments,
+    sharing_arguments,
+    write_back,
+    written_inputs,
+)
 from gt.client.capture.boundary import (
     OUTSIDE,
+    TORCH_GENERATOR,
     HostRngState,
-    PrintWatch,
     RecordedCall,
     detach,
     gradients,
@@ -43,17 +54,21 @@ from gt.client.capture.boundary import (
 from gt.client.capture.captured_program import CapturedProgram, ProgramResult
 from gt.client.capture.fragment_tape import FragmentTape
 from gt.client.capture.guards import Guard
+from gt.client.capture.host_draws import LEADS_ELSEWHERE, UPLOADED, HostDraws
+from gt.client.capture.output_watch import OutputWatch
 from gt.client.capture.recording import SAME, CallRecording, Difference, difference
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.device import random
-from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.device.remote_tensor import RemoteTensor, memory_id
 from gt.client.reports import spans
 from gt.client.reports.html import TextReport
 from gt.client.trace.recorder import Recorder
+from gt.client.trace.uploads import upload
 from gt.ir.instr import BACKENDS, DISCARD, FREE, RECORD
 from gt.ir.schedules import asked
 
 log = logging.getLogger("gt")
+CHANGED = "the function changes a list or dictionary that it gets"
 _CHANGE = re.compile(r" from \S+ to \S+")
 _NUMBER = re.compile(r"-?\d[\d.e+-]*")
 
@@ -87,7 +102,7 @@ def compile(
     recompute: whether the backward pass computes cheap values (activations, norms, casts) again, where that lowers the peak
         of memory. None: "cudagraphs" recomputes those that save much memory for their time, other backends none.
 
-    A function that reads values or prints runs its Python at each call; the runs of ops between two reads are programs then.
+    A function that reads values, prints or logs runs its Python at each call; runs of ops between two reads are programs then.
 
     Raises TypeError if fn is not callable, ValueError for an unknown schedule or backend. A call raises CaptureError if an
     argument that a program has to fill requires grad.
@@ -131,6 +146,8 @@ class CompiledFunction:
         self._strict = False  # whether libraries are told that values cannot be read
         self._sealed = 0  # programs made so far
         self._recorded = False  # whether a call has been
+        self._draws_on_host = False  # whether a call has drawn random numbers on the CPU
+        self._drawn: HostDraws | None = None  # of the last call, if that uploads what it draws
         self._fragment_calls = 0
         self._cuts: Counter[tuple[str, str]] = Counter()  # of these calls
 
@@ -164,9 +181,9 @@ class CompiledFunction:
             if self._eager_calls:
                 self._eager_calls -= 1
                 with spans.span(f"call {self._name}"):
-                    return self._run_in_fragments(recorder, leaves, tree)
+                    return self._run_in_fragments(recorder, leaves, tree, (args, kwargs))
             with spans.span(f"record {self._name}", why=self._why):
-                return self._record(recorder, key, leaves, tree)
+                return self._record(recorder, key, leaves, tree, (args, kwargs))
         finally:
             recorder.capturing.release()
 
@@ -205,9 +222,10 @@ class CompiledFunction:
 
     # ---- calls whose Python runs
 
-    def _run_in_fragments(self, recorder: Recorder, leaves: list, tree: TreeSpec) -> Any:
+    def _run_in_fragments(self, recorder: Recorder, leaves: list, tree: TreeSpec, given: tuple) -> Any:
         """Call the function. Runs of its ops become programs; the rest of it is as in an eager call."""
-        args, kwargs = tree_unflatten(prepare_inputs(leaves, None)[0], tree)
+        prepared = prepare_inputs(leaves, None)[0]
+        containers = Containers(given, tree, leaves, prepared)
         backend = BACKENDS.index(self._chosen_backend())
         recorder.flush()
         self._fragment_calls += 1
@@ -215,16 +233,17 @@ class CompiledFunction:
             recorder, current_session.Current.origins, self._slot, self._fragment_calls, backend, self._cuts
         )
         try:
-            return tree_map(detach, self.fn(*args, **kwargs))
+            return tree_map(detach, self.fn(*containers.args, **containers.kwargs))
         finally:
+            containers.give_back()
             try:
                 recorder.flush()
             finally:
-                recorder.tape = None
+                recorder.end_tape()
 
     # ---- recording
 
-    def _record(self, recorder: Recorder, key: tuple, leaves: list, tree: TreeSpec) -> Any:
+    def _record(self, recorder: Recorder, key: tuple, leaves: list, tree: TreeSpec, given: tuple) -> Any:
         roots = {"": self.fn, "arguments": [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]}
         entry = snapshot(roots)
         # Where values are read the first call decides whether Python has to run; capturable optimizers have other last bits
@@ -235,32 +254,44 @@ class CompiledFunction:
         last = self._last if self._last is not None and self._last.key == key and self._last.tape.recorder is recorder else None
         self._last = None
         prepared, inputs = prepare_inputs(leaves, last)
-        names: dict[int, Any] = {tensor._ref.id: path for path, tensor in reversed(list(entry.tensors()))}
-        names.update({t._ref.id: f"argument {k}" for k, t in enumerate(prepared) if isinstance(t, RemoteTensor)})
+        draws = self._host_draws()
+        filled = [*inputs.values(), *(draws.inputs if draws else ())]
+        names = _names(entry, prepared, filled[len(inputs) :])
         recorder.flush()
-        deferral, rng, kept = self._deferral(), HostRngState(), False
-        recorder.code.extend((RECORD, self._slot, deferral, len(inputs), *[t._ref.id for t in inputs.values()]))
-        recorder.flush()
+        deferral, rng, kept, memory = self._deferral(), HostRngState(), False, None
+        containers, before = Containers(given, tree, leaves, prepared), identities(prepared)
         tape = CallRecording(
             recorder, current_session.Current.origins, random.initial_seed(), random._State.counter, deferral > 0, self._strict
         )
         try:
+            recorder.code.extend((RECORD, self._slot, deferral, len(filled), *[t._ref.id for t in filled]))
+            recorder.flush()
             recorder.tape = tape
-            args, kwargs = tree_unflatten(prepared, tree)
-            with PrintWatch() as watch:
-                results = tree_map(detach, self.fn(*args, **kwargs))
-            del args, kwargs
+            tape.host_draws = draws
+            with OutputWatch() as watch, draws or contextlib.nullcontext():
+                results = tree_map(detach, self.fn(*containers.args, **containers.kwargs))
             gc.collect()  # frees tensors in reference cycles, which would seem to outlive the call
             recorder.flush()
             tape.finish()
+            memory = call_memory(tape, entry, prepared, before)
+            tape.prevents += [Difference("", f"{CHANGED}{OUTSIDE}")] if containers.give_back() else []
+            if draws is not None:
+                draws.finish()
+                self._drawn = draws if draws.uploads and not draws.obstacle else None
             if watch.place:
-                self._note_print(tape, watch.place)
+                self._note_output(tape, watch)
             recorder.tape = None
-            now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry))
+            now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry), draws, memory)
             program = self._seal(last, now, entry, snapshot(roots), results, rng)
             kept = program is not None
-            self._last = None if kept else now  # a kept recording would hold its tensors alive
+            # A kept recording would hold its tensors alive
+            self._last = None if kept or not (draws is None or draws.fills_inputs) else now
             self._count(kept, tape.cut)
+        except Exception:  # what the call has changed until here stays
+            recorder.flush()
+            memory = memory or call_memory(tape, entry, prepared, before)
+            containers.give_back()
+            raise
         finally:
             recorder.tape = None
             self._strict |= tape.strict_next
@@ -269,16 +300,25 @@ class CompiledFunction:
             freed = tape.take_deferred()
             if freed:
                 recorder.code.extend((FREE, len(freed), *freed))
-        return results if program is None else program.copy_results()
+            if memory is not None:
+                write_back(leaves, inputs, written_inputs(leaves, inputs, memory))
+        return program.copy_results(leaves) if program is not None else in_arguments(results, leaves, inputs, memory)
 
-    def _note_print(self, tape: CallRecording, place: str) -> None:
-        """The call has printed. With a schedule it is captured all the same, since a part of it could not have one."""
+    def _host_draws(self) -> HostDraws | None:
+        """The tape for a call that may draw on the CPU. What it will probably upload is uploaded here."""
+        if not self._draws_on_host:
+            return None
+        predicted = [] if self._drawn is None else self._drawn.prediction()
+        return HostDraws([upload(value) for value in predicted], predicted)
+
+    def _note_output(self, tape: CallRecording, watch: OutputWatch) -> None:
+        """The call has made output. With a schedule it is captured all the same, since a part of it could not have one."""
         schedule = self.schedule or current_session.Current.schedule
         if schedule:
-            self._warn(f"{place}: print is silent in a replay with schedule {schedule}: print outside the function")
+            self._warn(f"{watch.place}: the function {watch.what}, and a replay in schedule {schedule} does not: do it outside")
         else:
             tape.cut = True
-            tape.prevents.append(Difference(place, "the function prints"))
+            tape.prevents.append(Difference(watch.place, f"the function {watch.what}"))
 
     def _chosen_backend(self) -> str:
         """The backend of programs. Tensors that rest elsewhere come back to other addresses, which graphs do not know."""
@@ -313,9 +353,11 @@ class CompiledFunction:
         if obstacle is None and last is None:
             return None
         if obstacle is None and last is not None:
-            obstacle = difference(last.tape, now.tape, last.names, now.names)
+            obstacle = difference(last.tape, now.tape, last.names, now.names) or self._varies(last, now)
             if obstacle is not None:
                 obstacle.what += hint(last, now)
+            elif (last.draws and last.draws.identity()) != (now.draws and now.draws.identity()):
+                obstacle = Difference("", LEADS_ELSEWHERE)
         if obstacle is None:
             carried, obstacle = loop_carried(now, entry, leaving)
         if obstacle is not None:
@@ -332,7 +374,7 @@ class CompiledFunction:
         order, answer["backend"] = answer["schedule"], backend
         if order and order["why"] and (self.schedule or order["pipeline"]):  # the config's is for steps that can have it
             self._warn(f"schedule {order['name']} is not used: {order['why']}")
-        program = self._program(number, now, entry, leaving, results, answer)
+        program = self._program(number, now, entry, leaving, results, (answer, carried))
         self._programs.insert(0, program)
         del self._programs[MAX_PROGRAMS_PER_FUNCTION:]
         self._sealed += 1
@@ -344,18 +386,32 @@ class CompiledFunction:
             self._warn(f"{self._sealed} programs were recorded, {cost}; the last for: {self._why}{advice}")
         return program
 
+    def _varies(self, last: RecordedCall, now: RecordedCall) -> Difference | None:
+        """Why no program can serve the next call: an argument differs from call to call, and no copy can stand for it."""
+        for k in sorted(sharing_arguments(now.leaves, now.memory) - now.inputs.keys()):
+            if last.leaves[k] is not now.leaves[k]:
+                what = "shares memory that the function changes, and is another tensor at each call"
+                return Difference("", f"argument {k} {what}; pass a clone()")
+        return None
+
     def _program(
-        self, number: int, now: RecordedCall, entry: StateSnapshot, leaving: StateSnapshot, results: Any, answer: dict
+        self, number: int, now: RecordedCall, entry: StateSnapshot, leaving: StateSnapshot, results: Any, sealed: tuple
     ) -> CapturedProgram:
-        """The client's side of a program that the dispatcher has sealed with this answer."""
+        """The client's side of a program. sealed: the dispatcher's answer, and ids of loop-carried tensors, read and made."""
+        answer, carried = sealed
         tape = now.tape
         reads, first = tape.reads(), tape.first
         leaves, tree = tree_flatten(results)
-        inputs = {tensor._ref.id for tensor in now.inputs.values()}
+        inputs = {tensor._ref.id for tensor in [*now.inputs.values(), *(now.draws.inputs if now.draws else ())]}
+        lasting = {memory_id(tensor) for _, tensor in entry.tensors()} - {old for old, _ in carried}
+        copied: dict[int, ProgramResult] = {}  # by id: a tensor that is returned twice is one tensor
 
         def result(leaf: Any) -> Any:
-            fresh = isinstance(leaf, RemoteTensor) and (leaf._ref.id >= first or leaf._ref.id in inputs)
-            return ProgramResult(leaf) if fresh else leaf
+            if view := argument_view(leaf, now.leaves, now.inputs, now.memory):
+                return view
+            if not isinstance(leaf, RemoteTensor) or (leaf._ref.id < first and leaf._ref.id not in inputs):
+                return leaf
+            return copied.setdefault(leaf._ref.id, ProgramResult(leaf, now.memory.owner(leaf) in lasting))
 
         return CapturedProgram(
             number=number,
@@ -368,8 +424,11 @@ class CompiledFunction:
             results=list(map(result, leaves)),
             tree=tree,
             draws=tape.draws(),
+            host_draws=now.draws if now.draws and now.draws.rows else None,
             why=self._why,
             answer=answer,
+            written=written_inputs(now.leaves, now.inputs, now.memory),
+            memory=now.memory,
             keep=[t for state in (entry, leaving) for _, t in state.tensors() if t._ref.id in reads or t._ref.id >= first],
         )
 
@@ -377,17 +436,25 @@ class CompiledFunction:
         self, now: RecordedCall, entry: StateSnapshot, leaving: StateSnapshot, rng: HostRngState
     ) -> Difference | None:
         """Why this call alone can be no program: it did something that a replay would not do, or could not see."""
-        tape = now.tape
+        tape, drawn = now.tape, rng.changed()
+        self._draws_on_host |= drawn == TORCH_GENERATOR
         if not tape.ops:
             return Difference("", "the function does nothing with remote tensors")
+        if self._drawn is not None and not self._drawn.fills_inputs:
+            return Difference("", UPLOADED)
         if tape.prevents:
             return tape.prevents[0]
+        for k in sorted(now.memory.rebound):
+            return Difference("", f"the function changes memory, shape, requires_grad or hooks of argument {k}{OUTSIDE}")
         if entry.overflow or leaving.overflow:
             return Difference("", "the function reaches too many Python objects to compare at each call; have it use fewer")
         if entry.opaque or leaving.opaque:
             return Difference("", f"{(entry.opaque or leaving.opaque)[0]}; pass the part that is needed as an argument")
-        if drawn := rng.changed():
-            return Difference("", f"the function draws random numbers from {drawn}{OUTSIDE}")
+        if drawn:
+            if drawn != TORCH_GENERATOR or now.draws is None:
+                return Difference("", f"the function draws random numbers from {drawn}{OUTSIDE}")
+            if now.draws.obstacle:
+                return Difference("", now.draws.obstacle)
         for tensor, n in tape.reads().items():
             if tensor not in now.names:
                 op = tape.ops[n]
@@ -424,6 +491,14 @@ class CompiledFunction:
         kind = _CHANGE.sub("", reason)
         others = [r for r in self._reasons if _CHANGE.sub("", r) != kind]
         self._reasons = [*others[1 - MAX_REASONS :], reason]
+
+
+def _names(entry: StateSnapshot, prepared: list, drawn: list[RemoteTensor]) -> dict[int, str]:
+    """Id of a tensor from before the call -> its path in Python, its place among arguments or among drawn tensors."""
+    names = {tensor._ref.id: path for path, tensor in reversed(list(entry.tensors()))}
+    names.update({t._ref.id: f"argument {k}" for k, t in enumerate(prepared) if isinstance(t, RemoteTensor)})
+    names.update({t._ref.id: f"drawn tensor {k}" for k, t in enumerate(drawn)})
+    return names
 
 
 def _bubble_text(order: dict) -> str:

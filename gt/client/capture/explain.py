@@ -9,7 +9,7 @@ from gt.client.current_session import Current
 from gt.client.device.torch_remote import synchronize
 from gt.client.session import Session
 from gt.errors import GTError
-from gt.ir.schedules import size
+from gt.ir.text import size
 
 
 def backend_lines(session: Session, program: int, asked: str) -> list[str]:

@@ -64,6 +64,9 @@ class FragmentTape:
         """A value is read, for which the caller waits; that ends the fragment."""
         self._cut(self.origins.where(self.origins.here()), f"the value of a tensor of shape {list(tensor.shape)} is read")
 
+    def upload(self, host: torch.Tensor) -> None:
+        """Every tensor is uploaded."""
+
     def source(self, host: torch.Tensor) -> None:
         """Uploads are inputs of a fragment: nothing is to be noted."""
 

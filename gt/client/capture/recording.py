@@ -21,6 +21,8 @@ from gt.ir.template import T, to_wire
 SAME = "; have the function do the same ops at each call"
 
 if TYPE_CHECKING:
+    from gt.client.capture.host_draws import HostDraws
+    from gt.client.device.remote_tensor import RemoteTensor
     from gt.client.trace.provenance import Origins
     from gt.client.trace.recorder import Recorder
     from gt.ir.template import Template
@@ -48,6 +50,7 @@ class CallRecording:
     deferred: bool = False  # workers execute nothing of the call before its end
     strict: bool = False  # libraries are told that no value may be read
     strict_next: bool = False  # the next recording has to be strict
+    host_draws: HostDraws | None = None  # the tape of its draws on the CPU
     first: int = 0  # ids of tensors made in the call start here
     ops: list[RecordedOp] = field(default_factory=list)
     prevents: list[Difference] = field(default_factory=list)  # reasons for which the call can be no program
@@ -134,6 +137,13 @@ class CallRecording:
         self.cut = True
         self.prevents.append(Difference(where, f"the value of a remote tensor of shape {list(tensor.shape)} is read"))
         return None
+
+    def upload(self, host: torch.Tensor) -> RemoteTensor | None:
+        """Return the tensor that has the values of an upload already; None if the caller has to upload it."""
+        drawn = self.host_draws.upload(host) if self.host_draws is not None else None
+        if drawn is None:
+            self.source(host)
+        return drawn
 
     def source(self, host: torch.Tensor) -> None:
         """Note a CPU tensor that the call uploads: one that outlives the call may have other values at the next."""

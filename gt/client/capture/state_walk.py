@@ -23,10 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from gt import env
 from gt.client.capture.user_code import LIBRARIES, STATEFUL, has_library_base, is_installed, is_library, is_own, is_stateless
 from gt.client.device.remote_tensor import RemoteTensor, Shown
 from gt.client.device.sparse_tensor import RemoteSparse
 
+_UNSET = object()  # value of a context variable without one
 MAX_ITEMS = 200_000  # of one snapshot
 MAX_COMPARED_BYTES = 1 << 16  # of an array or CPU tensor that is compared by value
 _SCALAR_TYPES = frozenset({
@@ -40,6 +42,7 @@ _CLASS_BOOKKEEPING = frozenset(
 _DYNAMIC_ACCESS = frozenset(
     {"asdict", "astuple", "getattr", "setattr", "vars", "__dict__", "attrgetter", "__getattr__", "__getattribute__"}
 )
+_ENVIRONMENT = frozenset({"environ", "getenv"})  # names with which user code reads it
 _GLOBAL_HOOKS = [
     (f"{module.__name__}.{name}", value)
     for module in (sys.modules["torch.nn.modules.module"], sys.modules["torch.optim.optimizer"])
@@ -277,6 +280,8 @@ class StateWalker:
                 self._queue.append((f"{path or function.__qualname__}.{name}", value))
         names = _names(function.__code__)
         self.names |= names
+        if names & _ENVIRONMENT:
+            self._queue.append(("os.environ", env.every_variable()))
         for name in sorted(names & function.__globals__.keys()):
             self._add_item(name, function.__globals__, name, False, function.__globals__[name])
         package = function.__globals__.get("__package__") or ""
@@ -378,7 +383,8 @@ def fingerprint(thing: Any) -> Any:
         bits = thing.bit_generator if isinstance(thing, np.random.Generator) else thing._bit_generator  # type: ignore[attr-defined]
         return repr(bits.state)
     if isinstance(thing, ContextVar):
-        return comparable(thing.get(None))
+        value = thing.get(_UNSET)
+        return type(value), comparable(value) if is_scalar_like(value) else id(value)
     if isinstance(thing, bytearray) or type(thing).__module__ in ("array", "ctypes", "_ctypes"):
         try:
             return bytes(memoryview(thing))

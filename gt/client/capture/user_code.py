@@ -22,7 +22,7 @@ STATEFUL = (
 )  # modules of libraries whose objects hold the user's state
 _STATELESS_STDLIB = frozenset({
     "logging", "typing", "abc", "_abc", "dataclasses", "enum", "inspect", "importlib", "re", "unittest", "contextlib",
-    "builtins", "threading", "functools", "operator", "weakref", "warnings",
+    "builtins", "threading", "functools", "operator", "warnings",
 })  # whose objects never decide what a function does  # fmt: skip
 _SITE_FOLDERS = tuple(
     {f"{path}{os.sep}" for path in (*map(sysconfig.get_path, ("purelib", "platlib")), *site.getsitepackages()) if path}

@@ -14,8 +14,9 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from gt.errors import CheckpointError
@@ -25,6 +26,7 @@ log = logging.getLogger("gt.client")
 MANIFEST = "gt.json"  # written last
 _NEW, _OLD = "gt-saving-", "gt-replaced-"  # folders beside a checkpoint: not complete yet, or about to be removed
 _AT_FDCWD, _EXCHANGE = -100, 2
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES)  # no hard links here, or not of another's file
 MAX_RENAMES = 100  # tries to put a folder in its place while others do the same
 
 
@@ -78,12 +80,14 @@ class NewFolder:
             parent, name = self.target.parent, self.target.name
             parent.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
-            while True:
+            for _ in range(MAX_RENAMES):
                 self.path = parent / f".{name}.{_NEW}{secrets.token_hex(8)}"
                 self.path.mkdir()
-                lock = _lock(self.path)
+                lock = _lock(self.path, own=True)
                 if lock is not None and self.path.exists():  # else another process has just taken it for a leftover
                     break
+            else:
+                raise CheckpointError(f"{self.target} is replaced by others all the time: save to another path")
             self._lock = lock
         except CheckpointError:
             raise
@@ -98,12 +102,25 @@ class NewFolder:
             return
         if not self.target.is_dir():
             raise CheckpointError(f"{self.target} is a file, want a folder for the checkpoint")
+        for kind, same in (("a mount point", os.path.ismount), ("the program's working folder", _is_working_folder)):
+            if same(self.target):
+                raise CheckpointError(f"{self.target} is {kind}, which a save cannot replace: save to a folder in it")
         others = [entry.name for entry in list(os.scandir(self.target)) if not entry.is_file(follow_symlinks=False)]
         if others:
             raise CheckpointError(
                 f"{self.target} is a folder with {others[0]!r}, which is no plain file, and would be replaced: "
                 "want a checkpoint, or a name that is not in use"
             )
+
+    def refuse(self, names: Iterable[str]) -> None:
+        """CheckpointError if one of these files is there and no part of the old checkpoint: others would read it first."""
+        own = _part_names(self.target)
+        for name in names:
+            if name not in own and (self.target / name).exists():
+                raise CheckpointError(
+                    f"{self.target} has {name}, which transformers and others read in place of this checkpoint: "
+                    "remove it, or save to another folder"
+                )
 
     def create(self, name: str, nbytes: int) -> int:
         """A new file of this size, with room on the disk; its descriptor."""
@@ -132,13 +149,15 @@ class NewFolder:
         self.put(MANIFEST, manifest)
         os.fsync(self.files[MANIFEST])
         with contextlib.suppress(FileNotFoundError, CheckpointError):  # none is there, or another save is just replacing it
-            self._keep_others(find(self.target))
+            replaced = find(self.target)
+            self._keep_others(replaced)
+            os.chmod(self.path, stat.S_IMODE(replaced.stat().st_mode))
         os.fsync(self._lock)
-        replaced = self._rename()
+        old = self._rename()
         _sync_folder(self.target.parent)
         self._end()
-        if replaced is not None:
-            _remove(replaced)
+        if old is not None:
+            _remove(old)
 
     def _keep_others(self, replaced: Path) -> None:
         """Link files that are no part of the old checkpoint, such as a model's config.json."""
@@ -146,7 +165,12 @@ class NewFolder:
         for entry in list(os.scandir(replaced)):
             if entry.name not in old and entry.name not in self.files and entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):  # another save has just replaced that folder, and kept its files
-                    os.link(entry.path, self.path / entry.name, follow_symlinks=False)
+                    try:
+                        os.link(entry.path, self.path / entry.name, follow_symlinks=False)
+                    except OSError as error:
+                        if error.errno not in _NO_LINKS:
+                            raise
+                        shutil.copy2(entry.path, self.path / entry.name, follow_symlinks=False)
 
     def _rename(self) -> Path | None:
         """Put this folder in the target's place; the name that the old one has now."""
@@ -202,6 +226,14 @@ class NewFolder:
                     os.rename(left, self.target)
 
 
+def _is_working_folder(path: Path) -> bool:
+    """True for the folder that relative paths of this process begin at: it would be removed."""
+    try:
+        return os.path.samefile(path, ".")
+    except OSError:  # it has been removed
+        return False
+
+
 def _part_names(folder: Path) -> set[str]:
     """Names of files that belong to the checkpoint in a folder."""
     names = {MANIFEST}
@@ -211,20 +243,28 @@ def _part_names(folder: Path) -> set[str]:
     return names
 
 
-def _lock(folder: Path) -> int | None:
-    """A descriptor that locks a folder; None if a living process has locked it, or it is none of ours."""
+def _lock(folder: Path, own: bool = False) -> int | None:
+    """A descriptor that locks a folder; None if a living process has locked it, or it is none of ours.
+
+    own: it is this process's new folder. On a file system without locks its descriptor locks nothing, and leftovers stay.
+    """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
+    except OSError as error:
+        if own and error.errno != errno.ENOENT:
+            raise
         return None
     try:
-        if os.fstat(fd).st_uid != os.geteuid():
-            raise BlockingIOError
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(fd).st_uid == os.geteuid() or own:  # a server of files may give it another owner
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+    except BlockingIOError:
+        pass
     except OSError:
-        os.close(fd)
-        return None
-    return fd
+        if own:
+            return fd
+    os.close(fd)
+    return None
 
 
 def _remove(folder: Path) -> None:

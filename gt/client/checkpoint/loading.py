@@ -22,6 +22,7 @@ from gt.client.checkpoint import optimizer_state, restoring, safetensors_format,
 from gt.client.checkpoint.folder import MANIFEST, find, reason, watched
 from gt.client.checkpoint.safetensors_format import FileEntry
 from gt.client.current_session import Current
+from gt.client.device.meta import LARGE_BYTES
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.reports import progress
 from gt.client.session import Session
@@ -36,7 +37,7 @@ _DTYPES = {name: getattr(torch, name) for name in safetensors_format.NAMES}
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-def load(path: str | os.PathLike, into: Any = None, *, device: str | None = None) -> Any:
+def load(path: str | os.PathLike, into: Any = None, *, device: str | None = None, strict: bool = True) -> Any:
     """The state of a checkpoint: a folder of gt.save, a folder of transformers, or one safetensors file.
 
     Tensors that were remote when they were saved are remote again, in whatever layout their first use gives them; those of
@@ -44,6 +45,7 @@ def load(path: str | os.PathLike, into: Any = None, *, device: str | None = None
 
     into: modules and optimizers, or dicts and lists of these and of tensors, which get the values of the same names; parameters
         on the meta device become remote ones. The whole state is returned as well.
+    strict: False leaves alone what only `into` or only the checkpoint has; tensors of both must have one shape all the same.
     device: "cpu" reads all tensors into this process, without workers; "remote" makes all remote.
 
     CheckpointError names all that is wrong with the files, or does not fit `into`, before anything is changed.
@@ -54,17 +56,16 @@ def load(path: str | os.PathLike, into: Any = None, *, device: str | None = None
         raise ValueError(f"device is {device!r}, want 'cpu', 'remote', or None for the devices of the saved tensors")
     saving.finish()
     with contextlib.ExitStack() as opened:
-        where, state, remote = _read_unreplaced(path, opened, device)
-        optimizer_state.note(remote)
+        where, state, files = _read_unreplaced(path, opened, device)
+        optimizer_state.note(files.remote)
         if into is not None:
-            restoring.restore(into, state, where)
+            files.settle()  # errors of earlier ops are raised before anything is changed
+            restoring.restore(into, state, where, files.unread, strict)
     return state
 
 
-def _read_unreplaced(
-    path: str | os.PathLike, opened: contextlib.ExitStack, device: str | None
-) -> tuple[Path, Any, list[RemoteTensor]]:
-    """The folder, its state and remote tensors, all files of one save even if others save to this path meanwhile."""
+def _read_unreplaced(path: str | os.PathLike, opened: contextlib.ExitStack, device: str | None) -> tuple[Path, Any, _Files]:
+    """The folder, its state and files, all files of one save even if others save to this path meanwhile."""
     for _ in range(MAX_READS):
         try:
             where = find(path)
@@ -78,7 +79,7 @@ def _read_unreplaced(
                     raise (error if isinstance(error, GTError) else CheckpointError(f"{where}: {reason(error)}")) from None
                 if not replaced() and find(path) == where:
                     opened.push(attempt.pop_all())
-                    return where, state, files.remote
+                    return where, state, files
         except FileNotFoundError:  # replaced before it was opened
             continue
         except GTError:
@@ -143,6 +144,8 @@ class _Files:
     def __init__(self, opened: contextlib.ExitStack, device: str | None, tick: progress.Tick) -> None:
         self._opened, self._device, self._tick = opened, device, tick
         self.remote: list[RemoteTensor] = []  # tensors that were made
+        self._sources: dict[int, tuple[LoadedFile, FileEntry, torch.dtype]] = {}  # of these, by id
+        self._copied = 0  # bytes of unread tensors since ended ones were freed
         self._files: dict[Path, tuple[LoadedFile, dict[str, FileEntry], dict[str, str]]] = {}
 
     def open(self, path: Path) -> tuple[dict[str, FileEntry], dict[str, str]]:
@@ -162,13 +165,37 @@ class _Files:
             read = _read_here(file, entry, dtype)
             self._tick(entry.nbytes)
             return read
-        session = current_session.current().session
-        number = file.lend(session)
-        file.use()
-        source = _Source(file, entry, place(number, entry.offset) if number else -1)
-        made = upload_from_file(entry.shape, dtype, source)
+        made = _read_by_workers(file, entry, dtype)
         self.remote.append(made)
+        self._sources[made._ref.id] = (file, entry, dtype)
         return made
+
+    def unread(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values as a new remote tensor, which workers read once it is used; a tensor of this process as it is."""
+        source = self._sources.get(tensor._ref.id) if isinstance(tensor, RemoteTensor) else None
+        if source is None:
+            return tensor
+        self._copied += source[1].nbytes
+        recorder = current_session.current()
+        if self._copied >= LARGE_BYTES and recorder.live_tensors.ended:  # free those that were copied before the next are read
+            recorder.free_ended()
+            self.settle()
+            self._copied = 0
+        return _read_by_workers(*source)
+
+    def settle(self) -> None:
+        """Wait until workers that do not share the files have copied the values so far, which arrive ahead."""
+        if any(file.number == 0 for file, *_ in self._files.values()):
+            recorder = current_session.current()
+            recorder.flush_ops(asks=True)
+            recorder.note_wait()
+            recorder.session.synchronize()
+
+
+def _read_by_workers(file: LoadedFile, entry: FileEntry, dtype: torch.dtype) -> RemoteTensor:
+    number = file.lend(current_session.current().session)
+    file.use()
+    return upload_from_file(entry.shape, dtype, _Source(file, entry, place(number, entry.offset) if number else -1))
 
 
 def _read_here(file: LoadedFile, entry: FileEntry, dtype: torch.dtype) -> torch.Tensor:

@@ -15,6 +15,8 @@ from gt.client.device.remote_tensor import Shown
 from gt.errors import CheckpointError, GTError
 
 MAX_SHOWN = 8  # differences in an error
+PART_BYTES = 32 << 20  # of a module's tensors that are read at once, unless
+MAX_PARTS = 64  # parts have less than this share
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta"})
 
 
@@ -26,9 +28,31 @@ class Change(NamedTuple):
     undo: Callable[[], object] | None = None
 
 
-def restore(into: Any, state: Any, where: Path) -> None:
-    """Give the objects in `into` the values at the same places of `state`. CheckpointError lists all differences."""
-    problems: list[str] = []
+Unread = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Comparison(list[str]):
+    """Differences between a state and the objects that it is for.
+
+    strict: a name that only one of both has is a difference. unread: a loaded tensor anew, which takes memory while it is
+    copied; the one of the state is not read for it.
+    """
+
+    def __init__(self, strict: bool, unread: Unread) -> None:
+        super().__init__()
+        self._strict, self.unread = strict, unread
+
+    def lacks(self, text: str) -> None:
+        if self._strict:
+            self.append(text)
+
+
+def restore(into: Any, state: Any, where: Path, unread: Unread, strict: bool = True) -> None:
+    """Give the objects in `into` the values at the same places of `state`. CheckpointError lists all differences.
+
+    unread, strict: see _Comparison.
+    """
+    problems = _Comparison(strict, unread)
     try:
         changes = list(_changes(into, state, "", problems))
     except (TypeError, ValueError, LookupError, AttributeError) as error:  # a state of other types than its object makes
@@ -73,7 +97,7 @@ def _containers(state: Any) -> Any:
     return [_containers(value) for value in state] if type(state) is list else state
 
 
-def _changes(into: Any, state: Any, name: str, problems: list[str]) -> Iterator[Change]:
+def _changes(into: Any, state: Any, name: str, problems: _Comparison) -> Iterator[Change]:
     """The changes that are to be made; differences are appended to `problems`."""
     if isinstance(into, torch.nn.Module):
         yield from _module_changes(into, state, name, problems)
@@ -81,18 +105,20 @@ def _changes(into: Any, state: Any, name: str, problems: list[str]) -> Iterator[
         yield from _optimizer_changes(into, state, name, problems)
     elif has_state(into):
         yield _object_change(into, state, name)
+    elif isinstance(into, torch.Generator):
+        yield Change(name, partial(into.set_state, state), partial(into.set_state, into.get_state()))
     elif isinstance(into, torch.Tensor):
         if not isinstance(state, torch.Tensor) or state.shape != into.shape:
             problems.append(f"{name or 'the state'} is {_show(state)}, want {_show(into)}")
         elif into.device.type == "meta":
             problems.append(f"{name or 'the state'} is a tensor on the meta device, which only a module's load can replace")
         else:
-            yield Change(name, lambda: into.copy_(state))
+            yield Change(name, lambda: into.copy_(problems.unread(state)))
     elif isinstance(into, Mapping):
         for key, part in into.items():
             if not isinstance(state, Mapping) or key not in state:
                 if _holds_tensors(part):
-                    problems.append(f"{_join(name, key)} is not in the checkpoint")
+                    problems.lacks(f"{_join(name, key)} is not in the checkpoint")
             else:
                 yield from _changes(part, state[key], _join(name, key), problems)
     elif isinstance(into, (list, tuple)):
@@ -104,7 +130,7 @@ def _changes(into: Any, state: Any, name: str, problems: list[str]) -> Iterator[
 
 
 def _holds_tensors(part: Any) -> bool:
-    return has_state(part) or isinstance(part, (torch.Tensor, Mapping, list, tuple))
+    return has_state(part) or isinstance(part, (torch.Tensor, torch.Generator, Mapping, list, tuple))
 
 
 def _join(name: str, key: Any) -> str:
@@ -117,7 +143,7 @@ def _show(thing: Any) -> str:
     return f"a {type(thing).__name__}"
 
 
-def _module_changes(module: torch.nn.Module, state: Any, name: str, problems: list[str]) -> Iterator[Change]:
+def _module_changes(module: torch.nn.Module, state: Any, name: str, problems: _Comparison) -> Iterator[Change]:
     own = {key: value for key, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     if not isinstance(state, Mapping):
         problems.append(f"{name or 'the state'} is {_show(state)}, want the state of a {type(module).__name__}")
@@ -130,21 +156,24 @@ def _module_changes(module: torch.nn.Module, state: Any, name: str, problems: li
                 given[key] = given[twin]
     for key, value in own.items():
         if key not in given:
-            problems.append(f"{_join(name, key)} is not in the checkpoint")
+            problems.lacks(f"{_join(name, key)} is not in the checkpoint")
         elif not isinstance(given[key], torch.Tensor) or given[key].shape != value.shape:
             problems.append(f"{_join(name, key)} is {_show(given[key])}, want {_show(value)}")
-    problems += [
-        f"{_join(name, key)} is in the checkpoint, and not in the module" for key in given if _unknown(key, own, module)
-    ]
+    for key in given:
+        if _unknown(key, own, module):
+            problems.lacks(f"{_join(name, key)} is in the checkpoint, and not in the module")
     left = [key for key, buffer in module.named_buffers() if buffer.device.type == "meta" and key not in own]
     if left:
         problems.append(
             f"{_join(name, left[0])} is a buffer on the meta device that no checkpoint has: "
             f"use module.to_empty(device={Shown.device.type!r}) and initialise it first"
         )
-    meta = {key for key, value in own.items() if value.device.type == "meta"}
+    meta = {key for key, value in own.items() if value.device.type == "meta" and key in given}
     yield from _extra_changes(module, given, name)
-    yield Change(name, lambda: _load_module(module, given, own, meta, getattr(state, "_metadata", None)))
+    here = {key: value for key, value in given.items() if key not in meta}
+    metadata = getattr(state, "_metadata", None)
+    yield Change(name, lambda: _copy_into(module, here, metadata, problems.unread))
+    yield Change(name, lambda: _replace(module, given, own, meta))
 
 
 def _extra_changes(module: torch.nn.Module, given: Mapping[str, Any], name: str) -> Iterator[Change]:
@@ -161,12 +190,34 @@ def _unknown(key: str, own: Mapping[str, Any], module: torch.nn.Module) -> bool:
     return key not in own and key not in module.state_dict()
 
 
-def _load_module(module: torch.nn.Module, given: dict, own: dict[str, Any], meta: set[str], metadata: Any) -> None:
-    """Copy into values that exist; tensors on the meta device are replaced, and stay shared where they were."""
-    here = {key: value for key, value in given.items() if key not in meta}
-    if metadata is not None:
-        here = _WithMetadata(here, metadata)
-    module.load_state_dict(here, strict=False)
+def _copy_into(module: torch.nn.Module, given: dict, metadata: Any, unread: Unread) -> None:
+    """Copy into values that exist, some at a time: only so many are read at once."""
+    for part in _parts(given):
+        here = {key: unread(value) if isinstance(value, torch.Tensor) else value for key, value in part.items()}
+        module.load_state_dict(here if metadata is None else _WithMetadata(here, metadata), strict=False)
+
+
+def _parts(given: dict) -> Iterator[dict]:
+    """A state dict in parts of PART_BYTES, or a share of it; the names of one submodule are in one part."""
+    sizes = {key: value.nbytes if isinstance(value, torch.Tensor) else 0 for key, value in given.items()}
+    most = max(PART_BYTES, sum(sizes.values()) // MAX_PARTS)
+    owners: dict[str, list[str]] = {}
+    for key in given:
+        owners.setdefault(key.rpartition(".")[0] if isinstance(key, str) else "", []).append(key)
+    part: dict = {}
+    nbytes = 0
+    for keys in owners.values():
+        more = sum(sizes[key] for key in keys)
+        if part and nbytes + more > most:
+            yield part
+            part, nbytes = {}, 0
+        part.update({key: given[key] for key in keys})
+        nbytes += more
+    yield part
+
+
+def _replace(module: torch.nn.Module, given: dict, own: dict[str, Any], meta: set[str]) -> None:
+    """Put values in place of tensors on the meta device, which stay shared where they were."""
     made: dict[int, torch.Tensor] = {}
     for key in sorted(meta):
         old, value = own[key], given[key]
@@ -190,7 +241,7 @@ class _WithMetadata(dict):
         return _WithMetadata(dict(self), self._metadata)
 
 
-def _optimizer_changes(optimizer: torch.optim.Optimizer, state: Any, name: str, problems: list[str]) -> Iterator[Change]:
+def _optimizer_changes(optimizer: torch.optim.Optimizer, state: Any, name: str, problems: _Comparison) -> Iterator[Change]:
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
     if not isinstance(groups, list) or "state" not in state or not all(isinstance(group, Mapping) for group in groups):
         problems.append(f"{name or 'the state'} is {_show(state)}, want the state of a {type(optimizer).__name__}")

@@ -31,6 +31,7 @@ from gt.client.session import Session
 from gt.client.trace.uploads import values
 from gt.errors import CheckpointError, GTError, ProgramError
 from gt.wire.arena import place
+from gt.wire.signals import uninterrupted
 
 log = logging.getLogger("gt.client")
 
@@ -106,13 +107,13 @@ class _SavedState:
         shown = state_tree.show(path)
         if tensor.device.type == "meta":
             raise CheckpointError(f"{shown} is on the meta device and has no values: initialise or load it first")
-        if tensor.layout is not torch.strided:
-            raise CheckpointError(f"{shown} has layout {tensor.layout}, want a dense tensor")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "is a nested tensor" if tensor.is_nested else f"has layout {tensor.layout}"
+            raise CheckpointError(f"{shown} {kind}, want a dense tensor")
         dtype = dtype_name(tensor.dtype)
         if dtype not in NAMES:
-            raise CheckpointError(
-                f"{shown} has dtype {dtype}, want one of {', '.join(NAMES)}; try torch.view_as_real for complex"
-            )
+            cure = "torch.view_as_real" if tensor.is_complex() else "its bytes, by view(torch.uint8)"
+            raise CheckpointError(f"{shown} has dtype {dtype}, want one of {', '.join(NAMES)}; try {cure}")
         tensor, grad = tensor.detach(), tensor.requires_grad
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
@@ -214,17 +215,20 @@ def save(state: Any, path: str | os.PathLike, *, wait: bool = True) -> Save:
         made._ended.set()
     else:
         writer = _Writer(saved, path, wait)
-        _Current.save = made
-        if _finish_quietly not in current_session.on_disconnect:
-            current_session.on_disconnect.append(_finish_quietly)
-        made._begin(writer)
+        with uninterrupted():  # a save that nobody has begun would be waited for
+            _Current.save = made
+            if _finish_quietly not in current_session.on_disconnect:
+                current_session.on_disconnect.append(_finish_quietly)
+            made._begin(writer)
     return made
 
 
 def finish() -> None:
     """Wait for the save that is under way, and raise its error."""
-    last, _Current.save = _Current.save, None
+    last = _Current.save
     if last is not None:
+        last._ended.wait()  # Ctrl-C leaves it under way: no later save may overtake it
+        _Current.save = None
         last.wait()
 
 
@@ -256,6 +260,7 @@ class _Writer:
 
     def _begin(self) -> None:
         remote: list[tuple[int, _SavedTensor]] = []
+        self._folder.refuse(f"{name}.safetensors" for name in self._state.sets)
         for files in self._state.sets.values():
             index: dict[str, str] = {}
             for name, share in files.files():

@@ -39,8 +39,7 @@ def encode(thing: Any, put: Put, path: Path = ()) -> Any:
     """The JSON of a state. CheckpointError names what it cannot have."""
     if len(path) > MAX_DEPTH:
         raise CheckpointError(f"{show(path[:3])}... is nested more than {MAX_DEPTH} deep, or contains itself")
-    if isinstance(thing, np.generic):
-        thing = thing.item()
+    thing = _plain(thing)
     if thing is None or isinstance(thing, bool):
         return thing
     if isinstance(thing, str):
@@ -51,8 +50,6 @@ def encode(thing: Any, put: Put, path: Path = ()) -> Any:
         return float(thing) if math.isfinite(thing) else {"float": repr(float(thing))}
     if isinstance(thing, torch.Tensor):
         return {"tensor": put(path, thing)}
-    if has_state(thing):
-        thing = thing.state_dict()
     if isinstance(thing, Mapping):
         return _encode_mapping(thing, put, path)
     if isinstance(thing, (list, tuple)):
@@ -70,6 +67,15 @@ def encode(thing: Any, put: Put, path: Path = ()) -> Any:
         f"{show(path)} is a {type(thing).__module__}.{type(thing).__qualname__}, want a tensor, number, text, None, dict, "
         "list, tuple, or an object with a state_dict"
     )
+
+
+def _plain(thing: Any) -> Any:
+    """A NumPy number as Python's, the state of a generator or an object with a state_dict; all else as it is."""
+    if isinstance(thing, np.generic):
+        return thing.item()
+    if isinstance(thing, torch.Generator):
+        return thing.get_state()
+    return thing.state_dict() if has_state(thing) else thing
 
 
 def _encode_mapping(thing: Mapping, put: Put, path: Path) -> dict:

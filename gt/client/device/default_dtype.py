@@ -1,6 +1,6 @@
 """torch.set_default_dtype: results that torch gives the program's default dtype, which workers do not know.
 
-Where that is not float32, a factory names its dtype, and integers are cast before an op that makes floats of them, as torch's
+Where that is not float32, a factory names its dtype. Integers are then cast before an op that makes floats of them, as torch's
 type promotion does within the op. What is known of calls is kept by default dtype, so that nothing looks at it at each op.
 """
 

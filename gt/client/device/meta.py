@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gt.errors import UnsupportedOp
-from gt.ir.spec import DIMS, Spec
+from gt.ir.spec import DIMS, DTYPES, Spec
 
 _table: dict[tuple, Meta] = {}
 
@@ -13,13 +13,17 @@ LARGE_BYTES = 16 << 20  # of a result: the op that makes it takes longer than a 
 
 
 class Meta:
-    """Shape, strides and storage offset (in elements) and dtype; equal ones are one object. large: LARGE_BYTES or more."""
+    """Shape, strides and storage offset (in elements) and dtype; equal ones are one object.
 
-    __slots__ = ("dtype", "large", "offset", "shape", "stride")
+    large: LARGE_BYTES or more. wrapper: the arguments that make a tensor object of this metadata, once there was one.
+    """
+
+    __slots__ = ("dtype", "large", "offset", "shape", "stride", "wrapper")
 
     def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> None:
         self.shape, self.stride, self.offset, self.dtype = shape, stride, offset, dtype
         self.large = self.numel * dtype.itemsize >= LARGE_BYTES
+        self.wrapper: tuple = ()
 
     @property
     def spec(self) -> Spec:
@@ -47,12 +51,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def intern(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> Meta:
-    """The Meta of these values; UnsupportedOp for more dims than torch's ops take."""
+    """The Meta of these values; UnsupportedOp for more dims than torch's ops take, or a dtype that workers do not have."""
     key = (shape, stride, offset, dtype)
     meta = _table.get(key)
     if meta is None:
         if len(shape) > DIMS:
             raise UnsupportedOp(f"a tensor of {len(shape)} dims: torch's ops take {DIMS} at most")
+        if dtype_name(dtype) not in DTYPES:
+            raise UnsupportedOp(f"a remote tensor of {dtype}: want one of {', '.join(DTYPES)}; try its bytes as uint8")
         meta = _table.setdefault(key, Meta(*key))
     return meta
 

@@ -1,6 +1,7 @@
-"""Module.to between the remote device and others while something in torch holds the module's old parameters.
+"""Module.to between the remote device and others: the parameters stay the same objects, so that tied weights stay tied.
 
-An alive graph saves parameters, and libraries keep weak references. torch's own exchange of two tensors refuses both.
+An alive graph saves parameters, and libraries keep weak references. torch's own exchange of two tensors refuses both, and
+takes gradients and hooks away. So nothing else is exchanged: a module that loads a state copies it, as without GT.
 """
 
 from __future__ import annotations
@@ -15,21 +16,24 @@ from gt.client.device.remote_tensor import RemoteTensor
 
 
 def prepare() -> None:
-    """Patch torch.utils.swap_tensors, by which Module.to exchanges parameters; once."""
-    original = torch.utils.swap_tensors
+    """Have Module.to exchange parameters between devices; once."""
+    asked_for, original = torch.__future__.get_swap_module_params_on_conversion, torch.utils.swap_tensors
+    conversion = torch.nn.Module._apply.__code__
+
+    @functools.wraps(asked_for)
+    def exchanges() -> bool:
+        return asked_for() or sys._getframe(1).f_code is conversion
 
     @functools.wraps(original)
     def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
         if isinstance(t1, RemoteTensor) != isinstance(t2, RemoteTensor):
             _exchange(t1, t2)
-            return
-        try:
+        elif asked_for() or sys._getframe(1).f_code is not conversion or not torch._has_compatible_shallow_copy_type(t1, t2):
             original(t1, t2)
-        except RuntimeError:
-            if sys._getframe(1).f_code is not torch.nn.Module._apply.__code__:
-                raise
+        else:
             t1.data = t2.data  # within one device, as torch does it where nobody asks for exchanges
 
+    torch.__future__.get_swap_module_params_on_conversion = exchanges
     torch.utils.swap_tensors = swap_tensors
 
 

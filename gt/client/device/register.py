@@ -136,7 +136,6 @@ def prepare() -> None:
     overrides.register()
     long_lists.register()
     default_dtype.prepare()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # otherwise Module.to("remote") unties tied weights
     _kernels("Lazy")
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("scaled_dot_product_attention", attention, "AutogradLazy")
@@ -159,6 +158,7 @@ def prepare() -> None:
             **lightning.calls(register),
             "accelerate.state": accelerate.prefer_remote,
             "torch.distributed.checkpoint._state_dict_stager": distributed_checkpoint.stage_remote,
+            "torch.distributed.fsdp": refusals.sharded_parallel,
             "torch.nested._internal.nested_tensor": refusals.nested_tensors,
             "torch.profiler.profiler": profiler.extend,
         }

@@ -70,8 +70,9 @@ class Ref:
         self.meta = meta
         self.pending = pending
         self.home = 0
-        live_tensors.all[number] = live = LiveRef(self, live_tensors.end)
+        live = LiveRef(self, live_tensors.end)
         live.id = number
+        live_tensors.all[number] = live  # last: Ctrl-C before it ends the weak reference, and no callback names an id
 
 
 class LiveRef(weakref.ref):
@@ -100,8 +101,9 @@ class LiveTensors:
 
     def take_ended(self) -> list[int]:
         """Ids that have ended since the last call."""
-        ids = [live.id for live in self.ended[:]]
-        del self.ended[: len(ids)]
+        ended = self.ended[:]
+        del self.ended[: len(ended)]
+        ids = [live.id for live in ended if hasattr(live, "id")]  # Ctrl-C may have come before it had one
         for number in ids:
             self.all.pop(number, None)  # a Temporary's is not there
         return ids
@@ -124,8 +126,8 @@ class Alias:
 
 def memory_id(tensor: torch.Tensor) -> int:
     """The id of the tensor whose memory this one is a view of, or has itself."""
-    while isinstance(tensor._base, RemoteTensor):
-        tensor = tensor._base
+    while isinstance(base := tensor._base, RemoteTensor):
+        tensor = base
     ref = tensor._ref  # type: ignore[attr-defined]
     return ref.memory if isinstance(ref, Alias) else ref.id
 
@@ -324,15 +326,17 @@ class RemoteStorage:
 
 def wrapper_of(meta: Meta) -> tuple:
     """The arguments of `_make_wrapper_subclass` for a tensor."""
-    return (
-        RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, torch.strided, LAZY, False, False, None,
-        False, False, _AUTOCAST,
-    )  # fmt: skip
+    if not meta.wrapper:
+        meta.wrapper = (
+            RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, torch.strided, LAZY, False, False, None,
+            False, False, _AUTOCAST,
+        )  # fmt: skip
+    return meta.wrapper
 
 
 def make(meta: Meta, ref: Ref | Alias, new: Callable[..., Any] = new_tensor) -> RemoteTensor:
     """A new tensor object for a reference. new: new_view for a view of another tensor."""
-    tensor: RemoteTensor = new(*wrapper_of(meta))
+    tensor: RemoteTensor = new(*(meta.wrapper or wrapper_of(meta)))
     tensor._ref = ref
     return tensor
 

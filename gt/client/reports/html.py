@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from gt.ir.schedules import size
+from gt.ir.text import size
 
 # One for each worker, again from the ninth on: distinct in light and dark, and for colour-blind readers
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#997700", "#bbbbbb")

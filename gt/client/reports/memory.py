@@ -12,7 +12,7 @@ from gt.client import current_session
 from gt.client.device import torch_remote
 from gt.client.groups import tensor_roles
 from gt.client.reports import html
-from gt.ir.schedules import size
+from gt.ir.text import size
 
 USES = ("weights", "gradients", "optimizer", "activations")
 LINES = 10  # of a worker in a summary

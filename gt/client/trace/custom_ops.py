@@ -29,16 +29,17 @@ def record(name: str, args: tuple, outs: Callable[[], tuple[Meta, ...]], seeds: 
     args: tensors and floats fill holes of the template, other values are its constants. outs: gives metas of the outputs; it is
     called for a new kind of call only. seeds: seed and counter of a random op, drawn here if None.
     """
-    recorder = current_session.current()
+    recorder = Current.recorder or current_session.current()
     key: list = [name]
     ids: list[int] = []
     values: list[float] = []
     for a in args:
-        if isinstance(a, RemoteTensor):
-            key.append(a._ref.meta)
-            ids.append(a._ref.id)
-            if a._ref.pending and a.requires_grad:
-                note_first_use(a, a._ref)
+        if type(a) is RemoteTensor:
+            ref = a._ref
+            key.append(ref.meta)
+            ids.append(ref.id)
+            if ref.pending and a.requires_grad:
+                note_first_use(a, ref)
         elif isinstance(a, float):
             key.append(float)
             values.append(a)

@@ -15,7 +15,7 @@ from torch._library import simple_registry
 
 from gt.client.current_session import Current, check, current
 from gt.client.device import meta as metas
-from gt.client.device.remote_tensor import LAZY, Alias, Ref, RemoteTensor, make, memory_id, rebind
+from gt.client.device.remote_tensor import LAZY, Alias, Ref, RemoteTensor, make, memory_id, rebind, wrapper_of
 from gt.client.groups.group_context import stack
 from gt.client.trace.op_info import (
     ASK,
@@ -23,6 +23,7 @@ from gt.client.trace.op_info import (
     FIRST,
     INTO,
     LIST,
+    MANY,
     ONE,
     TENSOR,
     TENSORS,
@@ -169,6 +170,25 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
     return finish_call(info, entry, args, kwargs or {}, extra, [entry.number, origin, *ids, *values])
 
 
+def _record_series(recorder: Any, entry: Entry, row: list) -> Any:
+    """Record a call whose result is a tuple or list of new tensors and None. row: the numbers before the output ids."""
+    live, new_id, new, origin = recorder.live_tensors, recorder.new_id, entry.new, row[1]
+    if live.ended and any(meta.large for meta in entry.metas):
+        recorder.free_ended()
+    numbers = [new_id() for _ in entry.metas]
+    code = recorder.code
+    code.extend(row + numbers)
+    outputs = []
+    for number, meta in zip(numbers, entry.metas):
+        tensor = new(*(meta.wrapper or wrapper_of(meta)))
+        tensor._ref = Ref(number, meta, origin, live)
+        outputs.append(tensor)
+    if len(code) > recorder.batch:
+        recorder.end_batch()
+    series: Any = entry.series
+    return series(None if slot is None else outputs[slot] for slot in entry.slots)
+
+
 def new_entry(info: OpInfo, signature: tuple, args: tuple, kwargs: dict) -> Entry:
     """Infer and keep the entry of a kind of call."""
     entry = info.cache[signature] = infer(info, args, kwargs)
@@ -264,6 +284,8 @@ def declare_buffer(buffer: RemoteTensor) -> None:
 
 def finish_call(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tuple, row: list) -> Any:
     """Record a call whose result is not one new tensor or its first argument. row: the numbers before the output ids."""
+    if entry.mode == MANY and entry.series is not None:
+        return _record_series(current(), entry, row)
     several = SEVERAL_OPS.get(entry.mode)
     if several is not None:
         return several(info, entry, args, kwargs)

@@ -81,9 +81,8 @@ def copy(info: OpInfo, args: tuple, kwargs: dict) -> torch.Tensor:
         current_session.current().tape.source(source)
     if source.dtype != target.dtype:
         source = source.to(target.dtype)
-    ref = target._ref
-    contiguous = metas.contiguous(ref.meta.shape, ref.meta.dtype) is ref.meta
-    if contiguous and tuple(source.shape) == ref.meta.shape and Current.fresh == (ref.id, current_session.current().ops):
+    meta = target._ref.meta
+    if metas.contiguous(meta.shape, meta.dtype) is meta and tuple(source.shape) == meta.shape and is_new(target):
         # `cpu.to("remote")` is dispatched as an empty tensor and a copy into it: name the upload instead
         target._ref = upload(source)._ref
         return target
@@ -98,6 +97,11 @@ def new_empty(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     tensor = call(info, args, kwargs)
     Current.fresh = (tensor._ref.id, current_session.current().ops)
     return tensor
+
+
+def is_new(tensor: RemoteTensor) -> bool:
+    """True for uninitialised memory that the op before this one made: nothing else names it."""
+    return Current.fresh == (tensor._ref.id, current_session.current().ops)
 
 
 def placed(info: OpInfo, args: tuple, kwargs: dict) -> Any:
@@ -154,6 +158,14 @@ def set_(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     raise RuntimeError(f"{info.name}: a remote tensor has no storage here; assign with .data = or copy_()")
 
 
+def _elements_behind(tensor: RemoteTensor) -> int:
+    """The number of elements of the memory that a tensor is a view of, as far as this object knows."""
+    while isinstance(tensor._base, RemoteTensor):
+        tensor = tensor._base
+    meta = tensor._ref.meta
+    return meta.offset + meta.numel
+
+
 def resize(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     """resize_: a view of the same memory if that is large enough, else new memory that begins with the old elements."""
     target = args[0]
@@ -163,7 +175,7 @@ def resize(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     if wanted.shape == old.shape:
         return target
     keep = min(wanted.numel, old.numel)
-    if wanted.numel <= old.numel:
+    if old.offset + wanted.numel <= _elements_behind(target):
         view = call(info_of(aten.as_strided.default), (target, list(wanted.shape), list(wanted.stride), old.offset))
         rebind(target, view)
         return target

@@ -58,17 +58,20 @@ class Entry:
     """The result of shape inference for one kind of call.
 
     number: of the template, or of chunks with mode LONG. metas: of outputs that get an id, in order. result: the value to
-    return as a tree of ("new", output), ("arg", operand) and ("const", value). written: operands that are written in place.
+    return as a tree of ("new", output), ("arg", operand) and ("const", value). series: tuple or list, if the value is one of
+    outputs and None alone; `slots` has the output of each place then. written: operands that are written in place.
     new, wrapper: the function that makes the tensor object of an output, new_view where that is a view; its arguments with
     mode ONE.
     """
 
-    __slots__ = ("metas", "mode", "new", "number", "result", "wrapper", "written")
+    __slots__ = ("metas", "mode", "new", "number", "result", "series", "slots", "wrapper", "written")
 
     def __init__(self) -> None:
         self.number, self.mode = 0, MANY
         self.metas: list[Meta] = []
         self.result: Any = None
+        self.series: type[tuple] | type[list] | None = None
+        self.slots: list[int | None] = []
         self.written: tuple[int, ...] = ()
         self.wrapper: tuple = ()
         self.new: Callable[..., Any] = new_tensor

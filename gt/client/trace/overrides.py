@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx import _symbolic_trace
 
 from gt.client.current_session import Current
 from gt.client.device.random import draw
@@ -22,8 +24,16 @@ from gt.errors import UnsupportedOp
 aten = torch.ops.aten
 
 
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__  # runs autograd's engine
+_Accumulation = torch._C._functions.AccumulateGrad
+
+
 def alias(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
     """detach: another Python object for the same view. Nothing is sent."""
+    # The engine itself detaches a gradient that nobody else has before it becomes `.grad`: no second object is needed.
+    # A hook of that node would be a frame between.
+    if sys._getframe(2).f_code is _ENGINE and type(torch._C._current_autograd_node()) is _Accumulation:
+        return args[0]
     Current.fresh = None
     return make(args[0]._ref.meta, Alias(args[0]), new_view)
 
@@ -54,9 +64,9 @@ def decompose(info: OpInfo, args: tuple, kwargs: dict) -> Any:
 def random(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     """A random op: workers get a seed and a counter instead of the generator."""
     generator = None
-    if any(isinstance(a, torch.Generator) for a in args):
-        generator = next(a for a in args if isinstance(a, torch.Generator))
-        args = tuple(a for a in args if a is not generator)  # it is the last one, and optional
+    if args and isinstance(args[-1], torch.Generator):  # it is the last one, and optional
+        *rest, generator = args
+        args = tuple(rest)
     generator = kwargs.pop("generator", generator)
     kwargs.pop("pin_memory", None)
     if not is_remote(kwargs.get("device")):
@@ -95,13 +105,19 @@ def random_like(fill: Callable[..., Any]) -> Callable:
 
 
 def factory(overload: Any) -> Callable:
-    """A factory that torch calls with out= of an empty tensor: the factory itself, whose result that tensor then names."""
+    """A factory with out=: torch's own call of it, whose empty tensor then names the result, or one that writes into `out`."""
 
     def handler(info: OpInfo, args: tuple, kwargs: dict) -> Any:
         out, factory_info = kwargs["out"], info_of(overload)
+        own = host_ops.is_new(out)
         seeds = draw(kwargs.get("generator")) if factory_info.random else ()
-        rebind(out, call(factory_info, args, {"dtype": out.dtype, "device": LAZY}, seeds))
-        return out
+        result = call(factory_info, args, {"dtype": out.dtype, "device": LAZY}, seeds)
+        if own:
+            rebind(out, result)
+            return out
+        if out.numel() != result.numel() or result.dim() > 1:
+            out.resize_(result.shape)
+        return out.copy_(result.view(out.shape))
 
     return handler
 
@@ -115,12 +131,42 @@ def arange(start: Any, end: Any, step: Any, *, dtype: torch.dtype | None = None,
     return call(info_of(aten.arange.start_step), (start, end, step), options)
 
 
-# Kernels of factories, by name of the overload
+def as_one_op(overload: Any) -> Callable[..., Any]:
+    """A factory that a worker executes whole. torch's own kernel looks for one of the device, or resizes a view."""
+
+    def kernel(*args: Any, dtype: torch.dtype | None = None, layout: Any = None, **rest: Any) -> Any:
+        if layout not in (None, torch.strided):
+            raise UnsupportedOp(f"{overload} makes a dense tensor on remote, not {layout}")
+        return call(info_of(overload), args, {"dtype": dtype or torch.get_default_dtype(), "device": LAZY})
+
+    return kernel
+
+
+_WHOLE_FACTORIES = (
+    aten.kaiser_window.default, aten.kaiser_window.periodic, aten.kaiser_window.beta, aten.range.default, aten.range.step,
+    aten.fft_fftfreq.default, aten.fft_rfftfreq.default,
+)  # fmt: skip
+# Kernels of factories, by torch's name of the overload
 FACTORIES: dict[str, Callable[..., Any]] = {
+    **{overload.name().removeprefix("aten::"): as_one_op(overload) for overload in _WHOLE_FACTORIES},
     "arange": lambda end, **options: arange(0, end, 1, **options),
     "arange.start": lambda start, end, **options: arange(start, end, 1, **options),
     "arange.start_step": lambda start, end, step=1, **options: arange(start, end, step, **options),
 }
+
+
+def tangent_of_zeros(info: OpInfo, args: tuple, kwargs: dict) -> torch.Tensor:
+    """_new_zeros_with_same_feature_meta: forward differentiation's tangent for a primal of other strides than the given one.
+
+    UnsupportedOp while torch.fx traces, as torch.func.linearize does: it would keep these zeros as a constant.
+    """
+    if _symbolic_trace._is_fx_tracing_flag:
+        raise UnsupportedOp("torch.func.linearize does not trace remote tensors: use torch.func.jvp(func, primals, tangents)")
+    tangent, primal, *more = args
+    batch = tuple(tangent.shape[: (more or [kwargs.get("self_num_batch_dims", 0)])[0]])
+    extent = 1 + sum((size - 1) * step for size, step in zip(primal.shape, primal.stride())) if primal.numel() else 1
+    steps = [extent * math.prod(batch[n + 1 :]) for n in range(len(batch))]
+    return torch.empty_strided((*batch, *primal.shape), (*steps, *primal.stride()), dtype=primal.dtype, device=LAZY).zero_()
 
 
 def rrelu(info: OpInfo, args: tuple, kwargs: dict) -> Any:
@@ -203,6 +249,7 @@ _ROWS: dict[str, Handler | None] = {
     "aten._fused_moving_avg_obs_fq_helper.default": observe_and_quantize,
     "aten.is_pinned.default": no,
     "aten.record_stream.default": ignore,
+    "aten._new_zeros_with_same_feature_meta.default": tangent_of_zeros,
     "aten._efficientzerotensor.default": instead(aten.zeros.default),  # has no memory that could be sent
     "aten.rand_like.default": random_like(lambda x, **k: x.uniform_(**k)),
     "aten.rand_like.generator": random_like(lambda x, **k: x.uniform_(**k)),

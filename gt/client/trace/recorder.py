@@ -50,7 +50,7 @@ class Recorder:
         self.cleared = 0  # times that the table was
         # A CallRecording or FragmentTape while a compiled function runs: it gets every batch, and says when one is long enough
         self.tape: Any = None
-        self.capturing = threading.Lock()  # held by the thread whose call has the tape
+        self.capturing = threading.RLock()  # held by the thread whose call has the tape; Ctrl-C may leave it held
         self.when_watched: Callable[[], None] | None = None  # called after a batch while somebody observes the server
         self._lock = threading.Lock()
         session.on_idle = self.flush_stale
@@ -100,15 +100,21 @@ class Recorder:
             try:
                 wait()  # may take long, and Ctrl-C must work: nothing has left the buffers yet
             except KeyboardInterrupt:
-                if self.tape is None:  # what the rest of a step would write must not read what its first part did not make
-                    with uninterrupted(), self._lock:
-                        self._hand_over()
+                with uninterrupted(), self._lock:
+                    self._hand_over()  # what the rest of a step would write must not read what its first part did not make
                 self.session.interrupt()
                 raise
         with uninterrupted(), self._lock:
             self._hand_over(asks)
         if self.when_watched is not None and getattr(self.session, "watched", False):
             self.when_watched()
+
+    def end_tape(self) -> None:
+        """The call is over, also if Ctrl-C has ended its last flush: what is left of it is handed over in the tape's form."""
+        with uninterrupted(), self._lock:
+            if self.tape is not None and not self.session.failure:
+                self._hand_over()
+            self.tape = None
 
     def end_batch(self) -> None:
         """The buffer has a batch: hand it over, unless execution is deferred and more batches can be joined."""

@@ -1,6 +1,6 @@
 """Errors in words that people know or can look up: the CPU's text for a meta kernel's, and refusals of torch's parallelism.
 
-Nothing here runs per op: only for a refused op, and in calls of torch.compile, DataParallel or DistributedDataParallel.
+Nothing here runs per op: only for a refused op, and in calls of torch.compile, DataParallel, DDP or FSDP.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ PARALLEL = "{} is not for the remote device: GT splits batches and weights by a 
 CONFIG = (
     "name the workers in a YAML, such as `data: {workers: [0, 1]}` for data parallelism over two, pass it as "
     "gt.gpu_workers(2, config='the.yaml'), and run the model inside `with gt.signal.context('data'):`"
+)
+SHARDED_CONFIG = (
+    "have GT shard its weights, gradients and optimizer state: write `gt: {data_parallel: null, zero: 3}` into a YAML, and "
+    "pass it as gt.gpu_workers(2, config='the.yaml')"
 )
 
 
@@ -87,7 +91,23 @@ def prepare() -> None:
     torch.compile = _compile(torch.compile)
     for cls in (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel):
         for name in ("__init__", "forward"):
-            setattr(cls, name, _parallel(cls, getattr(cls, name)))
+            setattr(cls, name, _parallel(cls.__name__, CONFIG, getattr(cls, name)))
+
+
+def sharded_parallel(module: Any) -> None:
+    """torch.distributed.fsdp: make both kinds of FSDP refuse remote parameters with advice, before they look for ranks."""
+    cls = module.FullyShardedDataParallel
+    cls.__init__ = _parallel(cls.__name__, SHARDED_CONFIG, cls.__init__)
+    original = module.fully_shard
+
+    @functools.wraps(original)
+    def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
+        modules = module if isinstance(module, (list, tuple)) else [module]
+        if any(isinstance(m, torch.nn.Module) and _remote(m) for m in modules):
+            raise UnsupportedOp(PARALLEL.format("fully_shard", SHARDED_CONFIG))
+        return original(module, *args, **kwargs)
+
+    module.fully_shard = fully_shard
 
 
 def _compile(original: Any) -> Any:
@@ -123,12 +143,12 @@ def _guard_dynamo() -> None:
     VariableBuilder._wrap = wrap  # type: ignore[method-assign]
 
 
-def _parallel(cls: type, original: Any) -> Any:
+def _parallel(name: str, advice: str, original: Any) -> Any:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner = args[0] if args else kwargs.get("module")
         if any(isinstance(m, torch.nn.Module) and _remote(m) for m in (inner, self.__dict__.get("_modules", {}).get("module"))):
-            raise UnsupportedOp(PARALLEL.format(cls.__name__, CONFIG))
+            raise UnsupportedOp(PARALLEL.format(name, advice))
         return original(self, *args, **kwargs)
 
     return call

@@ -183,6 +183,8 @@ def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     positions = _operands(info, args, kwargs)
     outs = _outs(info, entry, result, known, positions)
     entry.written = tuple(i for name in info.writes for i in positions.get(name, ()))
+    if entry.written:
+        entry.series = None
     if _takes_default(info, entry, encoder.tensors, kwargs):
         entry.mode = DEFAULTED
         return entry
@@ -247,7 +249,7 @@ def warm() -> None:
 
     Called while workers start.
     """
-    with torch.no_grad(), uninterrupted(), uncollected():
+    with uninterrupted(), torch.no_grad(), uncollected():
         spare_dynamo()
         torch.empty(1, device="meta").add(1)
         with without_dtensor_rules():
@@ -262,7 +264,7 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
         return None, False
     spare_dynamo()
     try:
-        with torch.no_grad(), uninterrupted():  # the first one imports much of torch, which Ctrl-C would break
+        with uninterrupted(), torch.no_grad():  # the first one imports much of torch, which Ctrl-C would break
             result = _META.get(info.name, info.func)(*args, **kwargs)
         if info.name in _SAVES_NOTHING and not args[5]:
             result = (result[0], *(saved.new_empty(0) for saved in result[1:]))
@@ -327,7 +329,7 @@ def _operands(info: OpInfo, args: tuple, kwargs: dict) -> dict[str, list[int]]:
 
 
 def _outs(info: OpInfo, entry: Entry, result: Any, known: bool, positions: dict[str, list[int]]) -> list[Out]:
-    """The template's outputs; fills the entry's metas, mode and result tree.
+    """The template's outputs; fills the entry's metas, mode, result tree and series.
 
     result: of the meta kernel. known: whether it is valid without values. positions: as _operands gives them.
     """
@@ -355,6 +357,9 @@ def _outs(info: OpInfo, entry: Entry, result: Any, known: bool, positions: dict[
         entry.wrapper = wrapper_of(entry.metas[0])
     elif single and entry.result == ("arg", 0) and positions[info.names[0]] == [0]:
         entry.mode = FIRST
+    elif entry.metas and all(leaf == ("const", None) or (type(leaf) is tuple and leaf[0] == "new") for leaf in entry.result):
+        entry.series = type(entry.result)
+        entry.slots = [leaf[1] for leaf in entry.result]
     return outs
 
 

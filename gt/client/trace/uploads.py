@@ -30,8 +30,8 @@ _TAKES_NUMBER = frozenset(f"aten.{op}_.Tensor" for op in ("add", "sub", "mul", "
 def upload(host: torch.Tensor) -> RemoteTensor:
     """Upload a host tensor: a remote tensor with the same values, row-major. Does not wait."""
     recorder = current_session.current()
-    if recorder.tape is not None:
-        recorder.tape.source(host)
+    if recorder.tape is not None and (filled := recorder.tape.upload(host)) is not None:
+        return filled
     meta = metas.contiguous(tuple(host.shape), host.dtype)
     template = _template(recorder, meta)
     data = values(host)

@@ -1,4 +1,4 @@
-"""Who may come in: what a Hello has to say, and clients that wait for the workers that their config names."""
+"""Admission: checks of a Hello, and clients that wait for the workers that their config names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from gt.errors import ConfigError, ProtocolError, Refused
 from gt.wire.messages import Hello
 
 MAX_CONFIG_CHARACTERS = 32 << 10  # characters: parsing takes up to 0.4 s, and everybody waits
-MAX_NESTED_BRACKETS = 16
 MAX_WAITING_CLIENTS = 1024
 MAX_STALL_SECONDS = 1e9  # seconds
 PRECISIONS = frozenset({"highest", "high", "medium"})
@@ -38,10 +37,6 @@ class Admission:
             )
         if len(self.waiting) >= MAX_WAITING_CLIENTS:
             raise Refused(f"{MAX_WAITING_CLIENTS} programs wait for workers already, and no more can: try again later")
-        if _nesting(hello.config) > MAX_NESTED_BRACKETS:
-            raise ConfigError(
-                f"{hello.config_path or 'config'} has more than {MAX_NESTED_BRACKETS} brackets within one another"
-            )
         try:
             config = load(hello.config, hello.config_path)
         except RecursionError:
@@ -62,18 +57,6 @@ class Admission:
 def used_workers(config: Config) -> frozenset[int]:
     """Indices of the workers that a config names."""
     return frozenset(index for group in config.groups.values() for index in group.flat)
-
-
-def _nesting(text: str) -> int:
-    """Depth of nested brackets: parsing takes time with its square."""
-    depth = deepest = 0
-    for sign in text:
-        if sign in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif sign in "]}":
-            depth -= 1
-    return deepest
 
 
 def _switches(switches: dict[str, Any]) -> None:
@@ -97,9 +80,9 @@ def shared_out(switches: dict[str, Any], used: frozenset[int], cluster: Cluster,
 
     Eight workers with all the cores' threads each spend their time in one another's way (seen: 30 times slower on two cores).
     """
-    beside = sum(home(cluster.workers[index].info) == home(worker.info) for index in used)
+    on_host = sum(home(cluster.workers[index].info) == home(worker.info) for index in used)
     threads = switches.get("threads", 0)
-    return {**switches, "threads": max(threads // beside, 1)} if threads and beside > 1 else switches
+    return {**switches, "threads": max(threads // on_host, 1)} if threads and on_host > 1 else switches
 
 
 def check_links(config: Config, cluster: Cluster) -> None:

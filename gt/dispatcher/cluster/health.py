@@ -87,7 +87,7 @@ class Watch:
     # ---- counters
 
     def survey(self, session: ClientSession, asked: Stats) -> tuple[Survey, list[tuple[bytes, Query]]]:
-        """Begin to answer a Stats request: what to ask whom."""
+        """Begin to answer a Stats request: a survey, and a question for each worker that is not lost."""
         told = session.programs.all.get(asked.program)
         numbers = session.programs.newest if told is None else told.numbers
         key = self.cluster.key()
@@ -157,7 +157,7 @@ class Watch:
         return not worker.lost and worker.lives == life
 
     def examined(self, worker: Worker, event: Examined) -> None:
-        """Take what the kernel says of a worker's process. One that says nothing itself, and computes, gets on."""
+        """Take the kernel's word on a worker's process. A silent process that uses CPU time makes progress."""
         index, place = worker.index, self.places.get(worker.index)
         if event.state == "" or event.state not in STOPPED:
             self.halts.pop(index, None)
@@ -196,7 +196,7 @@ class Watch:
 
 
 def answer(survey: Survey, sent: int, received: int, relayed: int) -> tuple[dict[str, Any], str]:
-    """The body of a Stats answer; what it says of the newest replay's schedule, "" if it was in none."""
+    """The body of a Stats answer, and its text on the newest replay's schedule, "" without one."""
     workers = [survey.reports[i] for i in sorted(survey.reports)]
     body: dict[str, Any] = {"dispatcher": counters(survey.session, sent, received, relayed), "workers": workers}
     planner = survey.session.planner
@@ -222,7 +222,7 @@ def schedule_report(session: ClientSession, workers: list[dict[str, Any]]) -> di
 
 
 def stamps(rows: Any) -> list:
-    """A worker's actions or transfers, if they are such: what a worker says is not trusted."""
+    """A worker's actions or transfers, checked: a worker's word is not trusted."""
     return rows if isinstance(rows, list) and all(map(_is_stamp, rows)) else []
 
 

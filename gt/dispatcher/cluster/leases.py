@@ -135,7 +135,7 @@ class Shared:
         """A worker's connection has ended."""
 
     def examine(self, client: Waiting) -> None:
-        """Raise what no wait can mend."""
+        """Raise an error that waiting cannot remove."""
 
     def ready(self, client: Waiting, before: Sequence[Waiting], now: float) -> bool:
         """True once every worker is here that a client needs; Refused or ConfigError if it has waited long enough."""
@@ -281,7 +281,7 @@ class Exclusive:
     # ---- clients
 
     def examine(self, client: Waiting) -> None:
-        """Raise what no wait can mend: more workers than are allowed, or a config that names more than are wanted."""
+        """Raise an error that waiting cannot remove: more workers than allowed, or a config that names more than wanted."""
         most = self.terms.workers
         if most and client.wanted > most:
             raise Refused(f"workers={client.wanted}, and a session may have {most} (the server's --max-workers): ask for fewer")
@@ -314,7 +314,7 @@ class Exclusive:
         return client.fits and not ahead and self._count(FREE) >= self._share(client)
 
     def news(self, client: Waiting, now: float) -> Notice | None:
-        """Its place and what it waits for, when either changes, and now and then so that it knows that somebody is there."""
+        """The notice of a waiting client's place when that changes, and from time to time as a sign of life; else None."""
         have, free, afresh = self._count(), self._count(FREE), self._count(RENEWING)
         if client.fits:
             share = self._share(client)
@@ -370,8 +370,8 @@ class Exclusive:
             assert not slot.peer or self._peers[slot.peer] is slot
             assert self._of.get(slot.peer) is slot.lease or slot.state == LOST
             assert (slot.peer in self.renewing) == (slot.state == RENEWING and bool(slot.peer))
-        held = [worker.name for lease in self.leases for worker in lease.cluster.workers]
-        assert len(held) == len(set(held)) and all(len(lease.sessions) == 1 for lease in self.leases), held
+        leased = [worker.name for lease in self.leases for worker in lease.cluster.workers]
+        assert len(leased) == len(set(leased)) and all(len(lease.sessions) == 1 for lease in self.leases), leased
         assert len(self._peers) == sum(bool(slot.peer) for slot in self.slots.values())
 
 

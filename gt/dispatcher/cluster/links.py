@@ -140,8 +140,8 @@ def widest(start: str, speeds: Mapping[str, Mapping[str, int]]) -> dict[str, tup
 def order(hosts: Sequence[Host]) -> list[str]:
     """Hosts in the order of their workers' indices: by name, but along the links where names do not follow them."""
     named = sorted(hosts, key=lambda one: (_natural(one.name), one.home))
-    found = ways(named)
-    joined: Callable[[Host, Host], bool] = lambda a, b: found[a.home, b.home].kind == "tcp"  # noqa: E731
+    by_pair = ways(named)
+    joined: Callable[[Host, Host], bool] = lambda a, b: by_pair[a.home, b.home].kind == "tcp"  # noqa: E731
     if len(named) <= MAX_ORDERED_HOSTS:
         chains = (chain for chain in permutations(named) if all(joined(a, b) for a, b in pairwise(chain)))
         return [one.home for one in next(chains, named)]

@@ -28,9 +28,9 @@ class News:
 
     def add_error(self, at: float, session: int, peer: str, text: str, op: str = "", origin: Origin = NO_ORIGIN) -> None:
         number = self.errors[-1].number + 1 if self.errors else 1
-        said = "\n".join(plain(part) for part in text[:MAX_ERROR_CHARACTERS].split("\n"))
+        message = "\n".join(plain(part) for part in text[:MAX_ERROR_CHARACTERS].split("\n"))
         where = (plain(op), plain(origin.file), origin.line, plain(origin.group))
-        self.errors.append(ErrorRecord(number, round(at, 3), session, peer, *where, said))
+        self.errors.append(ErrorRecord(number, round(at, 3), session, peer, *where, message))
 
     def add_lines(self, text: str, at: float) -> None:
         """Lines of a page: their time is a mark."""

@@ -1,7 +1,7 @@
 """Records of the server's state at one moment, from workers' answers and what the dispatcher knows itself. Pure.
 
-A worker's answers are not trusted: a counter of another type counts as 0. Texts of peers are cut, for 64 observers
-are sent them and each may leave some Records unread, and put on one line, for terminals and pages show them.
+A worker's answers are not trusted: a counter of another type counts as 0. Texts of peers are cut, because 64
+observers are sent them and each may leave some Records unread. They are put on one line, because terminals show them.
 """
 
 from __future__ import annotations

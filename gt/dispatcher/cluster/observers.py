@@ -281,7 +281,7 @@ class Observers:
 
 
 def logged(message: Metrics) -> Logged:
-    """Metrics, checked; ProtocolError for what is no name or number."""
+    """Metrics, checked; ProtocolError for a bad name or number."""
     if not 0 <= message.steps < 1 << 62 or len(message.values) > MAX_VALUES:
         text = f"Metrics has {message.steps} steps and {len(message.values)} values"
         raise ProtocolError(f"{text}, want a count, and at most {MAX_VALUES} values")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from typing import Any
 
 from gt.errors import ProtocolError
@@ -16,7 +17,7 @@ MAX_LINKS = 64
 MAX_MBPS = 1 << 30
 WORKER: dict[str, Any] = {
     "name": "", "pid": 0, "host": "", "backend": "", "device": "", "heap_fd": -1, "heap_bytes": 0, "doorbell": "",
-    "unique_id": "", "home": "", "proof": "", "ops": [], "rank": -1, "gpu": -1, "port": 0, "links": [], "nccl": "",
+    "unique_id": "", "home": "", "proof": "", "ops": [], "rank": -1, "gpu": -1, "port": 0, "links": [], "nccl": "", "rates": [],
 }  # fmt: skip
 CLIENT: dict[str, Any] = {"user": "", "program": "", "host": "", "pid": 0}
 
@@ -32,11 +33,17 @@ def worker_info(info: dict[str, Any]) -> dict[str, Any]:
         raise ProtocolError(f"Hello.info: {got}, want -1 to {MAX_RANK}, the same, and 0 to 65535")
     if len(whole["links"]) > MAX_LINKS or not all(map(_link, whole["links"])):
         raise ProtocolError(f"Hello.info.links is {whole['links']!r:.80}, want up to {MAX_LINKS} rows as gt.wire.messages says")
+    if not _are_rates(whole["rates"]):
+        raise ProtocolError(f"Hello.info.rates is {whole['rates']!r:.80}, want two finite numbers above 0, or none")
     try:
         whole["ops"] = library_schemas(whole["ops"])
     except ValueError as error:
         raise ProtocolError(f"Hello.info.ops: {error}") from None
     return whole
+
+
+def _are_rates(rates: list) -> bool:
+    return not rates or (len(rates) == 2 and all(type(rate) is float and 0 < rate < math.inf for rate in rates))
 
 
 def _link(row: Any) -> bool:

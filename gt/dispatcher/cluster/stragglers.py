@@ -1,4 +1,4 @@
-"""Programs are told of workers that are slow, stopped, or do not get on.
+"""Notices to programs of workers that are slow, stopped, or make no progress.
 
 Slow is a notice. An error is only what is proved: a process that is stopped, or a program of which no worker has got on for
 its whole stall_timeout. Nothing is lost by that error: whoever got it may wait again.
@@ -83,7 +83,7 @@ class Stragglers:
     # ---- errors
 
     def _end(self, session: ClientSession, behind: set[int], halted: dict[int, Halt], now: float) -> None:
-        """End what waits for a worker that is stopped, or for workers of which none gets on."""
+        """End waits for a stopped worker, or for workers none of which makes progress."""
         stalled = self._stalled(session, behind)
         if not stalled and behind.isdisjoint(halted):
             return
@@ -92,15 +92,15 @@ class Stragglers:
             # Seen while the question waited: a worker that was let go on since it was last looked at is not stopped.
             stopped = {i: halted[i].how for i in waits & set(halted) if halted[i].seen > request.since}
             if stopped or (stalled and waits and waited >= session.stall_timeout):
-                said = self._says(session, self._blamed(waits), now)
-                session.fetches.give_up(request, self._error(session, stopped, said))
+                reason = self._says(session, self._blamed(waits), now)
+                session.fetches.give_up(request, self._error(session, stopped, reason))
         pending = session.op_stream.pending
         if pending and self._without_credit(session):
             waits = self._waits(pending[0].runs)
             stopped = {i: halted[i].how for i in waits & set(halted)}
             if stopped or (stalled and waits):
-                said = self._says(session, self._blamed(waits), now)
-                self._report_stuck(session, self._error(session, stopped, said))
+                reason = self._says(session, self._blamed(waits), now)
+                self._report_stuck(session, self._error(session, stopped, reason))
 
     def _end_held(self, session: ClientSession, halted: dict[int, Halt], now: float) -> None:
         """End questions behind an upload that a stopped worker has to take in, or only such as do not get on."""
@@ -109,8 +109,8 @@ class Stragglers:
         stalled = self._silent(session, waits, uploads.moved, now)
         if not waits or not (stopped or stalled):
             return
-        said = f"{self._alive(waits)} taken in nothing of an upload for {now - uploads.moved:.1f} s"
-        error = self._error(session, stopped, said)
+        reason = f"{self._alive(waits)} taken in nothing of an upload for {now - uploads.moved:.1f} s"
+        error = self._error(session, stopped, reason)
         if self._without_credit(session):
             self._report_stuck(session, error)
         left: deque[tuple[Message, tuple]] = deque()
@@ -125,7 +125,7 @@ class Stragglers:
             uploads.moved = now  # who asks again waits as long again
 
     def _end_unanswered(self, session: ClientSession, now: float) -> None:
-        """End questions that workers have done all work for, and of which an answer does not come."""
+        """End questions whose work is done and whose answer is not received."""
         surveys = self.watch.surveys
         for request in [r for r in session.fetches.open.values() if r.moved >= 0]:
             if error := self._unanswered(session, request.owed, request.moved, now):
@@ -171,8 +171,10 @@ class Stragglers:
         """slow: of workers that are not stopped."""
         again = "Nothing is lost: wait again (fetch the value once more)"
         if stopped:
-            said = "; ".join(f"worker {self.cluster.workers[i].name} is stopped: {stopped[i]}" for i in sorted(stopped)[:NAMED])
-            return WorkerStuck(f"{said}. {again}; a worker that is stopped for {self.watch.heartbeat:g} s counts as lost")
+            reason = "; ".join(
+                f"worker {self.cluster.workers[i].name} is stopped: {stopped[i]}" for i in sorted(stopped)[:NAMED]
+            )
+            return WorkerStuck(f"{reason}. {again}; a worker that is stopped for {self.watch.heartbeat:g} s counts as lost")
         limit = f"no worker of this program has made progress for {session.stall_timeout:g} s"
         return WorkerStuck(f"{limit}: {slow}. {again}, or give a longer stall_timeout= or GT_STALL_TIMEOUT")
 

@@ -40,7 +40,7 @@ class RoleTable:
         self._pieces: dict[tuple[Spec, Layout], list[tuple[int, int, list]]] = {}  # worker's index, bytes, boxes
 
     def tell(self, rows: list, now: float) -> None:
-        """Take the roles that the client tells; ProtocolError for what is none."""
+        """Take the roles that the client reports; ProtocolError for an unknown one."""
         if len(rows) > MAX_ROLES:
             raise ProtocolError(f"TensorRoles has {len(rows)} rows, want at most {MAX_ROLES}")
         for row in rows:

@@ -1,4 +1,4 @@
-"""The workers as the dispatcher sees them: who they are, what is queued for each, where on the heap they exchange data.
+"""The workers as the dispatcher sees them: identity, queued instructions, and places on the heap for exchange.
 
 Pure bookkeeping: definitions are numbered here, heap offsets handed out here, since only here every use is known.
 """
@@ -275,7 +275,7 @@ class Cluster:
         return common(w.info.get("ops") or {} for w in self.workers if not w.lost)
 
     def finished(self, worker: Worker, run: int) -> None:
-        """A worker has carried out its Runs up to this one: what waited for that is sent."""
+        """Note that a worker has executed its Runs up to this one, and send work whose turn has come."""
         worker.done = run
         self.queue.done(worker.index, run)
         if self.queue.waiting:
@@ -323,8 +323,8 @@ class Cluster:
         """Heap offset and sizes for messages source -> target; pairs that never meet in a heap share one."""
         shared = channel_class(source, target)
         if shared not in self._channels:
-            found = self._sizes((source, target))
-            self._channels[shared] = self._allocate(channel_bytes(found.slot, found.slots), (source, target)), found
+            sizes = self._sizes((source, target))
+            self._channels[shared] = self._allocate(channel_bytes(sizes.slot, sizes.slots), (source, target)), sizes
         return self._channels[shared]
 
     def team(self, workers: tuple[int, ...]) -> tuple[int, int, int]:
@@ -339,8 +339,8 @@ class Cluster:
         return {"id": number, "workers": list(workers), "rank": rank, "offset": offset, "bytes": buffer}
 
     def channel_payload(self, source: int, target: int, peer: int) -> dict:
-        offset, found = self.channel(source, target)
-        return {"peer": peer, "offset": offset, "bytes": found.slot, "slots": found.slots}
+        offset, sizes = self.channel(source, target)
+        return {"peer": peer, "offset": offset, "bytes": sizes.slot, "slots": sizes.slots}
 
     def form(self, again: bool = False) -> list[list[int]]:
         """Workers whose devices are to share memory from here on, by host: all of one that can, unless some do already.

@@ -2,7 +2,7 @@
 
 The first list leads: what stands beside its i-th tensor in the other lists comes to its layout, for good where it is
 written (optimizer state follows its parameter). No tensor of the first list moves. A number that the op writes (found_inf)
-is in terms where it was written over pieces, and goes from mesh to mesh with what it is by then.
+is in terms where it was written over pieces. It goes from mesh to mesh with its value so far.
 """
 
 from __future__ import annotations

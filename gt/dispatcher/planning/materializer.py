@@ -61,7 +61,7 @@ class Materializer:
         template = known.template
         steps, slots, count = _joined(ins)
         made = tuple(range(count, count + known.results))
-        steps.append(RecipeStep(known, tuple(slots[t.id] for t in ins), values, made, data))
+        steps.append(RecipeStep(known, tuple(slots[t.id] for t in ins), values, made, data, self._emitter.seq))
         views = known.name in VIEWS and bool(ins)
         target = ins[template.writes[0]] if template.writes else ins[0] if views else None
         if target is not None:
@@ -86,6 +86,14 @@ class Materializer:
             self.host_uses[host] -= 1
         storage.recipe = steps
         storage.slots = {i: slot for i, slot in slots.items() if i in storage.tensors}
+
+    def take_back(self, since: int) -> None:
+        """Ops from this number on were not carried out: no tensor that is older is changed by them."""
+        for storage in {id(tensor.storage): tensor.storage for tensor in self._table.rows.values()}.values():
+            root = next((slot for i, slot in storage.slots.items() if storage.tensors[i].base is None), None)
+            made = next((step.seq for step in storage.recipe or () if root in step.outs), since)
+            if storage.recipe is not None and made < since:
+                storage.recipe = [s for s in storage.recipe if s.seq < since or not s.known.template.writes]
 
     @staticmethod
     def _hosts(steps: list[RecipeStep]) -> list[int]:
@@ -259,7 +267,7 @@ def _joined(ins: list[Tensor]) -> tuple[list[RecipeStep], dict[int, int], int]:
         assert storage.recipe is not None
         for step in storage.recipe:
             moved = tuple(i + count for i in step.ins), tuple(o + count for o in step.outs)
-            steps.append(RecipeStep(step.known, moved[0], step.values, moved[1], step.data))
+            steps.append(RecipeStep(step.known, moved[0], step.values, moved[1], step.data, step.seq))
         slots.update({i: slot + count for i, slot in storage.slots.items()})
         count += sum(len(step.outs) for step in storage.recipe)
     return steps, slots, count

@@ -3,17 +3,25 @@
 The client declares state after a step; that of a fused op is known at once. A list op on much state is done in parts: before
 one part is computed, the state of the next begins to come back, and after it its own is evicted. Others are evicted after
 each use. Workers bring back whatever is used, so this is only about when.
+
+Where the host computes the step, an op on state in host memory is a `host_op`: state stays there, and so does what is made of
+it. Other operands take part by copies (host_copies.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from gt.dispatcher.planning.host_copies import SessionHostCopies
+from gt.dispatcher.planning.host_step import HostRates, StepChoice, choose
 from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.sharding.redistribute import Order
 from gt.dispatcher.state.context import SessionContext
+from gt.dispatcher.state.records import Bound, OpPlan
 from gt.dispatcher.state.tensors import Storage, Tensor
 from gt.ir.instr import Define
 from gt.ir.layout import local_shape
+from gt.ir.template import T
 
 PART_BYTES = 64 << 20  # of offloaded tensors on a worker at a time; two parts are there at once
 LEAST_BYTES = 4 << 10  # on a worker: of smaller tensors nothing is gained
@@ -27,7 +35,54 @@ class Offload:
         self._optimizer, self._params = context.config.offload.optimizer, context.config.offload.params
         self._path = context.config.offload.path
         self.active = bool(self._optimizer or self._params)
+        self.host_copies = SessionHostCopies(context)
+        self._choice: StepChoice | None = None
+        self._op_on_host = False  # the op that was written last
         self._evicts: dict[str, Define] = {}  # by space
+
+    @property
+    def choice(self) -> StepChoice:
+        """The place where the optimizer's step is computed, with its reason."""
+        if self._choice is None:
+            rates = [_rates(worker.info) for worker in self._emitter.cluster.workers if not worker.lost]
+            self._choice = choose(self._context.config.offload.step, self._params is not None, rates)
+        return self._choice
+
+    # ---- ops in host memory
+
+    def bound(self, known: OpSchema, plan: OpPlan, ins: Sequence[Tensor], brought: Sequence[int]) -> list[Bound]:
+        """The definitions of an op: those of its plan, or of the same op in host memory if it works on state there."""
+        away = [n for n, t in enumerate(ins) if brought[n] == t.id and self._rests(t)] if self._optimizer else []
+        self._op_on_host = bool(away) and self.choice.on_host and _fits_host(known, ins, away)
+        if not self._op_on_host:
+            for n in known.template.writes:
+                self.host_copies.written(ins[n])
+            return plan.bound
+        fresh = self.host_copies.fresh(ins, away, brought)
+        key = ("host", fresh, *map(id, plan.wants))
+        bound = known.plans.get(key)
+        if bound is None:
+            own = {"writes": _written(known), "fresh": [*fresh]}
+            orders = [Order(worker.index, "host_op", {**define.payload, **own}) for worker, define in plan.bound]
+            bound = known.plans[key] = self._emitter.bind(orders)
+        return bound
+
+    def note_results(self, storages: Iterable[Storage]) -> None:
+        """Results of an op in host memory rest there."""
+        for storage in storages:
+            storage.space, storage.evicted = "cpu", True
+
+    def note_versions(self) -> None:
+        """The op that was written is planned."""
+        self.host_copies.note_versions()
+
+    @staticmethod
+    def _rests(t: Tensor) -> bool:
+        """True if a tensor is not on the device, but for a use since of which the dispatcher knows nothing."""
+        storage = t.storage
+        return storage.space is not None and storage.evicted and t.base is None and len(storage.tensors) == 1
+
+    # ---- when state is evicted, and comes back
 
     def parts(self, indices: Sequence[int], columns: Iterable[Sequence[Tensor]]) -> list[list[int]]:
         """Indices of a list op's columns in parts of about PART_BYTES of tensors that rest elsewhere."""
@@ -49,13 +104,16 @@ class Offload:
         return self._params if storage.param else self._optimizer
 
     def restore(self, ins: Iterable[Tensor]) -> None:
-        """These are used soon."""
-        self._write((t.storage for t in ins if t.storage.evicted), self._emitter.common("restore"))
+        """These are used soon. On the host that needs no copy, but from files."""
+        storages = [t.storage for t in ins if t.storage.evicted]
+        if self.choice.on_host:
+            storages = [storage for storage in storages if storage.space == "nvme"]
+        self._write(storages, self._emitter.common("restore"))
 
     def declare(self, t: Tensor) -> None:
         """The client says that a tensor is state of an optimizer: from now on it rests elsewhere."""
         storage = t.storage
-        if storage.space is None and t.layout is not None and _bytes(t) >= LEAST_BYTES:
+        if storage.space is None and t.layout is not None and _bytes(t) >= self._least(storage):
             storage.space = self.space(t)
             self._emitter.begin_op()
             self.evict((storage,))
@@ -66,9 +124,14 @@ class Offload:
         for index, t in enumerate(ins):
             storage = t.storage
             state = fused and index in known.template.writes and not storage.param
-            if storage.space is None and (state or storage.sharded) and _bytes(t) >= LEAST_BYTES:
+            if storage.space is None and (state or storage.sharded) and _bytes(t) >= self._least(storage):
                 storage.space = self.space(t)
-            self.evict((storage,))
+            if not (self._op_on_host and self._rests(t)):
+                self.evict((storage,))
+
+    def _least(self, storage: Storage) -> int:
+        """Bytes of the smallest tensor that is offloaded. The host's step wants all state."""
+        return 1 if self.choice.on_host and not storage.param else LEAST_BYTES
 
     def viewed(self, ids: Iterable[int]) -> list[Storage]:
         """Storages that rest elsewhere and of which such views end: until then workers leave them where they are."""
@@ -94,6 +157,31 @@ class Offload:
                 worker = emitter.cluster.workers[index]
                 if not worker.lost:
                     emitter.write(worker, define, emitter.ids([t.id]))
+
+
+def _fits_host(known: OpSchema, ins: Sequence[Tensor], away: Sequence[int]) -> bool:
+    """True for an elementwise op or a list op that changes one of these, or reads state. Others compute on the device."""
+    template = known.template
+    if known.random or not (known.columns or template.pointwise) or any(out.kind == "view" for out in template.outs):
+        return False
+    return any(n in template.writes or not ins[n].storage.param for n in away)
+
+
+def _written(known: OpSchema) -> list[int]:
+    """Operands that an op writes. By its schema a fused optimizer writes gradients, but it does so with a loss scale alone."""
+    writes = known.template.writes
+    if known.name.startswith("_fused_") and not isinstance(dict(known.template.kwargs).get("grad_scale"), T):
+        gradients = known.columns[1].indices(T)
+        return [n for n in writes if n not in gradients]
+    return [*writes]
+
+
+def _rates(info: dict) -> HostRates | None:
+    """Rates of a worker by its Hello; None if it computes in host memory."""
+    if info.get("device") == "cpu":
+        return None
+    measured = info.get("rates")
+    return HostRates(measured[0], measured[1], True) if measured else HostRates()
 
 
 def _bytes(t: Tensor) -> int:

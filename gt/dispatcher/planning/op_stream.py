@@ -6,6 +6,7 @@ nothing to do, must not change that: such an op and what is behind it wait for t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,6 +19,7 @@ from gt.dispatcher.programs.programs import Programs
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.emitter import TEMPORARY
+from gt.dispatcher.state.failures import UNDROPPED
 from gt.dispatcher.state.fetches import Fetches
 from gt.dispatcher.state.op_queue import Batch, NeedsLookahead, QueuedBatch
 from gt.dispatcher.state.outbox import Outbox
@@ -56,6 +58,7 @@ class OpStream:
         self._asked = False  # a fetch follows within the same event
         self.interrupted = -1  # the last batch of those of which workers begin nothing more
         self._pausing: set[int] = set()  # workers that have not said yet how far they are
+        self._questions: Counter[int] = Counter()  # that each worker has still to answer, of interrupts that have ended too
         self._begun = -1  # the last op that one of the others has begun
         self.stale: list[tuple[Sequence[int], int]] = []  # workers and id of copies that an interrupt may have prevented
         self.ops = 0  # planned
@@ -96,8 +99,8 @@ class OpStream:
                 self._outbox.flush(self._emitter.base)
 
     def awaits(self, message: Message) -> bool:
-        """True for what came after an interrupt, until all before it is through."""
-        return self.interrupted >= 0 and not (isinstance(message, Ops) and message.seq <= self.interrupted)
+        """True for what came after an interrupt, until all before it is through. Messages are asked about in order."""
+        return 0 <= self.interrupted < self.definitions.next_batch
 
     def interrupt(self, upto: int) -> None:
         """Have workers begin nothing more of batches up to this one. A recording is left alone.
@@ -109,22 +112,29 @@ class OpStream:
         if not self.pending or self.pending[0].seq > upto:
             return
         begins, self.interrupted = self.interrupted < 0, max(self.interrupted, upto)
+        self._planner.offload.host_copies.forget()  # ops that make them may be skipped
         if begins:
             self._begun = self._programs.sealed - 1
             self._pausing = {worker.index for worker in self._alive()}
+            self._questions.update(self._pausing)
             self._tell(Skip(self._context.number, True))
         if not self.busy:
             self.finish()
 
     def paused(self, worker: int, seq: int) -> None:
         """A worker begins nothing after this op. The last to say so lets all go on to the same one."""
-        if worker not in self._pausing:
+        self._questions[worker] -= 1
+        if worker not in self._pausing or self._questions[worker] > 0:
             return
         self._begun = max(self._begun, seq)
-        self.lose(worker)
+        self._answered(worker)
 
     def lose(self, worker: int) -> None:
         """The others do not wait for a worker."""
+        self._questions.pop(worker, None)
+        self._answered(worker)
+
+    def _answered(self, worker: int) -> None:
         if worker in self._pausing:
             self._pausing.discard(worker)
             if not self._pausing:
@@ -134,6 +144,7 @@ class OpStream:
         """A new process has a lost worker's place: it skips what the others skip."""
         if self._pausing:
             self._pausing.add(worker.index)
+            self._questions[worker.index] += 1
             self._context.out(worker.peer, Skip(self._context.number, True), ())
         elif self.interrupted >= 0:
             self._context.out(worker.peer, Skip(self._context.number, True, self._begun + 1), ())
@@ -141,10 +152,24 @@ class OpStream:
     def end_interrupt(self) -> None:
         """All that came before it is through."""
         self.interrupted = -1
+        failures = self._context.failures
+        since, failures.first_dropped = failures.first_dropped, UNDROPPED
+        if since < UNDROPPED:
+            self._planner.take_back(since)
         if self._pausing:  # the session ends: nobody knows what all may skip
             self._pausing = set()
             self._tell(Skip(self._context.number, True, NEVER))
         self._tell(Skip(self._context.number, False))
+
+    def _make_views(self) -> None:
+        """Make views that were dropped: the memory that they name is there, and may change."""
+        failures = self._context.failures
+        storages, failures.unviewed = failures.unviewed, set()
+        if storages:
+            self._outbox.begin_run()
+            for storage in storages:
+                self._redistributor.make_views(storage)
+            self._outbox.flush(self._emitter.base)
 
     def _alive(self) -> list[Worker]:
         """All workers, since a batch that is still planned may be the first on one of them."""
@@ -196,6 +221,7 @@ class OpStream:
             self._context.failures.forget(last.end)
             if 0 <= self.interrupted <= last.seq:
                 self.end_interrupt()
+                self._make_views()
         acked = self._fetches.answer_ready(last.seq if last is not None else -1)
         if last is not None and not acked:
             self._context.send(Ack(last.seq))
@@ -333,7 +359,9 @@ class OpStream:
             programs.launch(*code[at + 1 : at + 4])
             return at + 4
         if number == RECORD and at + 4 <= len(code) and type(code[at + 3]) is int and 0 <= code[at + 3] <= len(code) - at - 4:
-            programs.record(code[at + 1], code[at + 2], code[at + 4 : at + 4 + code[at + 3]])
+            # What is deferred would be awaited by the interrupt, and its end waits for the interrupt
+            how = 0 if self.interrupted >= 0 and code[at + 2] in (1, 2, 3) else code[at + 2]
+            programs.record(code[at + 1], how, code[at + 4 : at + 4 + code[at + 3]])
             return at + 4 + code[at + 3]
         if number == DISCARD:
             programs.discard()

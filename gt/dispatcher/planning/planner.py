@@ -121,6 +121,8 @@ class Planner:
         if mean_of_rows(known, [t.layout for t in ins]):
             self._decompose.mean_of_rows(known, origin, ins, values, outs)
             return
+        if plan is not None and plan.wants + plan.outs and lost_in(self._cluster, (plan.wants + plan.outs)[0].mesh):
+            plan = None  # of unplaced tensors, which may now go elsewhere
         if plan is None or (origin.meaning is not None and any(t.movable for t in ins)):
             mesh = self._mesh(known, origin, ins)
             if lost_in(self._cluster, mesh):
@@ -136,9 +138,6 @@ class Planner:
             if before != key and not (known.name in VIEWS or known.template.writes):
                 # where bases or targets had to move first, the next one has to as well: bringing would make a copy
                 known.plans[before] = replace(plan, direct=False)
-        elif plan.wants + plan.outs and lost_in(self._cluster, (plan.wants + plan.outs)[0].mesh):
-            self.abandon(known, (plan.wants + plan.outs)[0].mesh, ins, outs)
-            return
         if any(t.storage.failed and t.storage.failed.lost >= 0 for t in ins):
             self.abandon(known, (plan.wants + plan.outs)[0].mesh, ins, outs)
             return
@@ -186,13 +185,16 @@ class Planner:
             operands = [*[offset + i for i in brought], *values, *[offset + i for i in outs]]
         else:
             operands = [*brought, *values, *outs]
-        emitter.write_all(plan.bound, operands)
+        bound = self.offload.bound(known, plan, ins, brought) if self._offloads else plan.bound
+        emitter.write_all(bound, operands)
         table, news = self._table, iter(outs)
         for index, (out, layout) in enumerate(zip(known.template.outs, plan.outs, strict=True)):
             if out.kind == "new":
                 table.new(next(news), out.spec, layout, emitter.origin)
             elif out.kind == "view":
                 table.view(next(news), out.spec, ins[out.of], layout, (known, values, index))
+        if bound is not plan.bound:
+            self.offload.note_results([table.rows[i].storage for i in outs])
 
     def _after(self, known: OpSchema, origin: Origin, ins: list[Tensor], outs: list[int]) -> None:
         """Versions, the journal, and what a failed input means."""
@@ -206,13 +208,16 @@ class Planner:
         if origin.meaning is None:
             for storage in makes:
                 storage.default = True
-        self._journal.add(Planned(self._emitter.seq, known, origin, reads, writes, makes))
+        row = Planned(self._emitter.seq, known, origin, reads, writes, makes)
+        self._journal.add(row)
         if self._shards:
             self.sharded.after(known, ins, outs)
-        if self._offloads and not known.columns:
-            self.offload.after(known, ins)
+        if self._offloads:
+            self.offload.note_versions()
+            if not known.columns:
+                self.offload.after(known, ins)
         if self._failures.troubled:
-            self._failures.spread(known, reads, writes, makes)
+            self._failures.spread(row)
 
     def abandon(self, known: OpSchema, mesh: Mesh, ins: list[Tensor], outs: list[int]) -> None:
         """An op that would need a lost worker is not sent: its outputs exist, failed."""
@@ -228,6 +233,10 @@ class Planner:
             made.storage.failed = cause
         for index in known.template.writes:
             ins[index].storage.failed = cause
+
+    def take_back(self, since: int) -> None:
+        """An interrupt has dropped the ops from this number on."""
+        self._materializer.take_back(since)
 
     # ---- which mesh
 

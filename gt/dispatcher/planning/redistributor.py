@@ -286,6 +286,18 @@ class Redistributor:
                     emitter.write(worker, define, emitter.ids(ids))
         emitter.free(layout.mesh.workers, [source])
 
+    def make_views(self, storage: Storage) -> None:
+        """Make all views of a storage again, if it is there. Its value may be worthless: an overwrite heals views too."""
+        lost = storage.failed is not None and storage.failed.lost >= 0
+        if lost or storage.unallocated or storage.recipe is not None:
+            return
+        self._emitter.begin_op()
+        views = [view for view in sorted(storage.tensors.values(), key=lambda t: t.id) if view.via is not None]
+        for view in views:
+            self._remake(view)
+        if views:  # the next interrupt may drop them again
+            self._context.note_planned(views[0].via[0], (storage,), (storage,))  # type: ignore[index]
+
     def _remake(self, view: Tensor) -> None:
         """Run a view's op again on its base, which has moved."""
         assert view.base is not None and view.base.layout is not None and view.via is not None

@@ -44,7 +44,8 @@ class ShardedParameters:
         self._ends_copies = self.stage == 3 and context.config.schedule is None
         self._gathered: dict[Storage, int] = {}  # bytes of copies, the longest unused first; in stage 3
         self._small: dict[Storage, int] = {}  # bytes of copies of small parameters, beside these
-        self._largest = 0  # bytes of a gathered parameter
+        self._largest = 0  # bytes of a gathered parameter, since the step before the last one that wrote parameters
+        self._largest_now = 0  # and since the last one
 
     # ---- what the client says
 
@@ -122,6 +123,8 @@ class ShardedParameters:
             if storage.rest is not None and index in writes:
                 self._drop_copies(storage)
                 self._return(storage)
+                if storage.sharded and self._largest_now:
+                    self._largest, self._largest_now = self._largest_now, 0
             elif storage.sharded and storage.rest is None and uses and index not in writes:
                 self._first_use(storage)
         if self._ends_copies:
@@ -159,6 +162,7 @@ class ShardedParameters:
 
     def _note_copy(self, storage: Storage, nbytes: int) -> None:
         """An op has used the copy of a parameter."""
+        self._largest_now = max(self._largest_now, nbytes)
         if storage in self._small:
             return
         if storage not in self._gathered and nbytes * SMALL_SHARE <= self._largest >= sum(self._small.values()) + nbytes:

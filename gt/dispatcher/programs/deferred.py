@@ -1,8 +1,8 @@
 """Deferred execution of a recorded call: its instructions are buffered and sent as one program when the call returns.
 
 Instruction by instruction, a worker holds all tensors that the backward pass will read. In a program values die at their last
-use, cheap ones are recomputed, and compiled code never makes most of them. Where a result is needed before the call is over, or
-the call cannot be a program, the buffered instructions are sent as they were written.
+use, cheap ones are recomputed, and compiled code never makes most of them. A result may be needed
+before the call is over, or the call may be no program: then the buffered instructions are sent as they were written.
 """
 
 from __future__ import annotations

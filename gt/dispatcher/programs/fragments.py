@@ -28,7 +28,7 @@ from gt.dispatcher.state.failures import Launched, Planned
 from gt.dispatcher.state.records import NO_ORIGIN
 from gt.dispatcher.state.tensors import Storage, Tensor
 from gt.errors import ProtocolError
-from gt.ir.instr import BACKENDS, END_FRAGMENT, FRAGMENT_HEADER, Define
+from gt.ir.instr import BACKENDS, END_FRAGMENT, FRAGMENT_HEADER, OFFLOAD, Define
 from gt.ir.layout import Layout
 from gt.ir.spec import Spec
 
@@ -130,6 +130,12 @@ class _Recording:
     backend: str
     ins: list[Tensor]
     numbers: list[int] = field(default_factory=list)  # of its ops, as instructions have them
+
+
+def _offloads(tape: Recording) -> str:
+    """The reason why a recording of offloaded tensors is no fragment's: they rest by the ids that they have."""
+    uses = any(row.kind in OFFLOAD for rows in tape.code.values() for row in rows)
+    return "it uses offloaded tensors" if uses else ""
 
 
 def _base(tensor: Tensor, depth: int) -> Tensor:
@@ -351,7 +357,7 @@ class Fragments:
         programs.deferred.end(tape)
         bases = self._bases(recording.ins, tape)
         tensors = [*recording.ins, *(_base(recording.ins[n], depth) for n, depth in bases)]
-        why = programs.obstacle(tape, [], {tensor.id for tensor in tensors})
+        why = programs.obstacle(tape, [], {tensor.id for tensor in tensors}) or _offloads(tape)
         if len(recording.numbers) != len(fragment.pattern.ops):
             why = why or "its ops are not those that were announced"
         result: FragmentCode | str = why
@@ -486,8 +492,8 @@ class Fragments:
             for worker, define in program.defines.items():
                 values = program.code[worker].values(call.code)
                 self._emitter.write(self._context.cluster.workers[worker], define, (call.seed, call.counter, *ids, *values))
-        for n, layout in program.changed:
-            tensors[n].layout = layout
+            for n, layout in program.changed:
+                tensors[n].layout, tensors[n].storage.moved = layout, self._emitter.seq
         for before, number in fragment.pattern.params:
             declared = ins[number] if before else rows.get(call.made[number])
             if declared is not None and not declared.storage.param:

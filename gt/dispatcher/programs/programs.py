@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from gt.dispatcher.fairness.time_slices import Leavings
+from gt.dispatcher.planning.host_copies import LaunchedCopies, SessionHostCopies
 from gt.dispatcher.planning.materializer import root_layout
 from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.programs.codegen import ProgramWriter
@@ -49,6 +50,7 @@ class Program:
     constants: list[tuple[list[int], int]]
     size: int
     numbers: dict[int, list[int]] = field(init=False)  # of its definitions
+    host_copies: LaunchedCopies
     launches: int = 0
     order: dict = field(default_factory=dict)  # the report of its schedule
     failed: Cause | None = None  # a worker of it is lost: a process that takes its place knows nothing of it
@@ -60,8 +62,11 @@ class Program:
 class Programs:
     """The programs of one session, and its recording if one is under way."""
 
-    def __init__(self, context: SessionContext, outbox: Outbox, redistributor: Redistributor) -> None:
+    def __init__(
+        self, context: SessionContext, outbox: Outbox, redistributor: Redistributor, host_copies: SessionHostCopies
+    ) -> None:
         self._context, self._outbox, self._redistributor = context, outbox, redistributor
+        self._host_copies = host_copies
         self._emitter, self._cluster, self._table = context.emitter, context.cluster, context.table
         self._failures, self._journal = context.failures, context.journal
         self.deferred = DeferredRuns(context, outbox, self)
@@ -109,12 +114,15 @@ class Programs:
 
     def discard(self) -> None:
         """Stop recording, and make no program of it."""
-        if self.holds:
+        holds = self.holds
+        if holds:
             self._outbox.cut()
         tape = self.stop()
         if tape is not None:
             self.deferred.end(tape)
             self._free(tape.constants)
+        if holds:  # all of its ops are one instruction now, under the number of the first
+            self.sealed = self._cluster.seq
 
     def stop(self) -> Recording | None:
         context = self._context
@@ -319,8 +327,8 @@ class Programs:
         uses = dict.fromkeys(row.define for part in tape.code.values() for row in part)
         if carried:
             uses[self._emitter.common("alias")] = None
-        journal = tape.sealed()
-        return Program(code, [*uses], journal, layouts, made, [*reads], [*writes], [*makes], tape.constants, tape.size)
+        journal, copies = tape.sealed(), self._host_copies.of_program(tape)
+        return Program(code, [*uses], journal, layouts, made, [*reads], [*writes], [*makes], tape.constants, tape.size, copies)
 
     def _local_shape(self, worker: int, name: int) -> tuple[tuple[int, ...], int] | None:
         """Local shape and itemsize of a tensor of the table."""
@@ -353,6 +361,7 @@ class Programs:
         for tensor, layout in program.made if program.failed is None else ():
             if tensor.layout is not layout and tensor.storage.tensors:
                 self._made_again(tensor.storage, layout)
+        self._host_copies.before_launch(program.host_copies)
         with self._emitter.op(len(program.journal)):
             row = Launched(
                 self._emitter.seq, program.journal[0].known, self._context.origin, tuple(program.reads), tuple(program.writes),
@@ -361,11 +370,12 @@ class Programs:
             self._journal.add(row)
             for storage in (*program.writes, *program.makes):
                 storage.version += 1
-            if self._failures.troubled and self._doomed(program):
+            if self._failures.troubled and self._doomed(program, row.seq):
                 return
             for worker, defines in program.code.items():
                 for define in defines:
                     self._emitter.write(self._cluster.workers[worker], define, (seed, counter))
+            self._host_copies.after_launch(program.host_copies)
 
     def _made_again(self, storage: Storage, layout: Layout) -> None:
         """Restore the layout of a result that was changed since: its terms were added up, or it moved."""
@@ -377,16 +387,19 @@ class Programs:
             places = enumerate(tensor.layout.placements if tensor.layout else ())
             tensor.layout = self._context.intern(Layout(layout.mesh, tuple(terms.get(n, place) for n, place in places)))
 
-    def _doomed(self, program: Program) -> bool:
-        """Taint the results of a program that reads a failed tensor; True if it cannot be sent, for want of a worker."""
+    def _doomed(self, program: Program, seq: int) -> bool:
+        """Taint the results of a replay that reads a failed tensor; True if it cannot be sent, for want of a worker."""
+        mark = self._journal.mark
         cause = program.failed or next((read.failed for read in program.reads if read.failed is not None), None)
         for storage in program.makes:
             if cause is not None:
-                storage.failed = cause
+                mark(seq, storage, cause)
             elif storage.failed is not None and storage.failed.lost < 0:
-                storage.failed, storage.unallocated = None, False  # made anew, from what is good
-        for storage in program.writes if cause is not None else ():
-            storage.failed = storage.failed or cause
+                mark(seq, storage, None)  # made anew, from what is good
+                storage.unallocated = False
+        if cause is not None:
+            for storage in program.writes:
+                self._journal.fail(seq, storage, cause)
         return cause is not None and cause.lost >= 0
 
     def lose(self, worker: int, cause: Cause) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gt.dispatcher.state.failures import Planned, Sealed
-from gt.dispatcher.state.tensors import Tensor
+from gt.dispatcher.state.tensors import Storage, Tensor
 from gt.ir.dataflow import decode
 from gt.ir.instr import Define
 from gt.ir.layout import Layout
@@ -65,6 +65,8 @@ class Recording:
     defines: dict[int, Define] = field(default_factory=dict)
 
     used_layouts: dict[int, Layout] = field(default_factory=dict)  # input without a layout -> that of the first op on it
+    host_copies: dict[Storage, int] = field(default_factory=dict)  # tensors of which it uses host copies from before
+    mark: object = field(default_factory=object)  # stands for it where it must not be kept alive
     late: bool = False  # an op on a tensor from before was put off: a replay would not do it
     # data of an upload, by identity -> the data, which so stays the only object of this identity, and the input that it is of
     _sources: dict[int, tuple[Any, int]] = field(default_factory=dict)

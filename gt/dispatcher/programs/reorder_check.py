@@ -4,8 +4,8 @@ The result of a pass is checked, not trusted. Two conditions suffice:
 
 - Data flow. Every instruction is reached by the definitions that reached it before: the same makers of the tensors that it
   reads, and memory that was written as often. This is the criterion of a legal reordering in compilers.
-- Progress. All messages and collectives come about even if no worker goes on before its message is taken (rendezvous
-  semantics, which is the weakest assumption about buffers).
+- Progress. All messages and collectives come about even if no worker goes on before its message is taken. These are
+  rendezvous semantics, the weakest assumption about buffers.
 """
 
 from __future__ import annotations
@@ -120,6 +120,6 @@ def _meetings(worker: int, row: Instruction) -> list[tuple]:
         return [((worker, payload["channel"]["peer"]), "message")]
     if kind in RECEIVES:
         return [((channel["peer"], worker), "message") for channel, _ in payload["parts"]]
-    if kind in COLLECTIVES:  # of the same tensors, or members would add up what does not belong together
-        return [(tuple(payload["team"]["workers"]), kind, row.seq, *row.operands)]
+    if kind in COLLECTIVES:  # into the same tensors, or members would add up what does not belong together
+        return [(tuple(payload["team"]["workers"]), kind, row.seq, *(row.makes or row.operands))]
     return []

@@ -77,11 +77,13 @@ def members(rows: Rows) -> tuple[tuple[int, ...], ...]:
 
 def placement(rows: Rows) -> tuple[int, ...]:
     """The worker of each stage. ConfigError for a stage in two rows, or in none."""
-    found = members(rows)
-    shared = next((stage for stage, some in enumerate(found) if len(some) > 1), None)
+    rows_of_stage = members(rows)
+    shared = next((stage for stage, own_rows in enumerate(rows_of_stage) if len(own_rows) > 1), None)
     if shared is not None:
-        raise ConfigError(f"stage {shared} is in rows {found[shared][0]} and {found[shared][1]}; want a worker for each stage")
-    return tuple(some[0] for some in found)
+        raise ConfigError(
+            f"stage {shared} is in rows {rows_of_stage[shared][0]} and {rows_of_stage[shared][1]}; want a worker for each stage"
+        )
+    return tuple(own_rows[0] for own_rows in rows_of_stage)
 
 
 def micro_batches(rows: Rows) -> int:

@@ -48,7 +48,7 @@ def best(
     made: Iterable[tuple[str, Rows]], m: int, costs: Costs, limits: Sequence[float], backward: bool = True
 ) -> tuple[str, Rows]:
     """The fastest of named rows within the limits, with L, R and O. NoRoom if none fits."""
-    found: Judged | None = None
+    shortest: Judged | None = None
     least = float("inf")
     for name, made_so in made:
         rows = made_so if backward else forwards(made_so)
@@ -56,20 +56,24 @@ def best(
         least = min(least, max(line.peak))
         if any(peak > limit * CLOSE for peak, limit in zip(line.peak, limits)):
             continue
-        if found is not None and line.makespan > found[0] * CLOSE:
+        if shortest is not None and line.makespan > shortest[0] * CLOSE:
             continue  # L, R and O never make a step shorter
         rows = insert_epilogue(rows, costs)
         judged = (simulate(rows, costs).makespan, max(line.peak), name, rows)
-        if found is None or judged[0] * CLOSE < found[0] or (judged[0] <= found[0] * CLOSE and judged[1] * CLOSE < found[1]):
-            found = judged
-    if found is None:
+        if (
+            shortest is None
+            or judged[0] * CLOSE < shortest[0]
+            or (judged[0] <= shortest[0] * CLOSE and judged[1] * CLOSE < shortest[1])
+        ):
+            shortest = judged
+    if shortest is None:
         raise NoRoom(
             f"no schedule of {m} micro-batches fits {{}} of activations a worker, the smallest needs {{}}: "
             "try smaller micro-batches, or other stages",
             min(limits),
             least,
         )
-    return found[2], found[3]
+    return shortest[2], shortest[3]
 
 
 def candidates(
@@ -81,9 +85,9 @@ def candidates(
             yield name, named(tables, name, workers, m, costs)
     known: set[tuple] = set()
     runs = blocks(workers)
-    for found in (runs, single(workers)):
-        merged = costs.merged(found)
-        for name, rows in orders(tables, [workers[run[0]] for run in found], m, merged, limits):
+    for grouping in (runs, single(workers)):
+        merged = costs.merged(grouping)
+        for name, rows in orders(tables, [workers[run[0]] for run in grouping], m, merged, limits):
             order = tuple(tuple(action[::2] for action in row if action.kind != "W") for row in rows)
             if order in known:
                 continue
@@ -91,7 +95,7 @@ def candidates(
             for late in LATE:
                 filled = fill(rows, merged, limits, late)
                 if filled is not None:
-                    yield f"auto, {name}", expand(filled, found)
+                    yield f"auto, {name}", expand(filled, grouping)
         if len(runs) == len(workers):
             break
     if min(limits) < float("inf"):  # the order with least memory
@@ -113,11 +117,11 @@ def named(tables: Mapping[str, Table], name: str, workers: Placement, m: int, co
 
     Consecutive stages of one worker count as one stage, except the two at the tip of a V.
     """
-    found = single(workers) if name == "zb-v" else blocks(workers)
-    rows = tables[name]([workers[run[0]] for run in found], m)
+    grouping = single(workers) if name == "zb-v" else blocks(workers)
+    rows = tables[name]([workers[run[0]] for run in grouping], m)
     if costs is not None and any(action.kind == "W" for row in rows for action in row):
-        rows = by_costs(rows, costs.merged(found))
-    return expand(rows, found)
+        rows = by_costs(rows, costs.merged(grouping))
+    return expand(rows, grouping)
 
 
 def orders(
@@ -135,9 +139,9 @@ def orders(
         yield "interleaved ahead", loops(workers, m, 2)
         yield "interleaved ahead", loops(workers, m, 3)
     for part in (0.5, 1.0, 1.5, 2.0):
-        made = greedy(workers, m, costs, [min(limit, part * most) for limit, most in zip(limits, whole(workers, costs))])
-        if made is not None:
-            yield "greedy", made
+        greedy_rows = greedy(workers, m, costs, [min(limit, part * most) for limit, most in zip(limits, whole(workers, costs))])
+        if greedy_rows is not None:
+            yield "greedy", greedy_rows
 
 
 def whole(workers: Placement, costs: Costs) -> list[float]:
@@ -160,5 +164,5 @@ def by_costs(rows: Rows, costs: Costs) -> Rows:
     """A zero-bubble table, or its order filled by costs where this is faster in no more memory."""
     line = simulate(rows, costs)
     filled = (fill(rows, costs, line.peak, late) for late in LATE)
-    made = [rows, *(found for found in filled if found is not None)]
-    return min(made, key=lambda found: simulate(found, costs).makespan)
+    tables = [rows, *(table for table in filled if table is not None)]
+    return min(tables, key=lambda table: simulate(table, costs).makespan)

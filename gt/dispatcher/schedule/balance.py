@@ -52,7 +52,7 @@ def balance(costs: Costs, units: Sequence[Sequence[Unit]], request: schedule.Sch
 def moved_ops(units: Sequence[Sequence[Unit]], ends: Sequence[int]) -> list[dict[str, Any]]:
     """For each border that moves: stages from and to, number of ops of all, label of the first op, and its occurrence."""
     labels = [unit[1] for own in units for unit in own]
-    found = []
+    moves = []
     for n, (old, new) in enumerate(zip(accumulate(map(len, units)), ends)):
         if old == new:
             continue
@@ -61,8 +61,8 @@ def moved_ops(units: Sequence[Sequence[Unit]], ends: Sequence[int]) -> list[dict
         own, label = labels[start : start + len(units[source])], labels[min(new, len(labels) - 1)]
         seen = 1 + own[: max(0, new - start)].count(label)
         row = {"from": source, "to": target, "ops": min(abs(old - new), len(own)), "of": len(own), "at": label}
-        found.append({**row, "time": seen, "times": own.count(label)})
-    return found
+        moves.append({**row, "time": seen, "times": own.count(label)})
+    return moves
 
 
 def said(moves: Sequence[dict[str, Any]], names: Sequence[str]) -> str:

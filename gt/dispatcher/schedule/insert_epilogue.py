@@ -1,6 +1,6 @@
 """Inserts a step's epilogue into the rows of a schedule: L, R and O of each stage. `programs/passes/epilogue.py` finds them.
 
-They must not delay actions that other workers wait for, so each takes the first gap that it fits into, else the end of its
+They must not delay actions that other workers wait for: each takes the first gap that it fits into, else the end of its
 row. Actions that several workers execute together are at the end, in one order for all of them.
 """
 
@@ -27,23 +27,23 @@ def insert_epilogue(rows: Rows, costs: Costs) -> Made:
     """
     made: list[Made] = []
     for insert in (_in_a_gap, _at_once):
-        found = whole(rows)
+        placed = whole(rows)
         for kind in NEEDS:
             if any(costs.once(kind, stage) is not None for stage in range(costs.stages)):
-                found = _place(found, costs, kind, _at_once if kind == "R" and costs.overlap else insert)
-        if found == whole(rows):
-            return found
-        made.append(found)
-    return min(made, key=lambda found: simulate(found, costs).makespan)
+                placed = _place(placed, costs, kind, _at_once if kind == "R" and costs.overlap else insert)
+        if placed == whole(rows):
+            return placed
+        made.append(placed)
+    return min(made, key=lambda placed: simulate(placed, costs).makespan)
 
 
 def _place(rows: Made, costs: Costs, kind: str, insert: Insert) -> Made:
     """Rows with one letter added for every stage that has it, in the order in which stages are ready."""
     line = simulate(rows, costs)
     ready = _ready(rows, line, costs, kind)
-    shared = [len(some) > 1 for some in members(rows)]
-    beside = kind == "R" and costs.overlap
-    made = []
+    shared = [len(workers) > 1 for workers in members(rows)]
+    overlaps = kind == "R" and costs.overlap
+    new_rows = []
     for worker, row in enumerate(rows):
         slots = _slots(row, line, worker, costs)
         for stage in sorted({action.stage for action in row}, key=lambda stage: (ready[stage], -stage)):
@@ -51,20 +51,20 @@ def _place(rows: Made, costs: Costs, kind: str, insert: Insert) -> Made:
             if took is not None:
                 first = len(slots) if shared[stage] else _first(slots, costs, kind, stage)
                 place, start = insert(slots, first, ready[stage], took)
-                slots.insert(place, (start, start if beside else start + took, Action(stage, kind)))
-        made.append(tuple(action for _, _, action in slots))
-    return tuple(made)
+                slots.insert(place, (start, start if overlaps else start + took, Action(stage, kind)))
+        new_rows.append(tuple(action for _, _, action in slots))
+    return tuple(new_rows)
 
 
 def _slots(row: Row, line: Timeline, worker: int, costs: Costs) -> list[Slot]:
     """A worker's actions as slots. An all-reduce that overlaps compute takes no time where it is started."""
-    found: list[Slot] = []
+    slots: list[Slot] = []
     free = 0.0
     for action, start, end in zip(row, line.start[worker], line.end[worker]):
-        beside = action.kind == "R" and costs.overlap
-        found.append((free, free, action) if beside else (start, end, action))
-        free = free if beside else end
-    return found
+        overlaps = action.kind == "R" and costs.overlap
+        slots.append((free, free, action) if overlaps else (start, end, action))
+        free = free if overlaps else end
+    return slots
 
 
 def _first(slots: list[Slot], costs: Costs, kind: str, stage: int) -> int:
@@ -77,18 +77,18 @@ def _first(slots: list[Slot], costs: Costs, kind: str, stage: int) -> int:
 
 def _ready(rows: Rows, line: Timeline, costs: Costs, kind: str) -> list[float]:
     """For each stage, the time at which its L, R or O can start."""
-    found = [0.0] * costs.stages
+    ready = [0.0] * costs.stages
     for row, times in zip(rows, line.end):
         for action, end in zip(row, times):
             if action.kind in NEEDS[kind]:
-                found[action.stage] = max(found[action.stage], end)
+                ready[action.stage] = max(ready[action.stage], end)
     if kind != "O" or not (costs.joint or costs.own):
-        return found
+        return ready
     if costs.joint:
-        return [max(found)] * costs.stages
+        return [max(ready)] * costs.stages
     last = [0.0] * costs.stages
     for row in rows:
-        own = max((found[action.stage] for action in row), default=0.0)
+        own = max((ready[action.stage] for action in row), default=0.0)
         for stage in {action.stage for action in row}:
             last[stage] = max(last[stage], own)
     return last

@@ -18,8 +18,8 @@ def measured(workers: Sequence[Stamps], transfers: Sequence[Stamps] = ()) -> dic
         return {}
     makespan = max(end for row in rows for _, end in row) - min(start for row in rows for start, _ in row)
     bubble = [1 - _busy(row) / makespan if makespan else 0.0 for row in rows]
-    found = {"makespan": makespan, "bubble": [round(b, 4) for b in bubble], "idle": round(sum(bubble) / len(bubble), 4)}
-    return {**found, **_hidden([pair for pair in zip(workers, transfers) if pair[0]])}
+    result = {"makespan": makespan, "bubble": [round(b, 4) for b in bubble], "idle": round(sum(bubble) / len(bubble), 4)}
+    return {**result, **_hidden([pair for pair in zip(workers, transfers) if pair[0]])}
 
 
 def _hidden(pairs: Sequence[tuple[Stamps, Stamps]]) -> dict[str, Any]:

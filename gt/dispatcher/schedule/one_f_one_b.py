@@ -47,8 +47,9 @@ def interleaved(workers: Placement, m: int) -> List:
 
 
 def loops(workers: Placement, m: int, slope: int) -> List:
-    """Rows in which a worker starts with the forwards of a round in all its stages but the last, and `slope` more for each
-    later worker.
+    """Rows in which a worker starts with the forwards of a round in all its stages but the last.
+
+    It adds `slope` forwards for each worker behind it.
 
     A round has about as many micro-batches as there are workers, and passes a worker's stages one after the other. Rounds may
     differ in size; Megatron-LM wants p to divide m.
@@ -56,8 +57,8 @@ def loops(workers: Placement, m: int, slope: int) -> List:
     rows = []
     for own in mates(workers):
         rounds = list(parts(m, len(set(workers))))
-        forwards = [Action(stage, "F", i) for some in rounds for stage in own for i in some]
-        backwards = [Action(stage, "B", i) for some in rounds for stage in reversed(own) for i in some]
+        forwards = [Action(stage, "F", i) for batches in rounds for stage in own for i in batches]
+        backwards = [Action(stage, "B", i) for batches in rounds for stage in reversed(own) for i in batches]
         after = len(rows_after(workers, own[0]))
         warm = (len(own) - 1) * len(rounds[0]) + slope * after
         rows.append(list(alternate(forwards, backwards, min(warm, len(forwards)))))

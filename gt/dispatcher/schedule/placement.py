@@ -23,20 +23,20 @@ def spread(meshes: Sequence[Members]) -> list[Members]:
     """
     different = list(dict.fromkeys(meshes))
     rows = [mesh for mesh in different if not any(set(other) < set(mesh) for other in different)]
-    found = [tuple(n for n, row in enumerate(rows) if set(row) <= set(mesh)) for mesh in meshes]
+    stages = [tuple(n for n, row in enumerate(rows) if set(row) <= set(mesh)) for mesh in meshes]
     apart = sum(map(len, rows)) == len({process for row in rows for process in row})
-    if apart and all(sum(len(rows[n]) for n in some) == len(mesh) for some, mesh in zip(found, meshes)):
-        return found
+    if apart and all(sum(len(rows[n]) for n in some) == len(mesh) for some, mesh in zip(stages, meshes)):
+        return stages
     return [(different.index(mesh),) for mesh in meshes]
 
 
 def checked(workers: Sequence[int | Members]) -> tuple[Members, ...]:
     """Workers of each stage; ConfigError unless there is a stage, and workers 0 to the largest all have one."""
-    found = tuple((some,) if isinstance(some, int) else tuple(some) for some in workers)
-    known = {worker for some in found for worker in some}
-    if not known or min(known) < 0 or len(known) <= max(known) or not all(found):
+    stages = tuple((some,) if isinstance(some, int) else tuple(some) for some in workers)
+    known = {worker for some in stages for worker in some}
+    if not known or min(known) < 0 or len(known) <= max(known) or not all(stages):
         raise ConfigError(f"stages on workers {list(workers)}: want workers numbered from 0, each with a stage")
-    return found
+    return stages
 
 
 def blocks(workers: Placement) -> list[list[int]]:
@@ -94,14 +94,14 @@ def want_distinct(name: str, workers: Placement) -> None:
 
 def want_turns(name: str, workers: Placement, least: int = 1) -> int:
     """The number of turns that workers take; ConfigError where it is less than `least`."""
-    found = turns(workers)
-    if found < least:
+    count = turns(workers)
+    if count < least:
         order = list(dict.fromkeys(workers)) * max(2, least)
         raise ConfigError(
             f"{name} wants workers that take turns{' more than once' if least > 1 else ''}, as {order}, got stages "
-            f"(consecutive ones of a worker as one) on workers {list(workers)}; try {'1f1b' if found else 'gpipe'} or auto"
+            f"(consecutive ones of a worker as one) on workers {list(workers)}; try {'1f1b' if count else 'gpipe'} or auto"
         )
-    return found
+    return count
 
 
 def want_v(name: str, workers: Placement) -> int:

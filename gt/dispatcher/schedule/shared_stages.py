@@ -49,7 +49,7 @@ class _Meetings:
     apart: int | None
 
     def __post_init__(self) -> None:
-        stages, workers = range(len(self.members)), range(1 + max(w for some in self.members for w in some))
+        stages, workers = range(len(self.members)), range(1 + max(w for members in self.members for w in members))
         self.lag = lags(self.members, self.costs)
         self.forward = [[NEVER] * self.m for _ in stages]  # ends
         self.gradient = [[NEVER] * self.m for _ in stages]
@@ -64,12 +64,12 @@ class _Meetings:
 
     def all(self) -> Rows:
         while True:
-            able = [(*found, -1) for stage in self.met for found in self.able(stage)]  # -1: all workers of the stage
+            able = [(*candidate, -1) for stage in self.met for candidate in self.able(stage)]  # -1: all workers of the stage
             gates = [NEVER] * len(self.own)
             for start, _, action, _ in able:
                 for worker in self.members[action.stage]:
                     gates[worker] = min(gates[worker], start)
-            able += [(*found, w) for w, gate in enumerate(gates) if (found := self.alone(w, gate)) is not None]
+            able += [(*candidate, w) for w, gate in enumerate(gates) if (candidate := self.alone(w, gate)) is not None]
             if not able:
                 return self.rows
             start, _, action, worker = min(able)

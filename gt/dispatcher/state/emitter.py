@@ -115,7 +115,7 @@ class Emitter:
 
     def write_all(self, bound: Sequence[Bound], operands: Sequence) -> None:
         """Append one instruction for each of several workers, with the same operands."""
-        at, costs, kept = self.seq - self.base, self.costs, self.kept
+        at, costs, kept_costs = self.seq - self.base, self.costs, self.kept
         for worker, define in bound:
             number = define.number
             if len(worker.code) > MOST or worker.weight > MOST:
@@ -127,8 +127,8 @@ class Emitter:
             if number in costs:
                 worker.seconds += costs[number]
                 self.seconds = max(self.seconds, worker.seconds)
-            if kept is not None:
-                kept[number] = define
+            if kept_costs is not None:
+                kept_costs[number] = define
         self.sent += len(bound)
 
     def estimate(self, define: Define, seconds: float) -> None:
@@ -159,8 +159,8 @@ class Emitter:
         for index in workers:
             worker = self.cluster.workers[index]
             for first in () if worker.lost else range(0, len(ids), MOST):
-                some = self.ids(ids[first : first + MOST])
-                worker.code += (FREE, self.seq - self.base, len(some), *some)
+                freed = self.ids(ids[first : first + MOST])
+                worker.code += (FREE, self.seq - self.base, len(freed), *freed)
                 if len(worker.code) > MOST:
                     worker.cut()
 

@@ -17,6 +17,7 @@ from gt.errors import GTError, OpFailed, UnsupportedOp, WorkerLost
 from gt.ir.layout import Layout
 
 NOT_MOVED = "a tensor was not moved to where an op wanted it, since an interrupt (Ctrl-C): compute it again"
+UNDROPPED = 1 << 62  # number of the first dropped op where there is none
 MAX_UNREPORTED_FAILURES = 64  # that the client has not been told of
 
 
@@ -91,6 +92,15 @@ class Launched(Planned):
         return self.ops[seq - self.seq]
 
 
+@dataclass(slots=True, eq=False)
+class Mark:
+    """An op failed or healed a storage: why its value was worthless before the op, and is since."""
+
+    seq: int
+    before: Cause | None
+    after: Cause | None
+
+
 class OpJournal:
     """Ops that some worker may still report as failed, oldest first.
 
@@ -99,6 +109,7 @@ class OpJournal:
 
     def __init__(self) -> None:
         self.rows: deque[Planned] = deque()
+        self.marks: dict[Storage, list[Mark]] = {}  # of what has failed or healed, by number of the op
         self._tape: list[Planned] | None = None
         self._layouts: dict[int, Layout | None] = {}
         self._trace: Callable[[Planned], None] | None = None
@@ -135,10 +146,57 @@ class OpJournal:
         rows = self.rows
         while rows and rows[0].seq < upto:
             rows.popleft()
+        for storage, marks in [*self.marks.items()]:
+            kept = self.marks[storage] = [mark for mark in marks if mark.seq >= upto]
+            if not kept:
+                del self.marks[storage]
+
+    def mark(self, seq: int, storage: Storage, cause: Cause | None) -> None:
+        """Op `seq` has left this value failed for this cause, or good. Ops behind it may have been marked before it."""
+        marks = self.marks.setdefault(storage, [])
+        at = len(marks)
+        while at and marks[at - 1].seq > seq:
+            at -= 1
+        newest = at == len(marks)
+        before = storage.failed if newest else marks[at].before
+        if before is not cause:
+            marks.insert(at, Mark(seq, before, cause))
+            if newest:
+                storage.failed = cause
+            else:
+                marks[at + 1].before = cause
+
+    def fail(self, seq: int, storage: Storage, cause: Cause) -> None:
+        """Op `seq` has failed this value, unless it had failed before."""
+        if self._behind(seq, storage) is None:
+            self.mark(seq, storage, cause)
+
+    def _behind(self, seq: int, storage: Storage) -> Cause | None:
+        """Why a value is worthless behind op `seq`."""
+        later = next((mark for mark in self.marks.get(storage, ()) if mark.seq > seq), None)
+        return storage.failed if later is None else later.before
+
+    def unmark(self, seqs: Collection[int]) -> None:
+        """These ops were not begun: what they would have written is as it was."""
+        for storage, marks in self.marks.items():
+            for mark in [mark for mark in marks if mark.seq in seqs]:
+                at = marks.index(mark)
+                del marks[at]
+                if at < len(marks):
+                    marks[at].before = mark.before
+                elif storage.failed is mark.after:  # else it has failed for another reason since
+                    storage.failed = mark.before
+
+    def remove(self, seqs: Collection[int]) -> None:
+        """These ops were not begun: a failure that is reported later neither taints nor heals by them."""
+        kept = [row for row in self.rows if row.seq not in seqs]
+        self.rows.clear()  # in place: `add` appends to it
+        self.rows.extend(kept)
 
     def taint(self, seqs: Collection[int], cause: Cause) -> None:
         """Mark what these ops made and wrote, and all that was computed from it since; a whole overwrite heals."""
         first = min(seqs)
+        tainted: set[Storage] = set()  # at the row in hand: afterwards it may have failed for another cause
         for row in self.rows:
             if row.end <= first:
                 continue
@@ -147,15 +205,18 @@ class OpJournal:
                 row.cause = row.cause or (cause if harmed else None)
             else:
                 harmed = row.seq in seqs
-            if harmed or any(s.failed is cause for s in row.reads):
+            if harmed or not tainted.isdisjoint(row.reads):
                 for storage in (*row.writes, *row.makes):
-                    storage.failed = storage.failed or cause
+                    tainted.add(storage)
+                    self.fail(row.seq, storage, cause)
                 for storage in row.makes if cause.full else ():
                     storage.unallocated = True
             elif row.known.overwrites:
                 for storage in row.writes:
-                    if storage.failed is cause and not storage.unallocated:
-                        storage.failed = None
+                    if storage in tainted and not storage.unallocated:
+                        tainted.discard(storage)
+                        if self._behind(row.seq, storage) is cause:
+                            self.mark(row.seq, storage, None)
 
     def earlier(self, seq: int) -> Cause | None:
         """Why something that op `seq`, or its replay, reads had failed before: then its own failure says nothing new."""
@@ -183,6 +244,8 @@ class Failures:
         self._lost: Cause | None = None  # the last of them, also when all are back
         self._failed_ops: set[int] = set()
         self.dropped = False  # an interrupt has dropped ops
+        self.unviewed: set[Storage] = set()  # of which views were not made
+        self.first_dropped = UNDROPPED  # number of the first of them, since an interrupt ended last
 
     def forget(self, end: int) -> None:
         """No worker will report an op before this one any more."""
@@ -193,19 +256,18 @@ class Failures:
         """A new process has a lost worker's place."""
         self._losses.pop(worker.index, None)
 
-    def spread(
-        self, known: OpSchema, reads: tuple[Storage, ...], writes: tuple[Storage, ...], makes: tuple[Storage, ...]
-    ) -> None:
+    def spread(self, row: Planned) -> None:
         """Fail an op that reads a failed storage; heal the storages that one overwrites whole from good ones."""
-        sources = [s for s in reads if not (known.overwrites and s in writes)]
+        overwrites, writes = row.known.overwrites, row.writes
+        sources = [s for s in row.reads if not (overwrites and s in writes)]
         cause = next((s.failed for s in sources if s.failed), None)
         if cause is not None:
-            for storage in (*writes, *makes):
-                storage.failed = storage.failed or cause
-        elif known.overwrites:
+            for storage in (*writes, *row.makes):
+                self._journal.fail(row.seq, storage, cause)
+        elif overwrites:
             for storage in writes:
                 if storage.failed is not None and storage.failed.lost < 0 and not storage.unallocated:
-                    storage.failed = None
+                    self._journal.mark(row.seq, storage, None)
 
     def trouble(self, seq: int, error: GTError, others: Sequence[int] = (), full: bool = False) -> None:
         """A worker reported that op `seq` failed. One that was given a placeholder fails of that, which is no news."""
@@ -234,18 +296,25 @@ class Failures:
         self.troubled = self.dropped = True
         seqs = set(seqs) - self._failed_ops  # each worker of the mesh reports them
         self._failed_ops |= seqs
+        self.first_dropped = min((self.first_dropped, *seqs))
+        self._journal.unmark(seqs)
         unplaced = [row for row in self._journal.rows if row.seq in seqs and isinstance(row, Placed) and row.undo()]
         for row in self._journal.rows:
             if row.seq in seqs and row not in unplaced:
                 cause = Cause(not_begun(row), seq=row.seq)
                 for storage in row.makes:
-                    if not any(storage is read for read in row.reads):  # of a view the base is there
-                        storage.failed, storage.unallocated = storage.failed or cause, True
+                    if any(storage is read for read in row.reads):  # of a view the base is there
+                        self.unviewed.add(storage)
+                    else:
+                        self._journal.fail(row.seq, storage, cause)
+                        storage.unallocated = True
         for storage in {id(tensor.storage): tensor.storage for tensor in self._table.rows.values()}.values():
             if storage.moved in seqs and storage.recipe is None:  # nobody moved its pieces, or added up its terms
                 op = self._journal.find(storage.moved)
                 error = not_begun(op) if op is not None else OpFailed(NOT_MOVED)
-                storage.failed, storage.unallocated = storage.failed or Cause(error, seq=storage.moved), True
+                self._journal.fail(storage.moved, storage, Cause(error, seq=storage.moved))
+                storage.unallocated = True
+        self._journal.remove(seqs)
 
     def cause_of_loss(self, worker: Worker | None) -> Cause:
         assert worker is not None

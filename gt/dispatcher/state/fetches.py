@@ -1,7 +1,7 @@
 """Answers that a client waits for: values, shapes, reports. None is sent before all that it may depend on is known to be good.
 
-A fetch is answered when every worker of the session has carried out what was issued before it, so a failure anywhere
-upstream is known by then.
+A fetch is answered when every worker of the session has carried out what was issued before it. A failure anywhere upstream
+is known by then.
 """
 
 from __future__ import annotations
@@ -179,16 +179,16 @@ class Fetches:
         if self._byte is None:
             self._byte = emitter.define("fill", {"shape": (), "stride": (), "dtype": "uint8"})
         request = Request(number, "fetch", {}, [], shape=(len(workers),), dtype="uint8")
-        made = emitter.temporary()
+        mark = emitter.temporary()
         with emitter.op():
             request.seq = emitter.seq
             for rank, worker in enumerate(workers):
                 key = self._cluster.key()
                 request.parts.append([key, [[[rank, rank + 1]]]])
                 request.keys[key], request.sizes[key], request.left[key] = worker.index, 1, 1
-                emitter.write(worker, self._byte, emitter.ids([made]))
-                emitter.write(worker, emitter.common("fetch"), [*emitter.ids([made]), key])
-        emitter.free([worker.index for worker in workers], [made])
+                emitter.write(worker, self._byte, emitter.ids([mark]))
+                emitter.write(worker, emitter.common("fetch"), [*emitter.ids([mark]), key])
+        emitter.free([worker.index for worker in workers], [mark])
         self._begin(request)
 
     def _ask_parts(self, request: Request, source: int, layout: Layout, spec: Spec, later: bool = False) -> None:
@@ -289,8 +289,8 @@ class Fetches:
                 for extent in shape:
                     n *= extent
                 name = self._cluster.workers[index].name
-                held = [[list(interval) for interval in box] for box in boxes(layout, spec.shape, rank)]
-                piece = {"worker": name, "index": index, "shape": list(shape), "bytes": n, "boxes": held}
+                intervals = [[list(interval) for interval in box] for box in boxes(layout, spec.shape, rank)]
+                piece = {"worker": name, "index": index, "shape": list(shape), "bytes": n, "boxes": intervals}
                 body["pieces"].append(piece)
         self._context.send(Report(number, body))
 
@@ -378,8 +378,11 @@ class Fetches:
 
     def drop(self, seqs: Collection[int]) -> None:
         """Questions of these numbers were not begun, for an interrupt."""
-        for request in [request for request in self.open.values() if request.seq in seqs]:
-            self.give_up(request, OpFailed(f"{request.name} was not read, since an interrupt (Ctrl-C) ended what was queued"))
+        for request in list(self.open.values()):
+            name = next((name for seq, name in request.named.items() if seq in seqs), "")
+            if name or request.seq in seqs:
+                how = f"{name} was not saved" if name else f"{request.name} was not read"
+                self.give_up(request, OpFailed(f"{how}, since an interrupt (Ctrl-C) ended what was queued"))
 
     def _misfit(self, request: Request, how: str) -> None:
         """An op gave another shape than the client said."""
@@ -426,11 +429,11 @@ class Fetches:
     def _answer_value(self, request: Request, acked: int) -> None:
         """Announce a value that is good, with what is here of it; one that is here whole and small is one message."""
         request.verified = True
-        held, request.held = request.held, []
+        buffered, request.held = request.held, []
         value = Value(request.number, list(request.shape), request.dtype, request.parts, acked)
-        alone = len(held) == 1 and not any(request.left.values())
-        self._context.send(value, held.pop()[1] if alone else ())
-        for message, frames in held:
+        alone = len(buffered) == 1 and not any(request.left.values())
+        self._context.send(value, buffered.pop()[1] if alone else ())
+        for message, frames in buffered:
             self._context.send(message, frames)
         self._finish(request)
 

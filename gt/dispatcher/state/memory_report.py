@@ -14,7 +14,7 @@ from gt.dispatcher.programs.programs import Program
 from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.records import Origin
 from gt.ir.dataflow import decode, makes
-from gt.ir.schedules import size
+from gt.ir.text import size
 
 IDS = 8  # tensors that share memory, of those that are named
 MAX_HOLDERS = 1 << 13
@@ -30,13 +30,13 @@ def memory_report(session: ClientSession, worker: Worker, memory: dict[str, Any]
     limit, own, used, mine, others = (memory[name] for name in COUNTS)
     bounds = [f"the limit of this worker is {size(limit)}, of which {size(used)} are taken"] if limit else []
     bounds += [f"that of a session {size(own)}"] if own else []
-    said = f"\n  {worker.name} holds {size(mine)} in tensors of this session and {size(others)} in those of others"
+    holds = f"\n  {worker.name} holds {size(mine)} in tensors of this session and {size(others)} in those of others"
     lines = _lines(session, worker, top)
     most = sorted(lines.items(), key=lambda item: -item[1][0])[:LINES]
-    made = "; ".join(f"{size(nbytes)} in {count} of {where}" for where, (nbytes, count) in most)
+    largest = "; ".join(f"{size(nbytes)} in {count} of {where}" for where, (nbytes, count) in most)
     return (
-        "; ".join([said, *bounds])
-        + (f"\n  most is held by {made}" if made else "")
+        "; ".join([holds, *bounds])
+        + (f"\n  most is held by {largest}" if largest else "")
         + "\n  try to delete what is not needed any more, smaller batches, more workers or a larger --memory-limit"
     )
 
@@ -109,8 +109,8 @@ def _made(program: Program, worker: Worker) -> Iterator[tuple[int, tuple[Origin,
         for at, define, operands in decode(code, defines.__getitem__):
             if define is not None:
                 row = program.journal[code[at + 1]]
-                for made in makes(define, operands):
-                    yield made, (row.origin, f"{row.known.template.op} in a program")
+                for tensor in makes(define, operands):
+                    yield tensor, (row.origin, f"{row.known.template.op} in a program")
 
 
 def _where(origin: Origin, note: str) -> str:

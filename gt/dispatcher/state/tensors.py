@@ -19,21 +19,22 @@ UNKNOWN = Spec((), (), 0, "uint8")  # until a dynamic op's output has been descr
 
 @dataclass(slots=True)
 class RecipeStep:
-    """One op of a recipe: slots are positions in the recipe's list of values, not tensor ids."""
+    """One op of a recipe: slots are positions in the recipe's list of values, not tensor ids. seq: number of the op."""
 
     known: OpSchema
     ins: tuple[int, ...]
     values: tuple
     outs: tuple[int, ...]
     data: Any = None  # gt.upload: ("inline", bytes) or ("host", tensor id)
+    seq: int = -1
 
 
 class Storage:
     """Memory that one or several tensors view. `failed` says why its content cannot be trusted."""
 
     __slots__ = (
-        "default", "evicted", "failed", "gradient", "home", "made_by", "moved", "origin", "param", "recipe", "rest", "sharded",
-        "slots", "space", "tensors", "unallocated", "undecided", "version",
+        "default", "evicted", "failed", "gradient", "home", "host_copy", "made_by", "moved", "origin", "param", "recipe",
+        "rest", "sharded", "slots", "space", "tensors", "unallocated", "undecided", "version",
     )  # fmt: skip
 
     def __init__(self, origin: Origin | None = None) -> None:
@@ -56,6 +57,7 @@ class Storage:
         self.gradient = False  # autograd has added to it
         self.space: str | None = None  # where it rests between uses, None for on the device
         self.evicted = False  # workers were told to let it rest there; a use since may have brought it back
+        self.host_copy: tuple | None = None  # of which value workers have a copy in host memory, see planning.offload
 
     def declare_parameter(self) -> None:
         """It is a weight. One that is whole on its workers already is split by its first use in a group, as a new one is."""

@@ -24,7 +24,7 @@ from gt.errors import ProtocolError
 from gt.ir.layout import Box, piece_shape, read_boxes
 from gt.ir.spec import Spec
 from gt.wire.arena import upload_index
-from gt.wire.messages import CHUNK, Data, Release, UploadChunk, UploadRequest, UseBlock, WindowUpdate
+from gt.wire.messages import CHUNK, UNREADABLE, Data, Release, UploadChunk, UploadRequest, UseBlock, WindowUpdate
 
 Source = tuple[str, Any]  # "host" and the tensor whose copy the client keeps, or "inline" and its bytes
 
@@ -207,6 +207,14 @@ class Uploads:
         size = sum(len(frame) for frame in frames)
         if upload is None or upload.arrived:
             raise ProtocolError(f"UploadChunk.key {message.key} was not asked for")
+        if message.total == UNREADABLE and not size and not upload.received:
+            for index in upload.taken:
+                self._context.out(self._cluster.workers[index].peer, Data(message.key, 0, UNREADABLE), ())
+            del self.open[message.key]
+            self.awaited -= 1
+            self.moved = self._cluster.now
+            self.pump()
+            return
         if message.total != upload.total:
             raise ProtocolError(f"UploadChunk.total is {message.total}, the region has {upload.total} bytes")
         if message.offset != upload.received or (upload.total and not size) or message.offset + size > upload.granted:

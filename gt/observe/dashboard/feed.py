@@ -133,19 +133,18 @@ class Feed:
     def _observe(self) -> None:
         while self._wanted(None):
             try:
-                log = any(page.log for page in self._pages)
-                with self._connect(log) as stream:
+                with self._connect(self._log_wanted()) as stream:
                     with self._changed:
                         self._stream, self._schedules = stream, {}
                         for page in self._pages:
                             page.forget()
                     self._view, self._predicted = LiveView(), PredictedSchedules()
                     while self._wanted(LINGER_SECONDS):
-                        stream.log = any(page.log for page in list(self._pages))
+                        stream.log = self._log_wanted()
                         self._take(stream.next())
                 with self._changed:
                     self._state = None  # the next page waits for a new one
-            except (GTError, ValueError) as error:
+            except (GTError, ValueError, OSError) as error:  # OSError: too few descriptors for a link
                 with self._changed:
                     self._problem = str(error)
                     self._bump()
@@ -159,6 +158,10 @@ class Feed:
         with self._changed:
             wanted = self._changed.wait_for(lambda: self._closed or self._pages or self._always, seconds)
             return bool(wanted) and not self._closed
+
+    def _log_wanted(self) -> bool:
+        with self._changed:
+            return any(page.log for page in self._pages)
 
     def _take(self, records: list[Record]) -> None:
         state = self._view.update(records)

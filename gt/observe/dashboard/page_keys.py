@@ -1,9 +1,12 @@
-"""Access to the dashboard's page: a key that opens it once, and the cookie that a browser has from then on. Pure."""
+"""Access to the dashboard's page: a key that opens it once, and the cookie and proof that a browser has from then on. Pure.
+
+A browser sends its cookies to every port of a host, so whoever serves another port can learn the cookie. The proof is kept by
+the page, and browsers show it to no other port.
+"""
 
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import secrets
 from collections import deque
 
@@ -15,6 +18,7 @@ class PageKeys:
 
     def __init__(self) -> None:
         self.key = secrets.token_urlsafe(32)
+        self.proof = secrets.token_hex(32)
         self._cookies: deque[str] = deque(maxlen=MAX_BROWSERS)
 
     def exchange(self, key: str) -> str:
@@ -26,21 +30,9 @@ class PageKeys:
         return self._cookies[-1]
 
     def admits(self, cookie: str) -> bool:
-        known = [hmac.compare_digest(cookie.encode(), one.encode()) for one in self._cookies]
+        known = [hmac.compare_digest(cookie.encode(), one.encode()) for one in list(self._cookies)]  # others may enter
         return any(known)
 
-
-def names_this(host: str, asked: str) -> bool:
-    """True if a request's Host is an address, this machine, or the host that was asked for.
-
-    Another name may be somebody's who has let it point here, so that his page could read ours (DNS rebinding).
-    """
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-    name = name.removeprefix("[").removesuffix("]").lower()
-    if name in ("localhost", asked.lower()):
-        return True
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+    def proves(self, cookie: str, proof: str) -> bool:
+        """True for a cookie that admits, with the proof."""
+        return self.admits(cookie) and hmac.compare_digest(proof.encode(), self.proof.encode())

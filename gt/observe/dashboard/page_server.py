@@ -6,26 +6,18 @@ nothing that a request says reaches the server that is observed.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import socket
-import sys
 import threading
 from collections.abc import Callable
-from http.cookies import CookieError, SimpleCookie
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from gt.observe.bounded_server import BoundedHandler, BoundedServer, names_this
 from gt.observe.dashboard.feed import Feed, encoded
-from gt.observe.dashboard.page_keys import PageKeys, names_this
+from gt.observe.dashboard.page_keys import PageKeys
 
-log = logging.getLogger("gt.dashboard")
 FILES = Path(__file__).with_name("page")
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-MAX_CONNECTIONS = 64
-REQUEST_SECONDS = 10.0  # for a request, and for a page to take an event
 POLICY = "; ".join(
     ("default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self'", "connect-src 'self'",
      "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'")
@@ -39,29 +31,29 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 # A browser sends no SameSite=Strict cookie along a redirect from another site's link, so that the page itself leads on.
-ENTER = '<!doctype html><title>GT</title><meta http-equiv="refresh" content="0; url=/"><a href="/">Open the dashboard</a>\n'
+ENTER = (
+    '<!doctype html><title>GT</title><meta http-equiv="refresh" content="0; url=/#proof={0}">'
+    '<a href="/#proof={0}">Open the dashboard</a>\n'
+)
 NO_KEY = (
     "This link was used already, or has no key. The terminal in which the dashboard runs shows a new link after each use; "
     "`gt dashboard` starts a dashboard of your own.\n"
 )
 
 
-class PageServer(ThreadingHTTPServer):
+class PageServer(BoundedServer):
     """Serves until `close`, in threads. host: "127.0.0.1" unless others are to see it. new_link: told each unused link."""
 
-    daemon_threads = False
-    request_queue_size = MAX_CONNECTIONS
-
     def __init__(self, feed: Feed, host: str, port: int, new_link: Callable[[str], None]) -> None:
-        self.feed, self.keys, self.host, self._new_link = feed, PageKeys(), host, new_link
-        self._open: set[socket.socket] = set()
-        self._lock = threading.Lock()
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), PageHandler)
-        self.cookie = f"gt_dashboard_{self.server_port}"  # browsers send a host's cookies to all of its ports
-        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.5}, name="gt-dashboard-http")
-        self._thread.start()
-        self._tell()
+        self.feed, self.keys, self._new_link = feed, PageKeys(), new_link
+        self._keys_lock = threading.Lock()
+        super().__init__(host, port, PageHandler, "gt-dashboard-http")
+        self._new_link(self.link)
+
+    @property
+    def cookie(self) -> str:
+        """The name of its cookie: browsers send a host's cookies to all of its ports."""
+        return f"gt_dashboard_{self.server_port}"
 
     @property
     def link(self) -> str:
@@ -71,52 +63,15 @@ class PageServer(ThreadingHTTPServer):
 
     def enter(self, key: str) -> str:
         """The cookie for a key, "" for a wrong one."""
-        with self._lock:
+        with self._keys_lock:
             cookie = self.keys.exchange(key)
         if cookie:
-            self._tell()
+            self._new_link(self.link)
         return cookie
 
-    def close(self) -> None:
-        self.shutdown()
-        self._thread.join()
-        with self._lock:
-            for connection in self._open:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-        self.server_close()
 
-    def _tell(self) -> None:
-        self._new_link(self.link)
-
-    # ---- called by the base class
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            full = len(self._open) >= MAX_CONNECTIONS
-            self._open.add(request)
-        if full:
-            self.shutdown_request(request)
-        else:
-            super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._open.discard(request)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser has gone, or was too slow: its connection ends, and nothing else. Another error is ours."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            log.exception("a request of the dashboard failed")
-
-
-class PageHandler(BaseHTTPRequestHandler):
-    """One request. HTTP/1.0: a connection each, so that none waits idle."""
-
+class PageHandler(BoundedHandler):
     server: PageServer
-    timeout = REQUEST_SECONDS
-    server_version, sys_version = "gt", ""
 
     def do_GET(self) -> None:
         try:
@@ -132,18 +87,19 @@ class PageHandler(BaseHTTPRequestHandler):
         elif not self.server.keys.admits(self._cookie()) or self.headers.get("Sec-Fetch-Site") == "cross-site":
             self._send(403, "text/plain", NO_KEY.encode())
         elif url.path == "/events":
-            self._events(query.get("log") == ["1"])
+            if self.server.keys.proves(self._cookie(), query.get("proof", [""])[0]):
+                self._events(query.get("log") == ["1"])
+            else:
+                self._send(403, "text/plain", NO_KEY.encode())
         else:
             self._file({"/": "index.html", "/favicon.ico": "icon.svg"}.get(url.path, url.path[1:]))
 
     do_HEAD = do_GET
 
     def _cookie(self) -> str:
-        try:
-            jar = SimpleCookie(self.headers.get("Cookie", ""))
-        except CookieError:
-            return ""
-        return jar[self.server.cookie].value if self.server.cookie in jar else ""
+        """The dashboard's cookie, "" for none. http.cookies takes seconds for quotes in strangers' cookies."""
+        pairs = (part.strip().partition("=") for part in self.headers.get("Cookie", "").split(";"))
+        return next((value for name, _, value in pairs if name == self.server.cookie), "")
 
     def _enter(self, key: str) -> None:
         cookie = self.server.enter(key) if self.command == "GET" else ""
@@ -151,7 +107,8 @@ class PageHandler(BaseHTTPRequestHandler):
             self._send(403, "text/plain", NO_KEY.encode())
             return
         value = f"{self.server.cookie}={cookie}; Path=/; HttpOnly; SameSite=Strict"
-        self._send(200, "text/html", ENTER.encode(), {"Set-Cookie": value})
+        body = ENTER.format(self.server.keys.proof)
+        self._send(200, "text/html", body.encode(), {"Set-Cookie": value})
 
     def _file(self, name: str) -> None:
         """A file of the page: names are those of the folder, so no path leads out of it."""
@@ -165,6 +122,7 @@ class PageHandler(BaseHTTPRequestHandler):
         self._begin(200, "text/event-stream", {})
         if self.command == "HEAD":
             return
+        self.server.admit(self.connection)
         page = self.server.feed.open(log)
         try:
             while (events := self.server.feed.events(page)) is not None:
@@ -189,6 +147,3 @@ class PageHandler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """An answer without the request's own text in it."""
         self._send(code, "text/plain", b"this request is not served\n")
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged: a path may have a key."""

@@ -87,9 +87,9 @@ def entry(access: Access, ip: str, host: str = "") -> AccessEntry:
     """The entry of a server bound to this address. Refused if it would ask for nothing where it is not meant to."""
     if access.token.startswith(MADE):
         raise Refused(f"a token that begins with {MADE} is another server's own: make one with `gt key FILE`")
-    given = bool(access.token)
+    has_token = bool(access.token)
     if not loopback(ip):
-        if given:
+        if has_token:
             return AccessEntry(CURVE, given=True)
         if access.insecure:
             return AccessEntry(NULL)
@@ -98,8 +98,8 @@ def entry(access: Access, ip: str, host: str = "") -> AccessEntry:
             "or let anybody in with --insecure"
         )
     if access.encrypt:
-        return AccessEntry(CURVE, "" if given else access.secret or made(), given)
-    return AccessEntry(PLAIN, access.secret or made(), given)
+        return AccessEntry(CURVE, "" if has_token else access.secret or made(), has_token)
+    return AccessEntry(PLAIN, access.secret or made(), has_token)
 
 
 def read(text: str) -> AccessEntry | None:
@@ -121,8 +121,8 @@ def lock(found: AccessEntry, token: str, ip: str, port: int) -> Credentials:
 def key(found: AccessEntry | None, token: str, ip: str, port: int) -> Credentials | None:
     """Credentials that a client or worker shows at this address; None while there are none that it could show safely.
 
-    found: of the server's runtime file, if this user has one. Without it, a server's own secret opens that server on loopback,
-    any other token is for CURVE, and no token is for a server that lets anybody in, which on loopback has a file.
+    found: of the server's runtime file, if this user has one. Without it, a server's own secret opens that server on loopback.
+    Any other token is for CURVE. No token is for a server that lets anybody in; on loopback such a server has a file.
     """
     if found is not None:
         return _cut(found, token, ip, port)

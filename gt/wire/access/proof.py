@@ -13,8 +13,8 @@ SIGNED = ("name", "pid", "host", "doorbell", "unique_id")  # of Hello.info; a do
 
 def proof(secret: str, info: Mapping[str, Any]) -> str:
     """For Hello.info.proof: HMAC-SHA256 of who the worker is, in hex."""
-    said = json.dumps([info.get(key) or ("" if key != "pid" else 0) for key in SIGNED])
-    return hmac.new(secret.encode(), said.encode(), hashlib.sha256).hexdigest()
+    signed = json.dumps([info.get(key) or ("" if key != "pid" else 0) for key in SIGNED])
+    return hmac.new(secret.encode(), signed.encode(), hashlib.sha256).hexdigest()
 
 
 def proves(secret: str, info: Mapping[str, Any]) -> bool:

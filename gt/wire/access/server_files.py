@@ -1,6 +1,6 @@
 """The files of a user's running servers: one an address, of mode 0600, with what its clients and workers need to be let in.
 
-A server holds a lock on its file for as long as it has the port, so a file that is not locked is a dead server's: nobody reads
+A server holds a lock on its file for as long as it has the port. A file that is not locked is a dead server's: nobody reads
 its secret, and the next server removes it. Knows nothing of what the files say.
 """
 
@@ -128,15 +128,15 @@ def _name(ip: str, port: int) -> str:
 def _folders() -> list[Path]:
     """The directory in which servers of this user keep their files, wherever they were started from."""
     user = os.geteuid()
-    given = env.runtime_folder()
-    homes = [Path(given) / "gt"] if given else []
+    runtime = env.runtime_folder()
+    homes = [Path(runtime) / "gt"] if runtime else []
     return list(dict.fromkeys([*homes, Path(f"/run/user/{user}/gt"), Path(f"/tmp/gt-{user}")]))
 
 
 def _own_folder() -> Path:
     """The first that can be used. The user's runtime directory may be another's (after `su`): then it is passed over."""
-    given = env.runtime_folder()
-    homes = [Path(given)] if given else []
+    runtime = env.runtime_folder()
+    homes = [Path(runtime)] if runtime else []
     for home in homes:
         folder = home / "gt"
         if not _fault(home):

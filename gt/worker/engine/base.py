@@ -128,8 +128,8 @@ class Compiler(Protocol):
     def signature(self, inputs: Sequence[Tensor]) -> Hashable:
         """Everything about these inputs but their values that compiled code may depend on."""
 
-    def compile(self, segment: BoundSegment, signature: Any) -> CompiledSegment:
-        """Compile a segment for inputs of this signature. An exception says why it cannot be compiled."""
+    def compile(self, requests: Sequence[tuple[BoundSegment, Any]]) -> Sequence[CompiledSegment | str]:
+        """Compile segments, each for inputs of its signature. A text says why a segment cannot be compiled."""
 
 
 IDENTITY = {"sum": 0.0, "norm2": 0.0, "product": 1.0, "max": float("-inf"), "min": float("inf")}
@@ -254,6 +254,47 @@ class DeviceTimes(Protocol):
         """Seconds of the monotonic clock at which the device came to these points; [] if it has not yet. By any thread."""
 
 
+class LaneOperand(Protocol):
+    """An operand of an op in host memory: a tensor that rests there, or the host copy of one on the device."""
+
+    nbytes: int
+
+    def host(self) -> Tensor:
+        """The tensor in host memory, once it is there. Called by the lane."""
+
+    def used(self, changed: bool) -> None:
+        """The op was given to the lane. changed: it writes this operand."""
+
+
+class HostCopy(LaneOperand, Protocol):
+    """The host copy of a tensor on the device."""
+
+    def begin(self, tensor: Tensor) -> None:
+        """Begin to copy the tensor's value."""
+
+    def send(self, tensor: Tensor) -> Any:
+        """Begin to copy the value back to the tensor, once the op is over.
+
+        Returns a gt.worker.offload.tensors.Resting of the tensor until it is back, None if nobody has to wait.
+        """
+
+
+class HostLane(Protocol):
+    """Ops in host memory, carried out in order. That of a GPU works beside the thread that calls it."""
+
+    def bind(self, payload: dict[str, Any]) -> Call:
+        """The callable of an op on tensors in host memory."""
+
+    def copy(self, tensor: Tensor) -> HostCopy:
+        """Memory for the host copy of a tensor."""
+
+    def run(self, call: Call, operands: Sequence[LaneOperand], values: Sequence, outs: int) -> list[Any]:
+        """Carry out an op; its results as gt.worker.offload.tensors.Resting. outs: their number."""
+
+    def in_memory(self, buffer: Any, spec: Spec) -> Tensor:
+        """A tensor in host memory of bytes that `Engine.memory_of` gave. It shares the buffer."""
+
+
 class Engine(Moves, Protocol):
     """A backend of workers. An op's errors are raised unchanged; UnsupportedOp names an op that it lacks.
 
@@ -315,6 +356,12 @@ class Engine(Moves, Protocol):
 
     def storage(self, tensor: Tensor) -> tuple[int, int]:
         """(address, bytes) of the tensor's memory."""
+
+    def host_rates(self) -> list[float]:
+        """Bytes a second of the link to host memory, each way, and of arithmetic there; [] if its device is the host."""
+
+    def lane(self) -> HostLane:
+        """The lane of its ops in host memory: one for its lifetime."""
 
     def evicted(self, tensor: Tensor) -> Any:
         """A copy in host memory that the device can bring back (gt.worker.offload.tensors.Resting), None on the host itself."""

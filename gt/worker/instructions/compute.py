@@ -81,6 +81,27 @@ SPECIAL = {
 }
 
 
+def host_op(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    tensors, inputs = payload["tensors"], payload["tensors"] + payload["values"]
+    end = inputs + sum(out[0] == "new" for out in payload["outs"])
+    call = worker.engine.lane().bind({key: value for key, value in payload.items() if key != "fresh"})
+    run, facts = worker.host_ops.run, (frozenset(payload["fresh"]), frozenset(payload["writes"]))
+
+    def step(code: list, at: int) -> None:
+        run(call, code[at : at + tensors], code[at + tensors : at + inputs], code[at + inputs : at + end], facts)
+
+    return step
+
+
+def stale(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    drop = worker.host_ops.drop
+
+    def step(code: list, at: int) -> None:
+        drop(code[at])
+
+    return step
+
+
 def evict(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     tensors, space, path = worker.tensors, payload["space"], payload["path"]
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from gt import env
-from gt.ir.schedules import size
+from gt.ir.text import size
 
 log = logging.getLogger("gt.worker")
 ALIGNED = 4096  # bytes: a multiple of the blocks of every disk
@@ -111,21 +111,26 @@ class OffloadFile:
 class InFile:
     """One evicted tensor in a file. Its buffer is kept until it is written: a failed write loses nothing.
 
-    made: the tensor of a buffer.
+    made: the tensor of a buffer, on the device; on_host: in host memory, of the buffer's memory.
     """
 
-    def __init__(self, file: OffloadFile, data: memoryview, made: Any, closed: Any) -> None:
-        self._file, self._made, self._closed = file, made, closed
+    by_caller = True  # the thread that carries out instructions alone may use it
+
+    def __init__(self, file: OffloadFile, data: memoryview, made: Any, closed: Any, on_host: Any = None) -> None:
+        self._file, self._made, self._on_host, self._closed = file, made, on_host, closed
+        self._lowered: tuple[mmap.mmap, Any] | None = None  # buffer and tensor for an op in host memory
         self.nbytes = len(data)
         self._start = file.take(self.nbytes)
         buffer = buffer_of(self.nbytes)
         memoryview(buffer)[: self.nbytes] = data
         self._buffer: mmap.mmap | None = buffer
         self._reading: Future | None = None
-        self._writing: Future | None = file.write(self._start, buffer)
-        self._writing.add_done_callback(self._note_written)
+        self._writing: Future | None = None
+        self._write()
 
     def _note_written(self, written: Future) -> None:
+        if written is not self._writing:
+            return  # another value is written since
         if written.exception() is None:
             self._buffer = None
         else:
@@ -136,13 +141,35 @@ class InFile:
             self._reading = self._file.read(self._start, self.nbytes)
 
     def tensor(self) -> Any:
+        return self._made(self._bytes())
+
+    def host(self) -> Any:
+        if self._lowered is None:
+            if self._writing is not None:
+                self._writing.exception()  # a buffer does not change while it is written
+            buffer = self._bytes()
+            self._lowered = buffer, self._on_host(buffer)
+        return self._lowered[1]
+
+    def used(self, changed: bool) -> None:
+        lowered, self._lowered = self._lowered, None
+        if changed and lowered is not None:
+            self._buffer = lowered[0]
+            self._write()
+
+    def _write(self) -> None:
+        assert self._buffer is not None
+        self._writing = self._file.write(self._start, self._buffer)
+        self._writing.add_done_callback(self._note_written)
+
+    def _bytes(self) -> mmap.mmap:
         buffer = self._buffer
         if buffer is None:
             self.prefetch()
             reading, self._reading = self._reading, None
             assert reading is not None
             buffer = reading.result()
-        return self._made(buffer)
+        return buffer
 
     def close(self) -> None:
         for under_way in (self._writing, self._reading):

@@ -30,8 +30,13 @@ class Spaces:
         data = self._engine.memory_of(tensor)
         if data is None:
             raise ConfigError("offload to files needs the torch engine: leave GT_BACKEND out, or write cpu")
+        engine = self._engine
         return InFile(
-            self._file(folder), data, lambda buffer: self._engine.in_memory(buffer, spec), lambda: self._files.pop(folder, None)
+            self._file(folder),
+            data,
+            lambda buffer: engine.in_memory(buffer, spec),
+            lambda: self._files.pop(folder, None),
+            lambda buffer: engine.lane().in_memory(buffer, spec),
         )
 
     def _file(self, folder: str) -> OffloadFile:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from gt.ir.instr import BASE_BITS
+from gt.worker.engine.base import HostCopy
 
 log = logging.getLogger("gt.worker")
 
@@ -30,9 +31,15 @@ class Resting(Protocol):
     def close(self) -> None:
         """It is not wanted any more, here or back on the device."""
 
+    def host(self) -> Any:
+        """The tensor in host memory (gt.worker.engine.base.LaneOperand)."""
+
+    def used(self, changed: bool) -> None:
+        """An op in host memory uses it."""
+
 
 class Kept:
-    """A tensor whose device is the host: it rests where it is."""
+    """A tensor whose device is the host: it rests where it is, and is its own host copy."""
 
     def __init__(self, tensor: Any, nbytes: int) -> None:
         self._tensor, self.nbytes = tensor, nbytes
@@ -46,6 +53,18 @@ class Kept:
     def close(self) -> None:
         pass
 
+    def host(self) -> Any:
+        return self._tensor
+
+    def used(self, changed: bool) -> None:
+        pass
+
+    def begin(self, tensor: Any) -> None:
+        """As a host copy: it is its tensor."""
+
+    def send(self, tensor: Any) -> None:
+        """As a host copy: it is its tensor."""
+
 
 Evict = Callable[[Any, str, str], Resting | None]  # (tensor, space, folder); None for one that has to stay
 
@@ -56,13 +75,17 @@ class OffloadedTensors(dict[int, Any]):
     def __init__(self, evict: Evict) -> None:
         self._evict = evict
         self._away: dict[int, tuple[Resting, str]] = {}
-        self._restored = 0  # bytes so far
+        self._spaces: dict[int, tuple[str, str]] = {}  # space and folder of what was evicted once
+        self._to_host = self._to_device = self._restored = 0  # bytes so far; restored: of those to the device, evicted ones
+        self.host_copies: dict[int, tuple[Any, HostCopy]] = {}  # id -> the tensor on the device, and its host copy
 
     def __missing__(self, i: int) -> Any:
         resting, _ = self._away[i]  # KeyError for an id that no tensor has
         tensor = self[i] = resting.tensor()
         del self._away[i]
-        self._restored += resting.nbytes
+        if i in self._spaces:
+            self._restored += resting.nbytes
+            self._to_device += resting.nbytes
         resting.close()
         return tensor
 
@@ -71,8 +94,28 @@ class OffloadedTensors(dict[int, Any]):
         tensor = self.get(i)
         resting = self._evict(tensor, space, folder) if tensor is not None else None
         if resting is not None:
-            self._away[i] = resting, space
-            del self[i]
+            self.put_away(i, resting, space)
+            self._spaces[i] = space, folder
+            self._to_host += resting.nbytes
+
+    def put_away(self, i: int, resting: Resting, space: str = "") -> None:
+        """Let a tensor rest as this. space: "" for one that is not counted."""
+        if space:
+            self.host_copies.pop(i, None)
+        self._away[i] = resting, space
+        self.pop(i, None)
+
+    def resting(self, i: int) -> Resting | None:
+        """A tensor as it rests, None for one on the device. One that a use has brought back rests again."""
+        if i in self and i in self._spaces:
+            self.evict(i, *self._spaces[i])
+        return self._away[i][0] if i in self._away else None
+
+    def count_to_host(self, nbytes: int) -> None:
+        self._to_host += nbytes
+
+    def count_to_device(self, nbytes: int) -> None:
+        self._to_device += nbytes
 
     def prefetch(self, i: int) -> None:
         if i in self._away:
@@ -80,21 +123,25 @@ class OffloadedTensors(dict[int, Any]):
 
     def drop(self, ids: Iterable[int]) -> None:
         """These have been freed."""
-        for i in ids if self._away else ():
+        for i in ids if self._away or self._spaces or self.host_copies else ():
+            self._spaces.pop(i, None)
+            self.host_copies.pop(i, None)
             row = self._away.pop(i, None)
             if row is not None:
                 row[0].close()
 
     def drop_range(self, first: int, last: int) -> None:
-        self.drop([i for i in self._away if first <= i < last])
+        self.drop([i for i in {*self._away, *self._spaces, *self.host_copies} if first <= i < last])
 
     def host_bytes(self, session: int) -> int:
         """Bytes of a session's tensors that rest in host memory."""
         return sum(row.nbytes for i, (row, space) in list(self._away.items()) if space == "cpu" and i >> BASE_BITS == session)
 
     def stats(self) -> dict[str, Any]:
-        """Bytes that rest in each space, and bytes that have come back so far."""
+        """Bytes that rest in each space, bytes that have come back so far, and all between host and device."""
         by_space: Counter[str] = Counter()
         for resting, space in list(self._away.values()):
-            by_space[space] += resting.nbytes
-        return {"offloaded": dict(by_space), "restored_bytes": self._restored}
+            if space:
+                by_space[space] += resting.nbytes
+        bytes_moved = {"bytes_to_host": self._to_host, "bytes_to_device": self._to_device}
+        return {"offloaded": dict(by_space), "restored_bytes": self._restored, **bytes_moved}

@@ -22,8 +22,8 @@ def full_fence() -> Callable[[], None]:
     """A full memory barrier, for one thread: no load or store moves across a call of it.
 
     Python has none, so a lock that is always held is released and taken again. On x86 taking it is a locked
-    instruction. On ARM releasing it is a store-release and taking it a load-acquire, and these two in this order are
-    never reordered with each other, so neither is anything before the first with anything after the second.
+    instruction. On ARM releasing it is a store-release and taking it a load-acquire. These two in this order are never
+    reordered with each other, so neither is anything before the first with anything after the second.
     """
     lock = threading.Lock()
     lock.acquire()
@@ -72,6 +72,11 @@ class OwnHeap(Heap):
         self._bell, self._rope = os.pipe()
         os.set_blocking(self._rope, False)
         self.doorbell = f"{self._rope}-{self.mark:016x}"
+
+    @property
+    def bell(self) -> int:
+        """Descriptor that is readable while a ring is unheard."""
+        return self._bell
 
     def listen(self) -> None:
         """Sleep until the bell rings. Earlier rings count, any number of them as one."""

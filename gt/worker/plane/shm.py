@@ -2,7 +2,7 @@
 
 A side that waits looks at a flag a few times, then says in its heap that it sleeps, looks once more and sleeps; a side
 that sets a flag rings if the other says so. Between writing and looking both have a full fence, so one of them sees the
-other, no ring is lost and no wait needs a timeout. Payload is fenced from its flag at both ends. A flag's value is
+other. No ring is lost, and no wait needs a timeout. Payload is fenced from its flag at both ends. A flag's value is
 its setter's mark, constant while that worker lives, so what a killed worker left is never taken for its successor's.
 """
 
@@ -348,6 +348,6 @@ class ShmPlane(Plane):
 def flat(data: Buffer) -> memoryview:
     """The bytes of a C-contiguous buffer, not copied."""
     view = data if isinstance(data, memoryview) else memoryview(data)
-    if not view.nbytes:
-        return memoryview(bytearray())
-    return view if view.ndim == 1 and view.format == "B" else view.cast("B")
+    if view.format == "B" and view.ndim == 1:
+        return view
+    return view.cast("B") if view.nbytes else memoryview(bytearray())

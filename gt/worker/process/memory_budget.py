@@ -16,8 +16,8 @@ from pathlib import Path
 
 from gt.errors import ConfigError
 from gt.ir.instr import Define
-from gt.ir.schedules import size
 from gt.ir.spec import Spec, contiguous
+from gt.ir.text import size
 from gt.worker.instructions.step import Step, StepTable
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

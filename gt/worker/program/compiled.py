@@ -28,6 +28,7 @@ from gt.worker.program.partition import (
     runs,
     saves_memory,
 )
+from gt.worker.program.peak import segments_at_peak
 from gt.worker.program.program import Actions
 from gt.worker.program.runner import ProgramRunner
 
@@ -46,6 +47,7 @@ class Segment:
         self.signature: Any = None  # of its inputs, while it waits to be compiled
         self.why = ""  # reason why it stays instructions
         self.compilations = 0
+        self.at_peak = True  # whether its instructions would set the peak of memory
         self._runner, self._tensors = runner, runner.tensors
 
     def __call__(self, code: list, at: int) -> None:
@@ -89,8 +91,8 @@ class Segment:
 class CompiledProgram:
     """The segments of one program on this worker. `report` may be called by any thread.
 
-    A program that is carried out once compiles a segment when the segment is reached, if that saves memory. So does a program
-    for a device that records, if no other worker waits for a message meanwhile.
+    A program that is carried out once compiles a segment when the segment is reached, if that lowers the peak of memory. So
+    does a program for a device that records with each segment, if no other worker waits for a message meanwhile.
     """
 
     def __init__(self, payload: dict[str, Any], runner: ProgramRunner) -> None:
@@ -128,11 +130,14 @@ class CompiledProgram:
             return known[number]
 
         grouped: list[Row] = []
-        for fits, run in partition(rows, code, traits):
+        pieces = partition(rows, code, traits)
+        at_peak = segments_at_peak(pieces, code, definition) if self._once else [True] * len(pieces)
+        for (fits, run), highest in zip(pieces, at_peak, strict=True):
             if not fits:
                 grouped += run
                 continue
             segment = Segment(run, bind_segment(run, code, definition, traits), self._runner)
+            segment.at_peak = highest
             self.segments.append(segment)
             first = next(at for at, _ in run if code[at] != FREE)
             self._instructions[first] = run
@@ -156,10 +161,12 @@ class CompiledProgram:
         return step
 
     def _compile_reached(self, segment: Segment) -> None:
-        if self._runner.recording or (self._once and not saves_memory(segment.bound)):  # a device that records does not compile
+        if self._runner.recording:  # a device that records does not compile
+            return
+        if self._once and not (segment.at_peak and saves_memory(segment.bound)):
             return
         with self._runner.compiling():
-            self._compile(segment)
+            self._compile([segment])
 
     @property
     def waiting(self) -> list[Segment]:
@@ -171,21 +178,24 @@ class CompiledProgram:
             return
         if self.waiting:
             with self._runner.compiling():
-                for segment in self.waiting:
-                    self._compile(segment)
-                self._ready = True
+                self._compile(self.waiting)
         elif self.compiler is not None and self.compiler.recorder is not None and self._replays is None:
             self._record(self.compiler.recorder, actions, code, randoms)
 
-    def _compile(self, segment: Segment) -> None:
+    def _compile(self, segments: Sequence[Segment]) -> None:
         assert self.compiler is not None
         self._ready = True
-        segment.compilations += 1
         try:
-            segment.compiled = self.compiler.compile(segment.bound, segment.signature)
+            results = self.compiler.compile([(segment.bound, segment.signature) for segment in segments])
         except Exception as error:
-            segment.why = _short(error)
-        segment.signature = None
+            results = [str(error)] * len(segments)
+        for segment, result in zip(segments, results, strict=True):
+            segment.compilations += 1
+            segment.signature = None
+            if isinstance(result, str):
+                segment.why = _short(result)
+            else:
+                segment.compiled = result
 
     @property
     def recorded(self) -> bool:
@@ -297,6 +307,6 @@ def _dropped(code: Sequence, definition: Definition) -> set[int]:
     return freed
 
 
-def _short(error: Exception) -> str:
+def _short(error: Exception | str) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= MAX_REASON_CHARS else text[:MAX_REASON_CHARS] + "..."

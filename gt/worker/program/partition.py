@@ -21,6 +21,8 @@ MIN_COMPUTING_OPS = 2  # of a segment; fewer are not worth a call into compiled 
 MIN_SAVED_SHARE = 4  # 1 / MIN_SAVED_SHARE of the bytes that it makes end within it
 MAX_OUTPUTS_ONCE = 64  # of such a segment: compile time grows with each
 
+LIST_OPS = "aten._foreach_"
+
 # Views whose constants are positions within their base. Those of a segment's inputs are made before the segment: otherwise each
 # part of a batch would have a graph of its own.
 SLICES = {
@@ -44,7 +46,11 @@ class SegmentOp:
 
 @dataclass(frozen=True, slots=True)
 class SegmentGraph:
-    """Ops on numbered tensors. Inputs have the numbers 0 to `inputs`, each op makes the next; `outputs` outlive the segment."""
+    """Ops on numbered tensors. Inputs have the numbers 0 to `inputs`, each op makes the next; `outputs` outlive the segment.
+
+    A view is right before its first reader, inputs have the order of their first reads, and outputs that in which they are
+    made. So recordings that differ only in the order of views have equal graphs.
+    """
 
     inputs: int
     calls: tuple[SegmentOp, ...]
@@ -71,11 +77,18 @@ class BoundSegment:
 
 @dataclass(slots=True)
 class DefinitionTraits:
-    """Traits of a definition: whether it can be in a segment, its text, and whether it computes anything."""
+    """Traits of a definition: whether it can be in a segment, its text, and whether it computes anything.
+
+    lists: it takes lists of tensors, as steps of optimizers do. tensors: number of those that an op reads. complex_outs:
+    places of its complex results, counted from the instruction's.
+    """
 
     fits: bool = False
     text: str = ""
     computes: bool = False
+    lists: bool = False
+    tensors: int = 0
+    complex_outs: tuple[int, ...] = ()
 
 
 def definition_traits(define: Define | None, fits: Callable[[dict[str, Any]], bool]) -> DefinitionTraits:
@@ -85,11 +98,17 @@ def definition_traits(define: Define | None, fits: Callable[[dict[str, Any]], bo
     if define.kind == "shard":
         one_box = len(define.payload["boxes"]) == 1
         return DefinitionTraits(one_box and all(map(fits, shard_as_ops(define.payload))), computes=True)
-    if define.kind != "op" or not fits(define.payload):
+    if define.kind != "op":
         return DefinitionTraits()
+    tensors, first = define.payload["tensors"], 2 + define.payload["tensors"] + define.payload["values"]
+    outs = enumerate(_tensor_outputs(define.payload), first)
+    complex_outs = tuple(place for place, out in outs if out[1] is not None and out[1][3].startswith("complex"))
+    if not fits(define.payload):
+        return DefinitionTraits(tensors=tensors, complex_outs=complex_outs)
     # the layout of a view follows from its base
-    outs = [out if out[0] != "view" else [out[0], None, out[2]] for out in define.payload["outs"]]
-    return DefinitionTraits(True, repr({**define.payload, "outs": outs}), not makes_only_views(define.payload))
+    texts = [out if out[0] != "view" else [out[0], None, out[2]] for out in define.payload["outs"]]
+    text, lists = repr({**define.payload, "outs": texts}), define.payload["op"].startswith(LIST_OPS)
+    return DefinitionTraits(True, text, not makes_only_views(define.payload), lists, tensors, complex_outs)
 
 
 def shard_as_ops(payload: dict[str, Any]) -> list[dict[str, Any]]:
@@ -116,8 +135,21 @@ def output_bytes(segment: BoundSegment) -> int:
     return sum(sizes[n - segment.graph.inputs] for n in segment.graph.outputs if n >= segment.graph.inputs)
 
 
+def row_bytes(define: Define) -> list[int]:
+    """Bytes of memory that an instruction makes for each of its tensors, as far as its definition says."""
+    if define.kind == "op":
+        return _output_sizes(define.payload)
+    if define.kind == "shard":
+        return [prod(define.payload["shape"]) * DTYPES[define.payload["dtype"]][0]]
+    return []
+
+
 def _sizes(segment: BoundSegment) -> list[int]:
-    return [_nbytes(out[1]) if out[0] == "new" else 0 for payload in segment.payloads for out in _tensor_outputs(payload)]
+    return [nbytes for payload in segment.payloads for nbytes in _output_sizes(payload)]
+
+
+def _output_sizes(payload: dict[str, Any]) -> list[int]:
+    return [_nbytes(out[1]) if out[0] == "new" and out[1] is not None else 0 for out in _tensor_outputs(payload)]
 
 
 def _tensor_outputs(payload: dict[str, Any]) -> list:
@@ -134,25 +166,35 @@ def makes_only_views(payload: dict[str, Any]) -> bool:
 
 
 def partition(rows: Sequence[Row], code: Sequence, traits: Callable[[int], DefinitionTraits]) -> list[tuple[bool, list[Row]]]:
-    """Rows in order, as (True, rows of a segment) and (False, other rows). traits: of a definition, by its number."""
+    """Rows in order, as (True, rows of a segment) and (False, other rows). traits: of a definition, by its number.
+
+    An op on lists begins a segment unless one before it did. It has hundreds of tensors, and little to fuse with a backward
+    pass, which stays the same graph in calls whose optimizer does something else. An op that reads complex numbers is in no
+    segment.
+    """
     pieces: list[tuple[bool, list[Row]]] = []
     run: list[Row] = []
-    ops = 0
+    complex_ids: set[int] = set()
+    ops, lists = 0, False
 
     def end() -> None:
-        nonlocal ops
+        nonlocal ops, lists
         if run:
             pieces.append((ops >= MIN_COMPUTING_OPS, list(run)))
         run.clear()
-        ops = 0
+        ops, lists = 0, False
 
     for row in rows:
-        number = code[row[0]]
-        own = DefinitionTraits(True) if number == FREE else traits(number)
-        if not own.fits:
+        at = row[0]
+        own = DefinitionTraits(True) if code[at] == FREE else traits(code[at])
+        complex_ids.update(code[at + place] for place in own.complex_outs)
+        if not own.fits or not complex_ids.isdisjoint(code[at + 2 : at + 2 + own.tensors]):
             end()
             pieces.append((False, [row]))
             continue
+        if own.lists and not lists:
+            end()
+            lists = True
         run.append(row)
         ops += own.computes
         if ops >= MAX_SEGMENT_OPS:
@@ -221,14 +263,27 @@ class _Numbering:
         return [(tensor, name) for tensor, name in self.names.items() if not self._given(tensor)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An op as it is recorded. ins: as in _Numbering.names; made: number of its first output."""
+
+    text: str
+    payload: dict[str, Any]
+    ins: list[tuple[bool, int]]
+    values: tuple
+    made: int
+
+    @property
+    def makes(self) -> range:
+        return range(self.made, self.made + len(_tensor_outputs(self.payload)))
+
+
 def bind_segment(
     rows: Sequence[Row], code: Sequence, definition: Callable[[int], Define | None], traits: Callable[[int], DefinitionTraits]
 ) -> BoundSegment:
     """A segment with its tensors numbered."""
     wiring, before = _Numbering(), []
-    calls: list[tuple[str, list, tuple, int]] = []
-    payloads: list[dict[str, Any]] = []
-    values: list[tuple] = []
+    calls: list[_Call] = []
     for row in rows:
         at = row[0]
         if code[at] == FREE:
@@ -243,9 +298,7 @@ def bind_segment(
         if define.kind == "shard":
             last = wiring.read(code[at + 2])
             for payload in shard_as_ops(define.payload):
-                calls.append((repr(payload), [last], (), wiring.made))
-                payloads.append(payload)
-                values.append(())
+                calls.append(_Call(repr(payload), payload, [last], (), wiring.made))
                 last = False, wiring.made
                 wiring.made += 1
             wiring.names[code[at + 3]] = last
@@ -259,23 +312,56 @@ def bind_segment(
             wiring.early.update(outs)
             wiring.needed.update(outs, tensors)
             continue
-        calls.append((traits(define.number).text, [wiring.read(t) for t in tensors], tuple(map(repr, scalars)), wiring.made))
-        payloads.append(payload)
-        values.append(scalars)
+        calls.append(_Call(traits(define.number).text, payload, [wiring.read(t) for t in tensors], scalars, wiring.made))
         for tensor in outs:
             wiring.names[tensor] = (False, wiring.made)
             wiring.made += 1
-    count, outputs = len(wiring.inputs), wiring.outputs()
+    calls = _with_views_late(calls)
+    graph, inputs, outputs = _numbered(calls, wiring)
+    ended = tuple(t for t in wiring.ended if t not in outputs)
+    payloads, values = tuple(call.payload for call in calls), tuple(call.values for call in calls)
+    return BoundSegment(graph, payloads, values, tuple(wiring.dropped), tuple(before), inputs, outputs, ended)
 
-    def number(name: tuple[bool, int]) -> int:
-        return name[1] if name[0] else count + name[1]
 
-    graph = SegmentGraph(
-        count,
-        tuple(SegmentOp(text, tuple(map(number, ins)), scalars, count + made) for text, ins, scalars, made in calls),
-        tuple(number(name) for _, name in outputs),
-    )
-    ids = tuple(tensor for tensor, _ in outputs)
-    ended = tuple(t for t in wiring.ended if t not in ids)
-    dropped, inputs = tuple(wiring.dropped), tuple(wiring.inputs)
-    return BoundSegment(graph, tuple(payloads), tuple(values), dropped, tuple(before), inputs, ids, ended)
+def _with_views_late(calls: Sequence[_Call]) -> list[_Call]:
+    """The calls with each view right before its first reader; those that no call reads are last."""
+    late: dict[int, _Call] = {}  # views that are not placed yet, by each tensor that they make
+    placed: list[_Call] = []
+
+    def place(call: _Call) -> None:
+        waiting = [(call, iter(call.ins))]  # not recursive: a chain of views may be long
+        while waiting:
+            last, ins = waiting[-1]
+            view = next((late[number] for given, number in ins if not given and number in late), None)
+            if view is not None:
+                waiting.append((view, iter(view.ins)))
+                continue
+            waiting.pop()
+            placed.append(last)
+            for number in last.makes:
+                late.pop(number, None)
+
+    for call in calls:
+        if makes_only_views(call.payload):
+            late.update(dict.fromkeys(call.makes, call))
+        else:
+            place(call)
+    while late:
+        place(next(iter(late.values())))
+    return placed
+
+
+def _numbered(calls: Sequence[_Call], wiring: _Numbering) -> tuple[SegmentGraph, tuple[int, ...], tuple[int, ...]]:
+    """The graph of calls in their order, and the ids of its inputs and outputs."""
+    unread = [(True, number) for number in range(len(wiring.inputs))]
+    inputs = list(dict.fromkeys([*(name for call in calls for name in call.ins if name[0]), *unread]))
+    made = [(False, number) for call in calls for number in call.makes]
+    numbers = {name: number for number, name in enumerate([*inputs, *made])}
+    ops, count = [], len(inputs)
+    for call in calls:
+        ins = tuple(numbers[name] for name in call.ins)
+        ops.append(SegmentOp(call.text, ins, tuple(map(repr, call.values)), count))
+        count += len(call.makes)
+    outputs = sorted(((numbers[name], tensor) for tensor, name in wiring.outputs()), key=lambda output: output[0])
+    graph = SegmentGraph(len(inputs), tuple(ops), tuple(number for number, _ in outputs))
+    return graph, tuple(wiring.inputs[number] for _, number in inputs), tuple(tensor for _, tensor in outputs)

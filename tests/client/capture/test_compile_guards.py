@@ -15,10 +15,12 @@ import functools
 import importlib
 import itertools
 import logging
+import os
 import random
 import re
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,6 +191,12 @@ THINGS: dict[str, tuple[Callable, Callable, Callable]] = {
     "what an Enum's method reads": (lambda: Mode.ADD, lambda t: t.factor(), lambda t, v: FACTORS.update({Mode.ADD: v})),
     "__getattr__": (Answers, lambda t: t.scale, lambda t, v: at("scale")(t.table, v)),
     "context variable": (lambda: contextvars.ContextVar("scale", default=1.0), lambda t: t.get(), lambda t, v: t.set(v)),
+    "context variable's default": (
+        lambda: contextvars.ContextVar("scale", default=1.0), lambda t: t.get(), lambda t, v: t.set(v) if v != 1 else None
+    ),
+    "weak dictionary": (
+        lambda: weakref.WeakKeyDictionary({Mode: 1.0}), lambda t: t[Mode], lambda t, v: at(Mode)(t, v)
+    ),
     "iterator": (lambda: iter([1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 3.0]), next, lambda t, v: None),
     "counter": (lambda: itertools.cycle([1.0, 1.0, 1.0, 2.0]), next, lambda t, v: None),
     "generator": (lambda: (1.0 + (n > 4) for n in range(99)), next, lambda t, v: None),
@@ -222,6 +230,16 @@ def random_of_torch_on_the_host() -> tuple[Callable, Callable]:
 @row
 def random_of_numpy() -> tuple[Callable, Callable]:
     return lambda x: x * float(np.random.randint(2)), lambda n: np.random.seed(0) if n == 0 else None
+
+
+@row
+def the_environment() -> tuple[Callable, Callable]:
+    def change(n: int) -> None:
+        os.environ.pop("SCALE_OF_A_USER", None)
+        if n < CALLS - 1:
+            os.environ["SCALE_OF_A_USER"] = str(value(n))
+
+    return lambda x: x * float(os.environ.get("SCALE_OF_A_USER", 1.0)), change
 
 
 @row

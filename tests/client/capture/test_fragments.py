@@ -3,9 +3,12 @@
 import contextlib
 import copy
 import io
+import logging
 import re
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -285,6 +288,52 @@ def test_a_print_prints_at_each_call(what: str) -> None:
     assert what == "text" or "tensor([7., 7., 7.]" in out.getvalue()
     assert shares(step.explain())[0] == 100, step.explain()
     assert what == "a tensor" or "the function prints" in step.explain()
+
+
+@pytest.mark.parametrize("what", ["logs", "writes to a stream", "opens a file"])
+def test_output_of_the_step_is_made_at_each_call(what: str, tmp_path: Path) -> None:
+    lines, path, x = io.StringIO(), tmp_path / "log", torch.ones(3, device="remote")
+    logger, handler = logging.getLogger("steps"), logging.StreamHandler(lines)
+    logger.addHandler(handler)
+
+    @gt.compile
+    def step(y: torch.Tensor) -> torch.Tensor:
+        if what == "logs":
+            logger.warning("stepped")
+        elif what == "opens a file":
+            with open(path, "a") as file:
+                file.write("stepped\n")
+        else:
+            sys.stdout.write("stepped\n")
+        return x * y
+
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            for n in range(8):
+                assert step(torch.full((3,), float(n))).sum().item() == 3 * n
+            assert "write" not in vars(out)  # the stream is as it was
+    finally:
+        logger.removeHandler(handler)
+    text = lines.getvalue() + out.getvalue() + (path.read_text() if path.exists() else "")
+    assert text == "stepped\n" * 8
+    assert f"the function {what}" in step.explain()
+    assert shares(step.explain())[0] == 100, step.explain()
+
+
+def test_a_librarys_log_record_does_not_keep_a_step_from_capture() -> None:
+    library = {"__name__": "torch.somewhere", "logging": logging}
+    exec("def note():\n    logging.getLogger('torch.somewhere').error('seen')", library)
+    x, note = torch.ones(3, device="remote"), library["note"]
+
+    @gt.compile
+    def step(y: torch.Tensor) -> torch.Tensor:
+        note()
+        return x * y
+
+    for n in range(4):
+        step(torch.full((3,), float(n)))
+    assert "in parts" not in step.explain()
 
 
 def test_numbers_and_data_that_vary_are_inputs() -> None:

@@ -97,6 +97,61 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
         find(tmp_path / "none")
 
 
+def test_a_folder_that_no_rename_replaces_is_named_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="is the program's working folder, which a save cannot replace: save to a folder"):
+        NewFolder(".")
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: str(path).endswith("volume"))
+    with pytest.raises(CheckpointError, match="volume is a mount point, which a save cannot replace"):
+        NewFolder("volume")
+    assert names(tmp_path) == ["volume"]
+
+
+def test_weights_that_others_would_read_in_place_of_the_new_ones_are_refused(tmp_path):
+    """from_pretrained reads model.safetensors before any index."""
+    write(tmp_path / "c", b"one")
+    (tmp_path / "c" / "model.safetensors").write_bytes(b"theirs")
+    with pytest.raises(CheckpointError, match=r"has model\.safetensors, which transformers and others read in place of this"):
+        gt.save({"model": {"w": torch.ones(2)}}, tmp_path / "c")
+    assert names(tmp_path) == ["c"] and (tmp_path / "c" / "a.safetensors").read_bytes() == b"one"
+    gt.save({"other": {"w": torch.ones(2)}}, tmp_path / "c")
+    assert (tmp_path / "c" / "model.safetensors").read_bytes() == b"theirs"
+
+
+def test_where_files_cannot_be_linked_they_are_copied_and_the_mode_stays(tmp_path, monkeypatch):
+    write(tmp_path / "c", b"one")
+    (tmp_path / "c" / "config.json").write_text("{}")
+    (tmp_path / "c").chmod(0o750)
+
+    def link(*args, **kwargs):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    write(tmp_path / "c", b"two")
+    assert (tmp_path / "c" / "config.json").read_text() == "{}" and (tmp_path / "c").stat().st_mode & 0o777 == 0o750
+
+
+@pytest.mark.parametrize("number", [11, 38])
+def test_a_folder_that_cannot_be_locked_ends_no_save_in_a_loop(tmp_path, monkeypatch, number):
+    """Without locks a save works, and leaves what killed ones left; a folder that others take all the time is an error."""
+    write(tmp_path / "c", b"one")
+    left = tmp_path / ".c.gt-saving-0"
+    left.mkdir()
+
+    def flock(fd, how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(folder.fcntl, "flock", flock)
+    if number == 38:  # ENOSYS
+        write(tmp_path / "c", b"two")
+        assert (tmp_path / "c" / "a.safetensors").read_bytes() == b"two" and left.exists()
+    else:
+        with pytest.raises(CheckpointError, match="replaced by others all the time"):
+            write(tmp_path / "c", b"two")
+        assert (tmp_path / "c" / "a.safetensors").read_bytes() == b"one"
+
+
 def test_a_link_to_a_checkpoint_stays_a_link(tmp_path):
     write(tmp_path / "c1", b"one")
     (tmp_path / "last").symlink_to("c1")

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+import threading
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 import gt
 from gt.client import current_session
 from gt.client.arenas import ClientArenas
+from gt.client.checkpoint.folder import NewFolder
 
 DP4 = "gt: {data_parallel: [0, 1, 2, 3], zero: 3}"
 TP4 = "a_colpar: {workers: [0, 1, 2, 3]}\nb_rowpar: {workers: [0, 1, 2, 3]}\n"
@@ -82,6 +84,56 @@ def test_training_goes_on_bit_for_bit(session, tmp_path, plain_threads, config):
     state = gt.load(tmp_path / "c", into={**dict(zip(names, fresh)), "random": gt.RandomState(), "seen": [0, ""]})
     assert state["seen"] == [3, "x"]
     assert [step(*fresh) for _ in range(4)] == losses
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's, and two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 32), nn.Linear(32, 50)
+        self.head.weight = self.embedding.weight
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Dropout(0.2)) for _ in range(2)
+        )
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_norm_of_gradients_goes_on_bit_for_bit(session, tmp_path, stage):
+    """The first norm of a session adds up gradients in the order of later ones."""
+    config = f"gt: {{data_parallel: [0, 1], zero: {stage}}}"
+    tokens = torch.randint(50, (8, 9), generator=torch.Generator().manual_seed(1))
+
+    def parts(seed):
+        torch.manual_seed(seed)
+        model = Tied().to("remote")
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def norms(model, optimizer, steps):
+        made = []
+        for _ in range(steps):
+            logits = model(tokens[:, :-1].to("remote")).flatten(0, 1)
+            nn.functional.cross_entropy(logits, tokens[:, 1:].flatten().to("remote")).backward()
+            made.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return made
+
+    session(config)
+    first = parts(0)
+    norms(*first, 4)
+    gt.save({**dict(zip(("model", "optimizer"), first)), "random": gt.RandomState()}, tmp_path / "c")
+    want = norms(*first, 4)
+    session(config)
+    again = parts(9)
+    gt.load(tmp_path / "c", into={**dict(zip(("model", "optimizer"), again)), "random": gt.RandomState()})
+    assert norms(*again, 4) == want
 
 
 @pytest.mark.parametrize("before, after", [("", DP4), (DP4, ""), (DP4, TP4), (TP4, DP4), (TP4, "")])
@@ -249,6 +301,74 @@ def test_workers_elsewhere_stream_their_pieces(session, tmp_path, monkeypatch):
     assert before == (counted("file_bytes_written"), counted("file_bytes_read"))
 
 
+def test_a_file_that_is_cut_after_the_load_is_an_error_of_its_tensors_alone(session, tmp_path, monkeypatch):
+    monkeypatch.setattr(ClientArenas, "take", lambda self, nbytes: None)
+    session()
+    gt.save({"model": {"w": torch.ones(500, 1000, device="remote")}}, tmp_path / "c")
+    loaded = gt.load(tmp_path / "c")["model"]["w"]
+    os.truncate(tmp_path / "c" / "model-00001-of-00001.safetensors", 9000)
+    with pytest.raises(gt.OpFailed, match="the client cannot read its file: it was cut after it was opened"):
+        loaded.sum().item()
+    assert torch.ones(3, device="remote").sum().item() == 3
+
+
+def test_ctrl_c_in_the_wait_for_an_earlier_save_lets_no_later_one_overtake_it(tmp_path, monkeypatch):
+    allowed, commit = threading.Event(), NewFolder.commit
+
+    def slow(self, manifest):
+        assert allowed.wait(30)
+        commit(self, manifest)
+
+    monkeypatch.setattr(NewFolder, "commit", slow)
+    first = gt.save({"n": 1}, tmp_path / "c", wait=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(first._ended, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            gt.save({"n": 2}, tmp_path / "c")
+    monkeypatch.setattr(NewFolder, "commit", commit)
+    threading.Timer(0.05, allowed.set).start()
+    gt.save({"n": 3}, tmp_path / "c")
+    assert first.done and gt.load(tmp_path / "c") == {"n": 3}
+
+
+def interrupted(*args):
+    raise KeyboardInterrupt
+
+
+def test_without_strict_what_only_one_has_is_left_alone(one, tmp_path):
+    model = trained()[0]
+    gt.save({"model": model, "more": {"x": torch.ones(2)}}, tmp_path / "c")
+    other = nn.ModuleDict({"a": nn.Linear(48, 96), "head": nn.Linear(3, 3)}).to("remote")
+    head, ema = other["head"].weight.cpu(), torch.zeros(3)
+    into = {"model": other, "ema": ema}
+    with pytest.raises(gt.CheckpointError, match=r"model\.head\.weight is not in .*b\.weight is in the checkpoint, and not in"):
+        gt.load(tmp_path / "c", into=into)
+    gt.load(tmp_path / "c", into=into, strict=False)
+    assert torch.equal(other["a"].weight.cpu(), model.a.weight.cpu())
+    assert torch.equal(other["head"].weight.cpu(), head) and ema.tolist() == [0, 0, 0]
+    wrong = nn.ModuleDict({"a": nn.Linear(48, 95)}).to("remote")
+    with pytest.raises(gt.CheckpointError, match=r"model\.a\.weight is float32\[96, 48\], want float32\[95, 48\]$|a\.bias"):
+        gt.load(tmp_path / "c", into={"model": wrong}, strict=False)
+    with torch.device("meta"):
+        part = nn.ModuleDict({"a": nn.Linear(48, 96), "head": nn.Linear(3, 3)})
+    gt.load(tmp_path / "c", into={"model": part}, strict=False)
+    assert part["a"].weight.device.type == "remote" and part["head"].weight.device.type == "meta"
+
+
+def test_a_generator_goes_on_where_it_was(tmp_path):
+    generator = torch.Generator().manual_seed(3)
+    gt.save({"sampler": generator}, tmp_path / "c")
+    want = torch.randperm(10, generator=generator).tolist()
+    fresh = torch.Generator()
+    gt.load(tmp_path / "c", into={"sampler": fresh})
+    assert torch.randperm(10, generator=fresh).tolist() == want
+    gt.save({"sampler": torch.ones(3)}, tmp_path / "d")
+    before = fresh.get_state()
+    with pytest.raises(gt.CheckpointError, match="sampler refuses its state"):
+        gt.load(tmp_path / "d", into={"sampler": fresh})
+    assert torch.equal(fresh.get_state(), before)
+
+
 # ---- what is wrong is named, and nothing changes
 
 
@@ -365,11 +485,14 @@ def test_a_failed_op_or_a_full_disk_leaves_the_old_checkpoint(one, tmp_path, wai
     gt.save(model, tmp_path / "c", wait=wait).wait()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_meta_and_sparse_tensors_are_refused(one, tmp_path):
     with pytest.raises(gt.CheckpointError, match=r"state\['a'\] is on the meta device"):
         gt.save({"a": torch.empty(3, device="meta")}, tmp_path / "c")
     with pytest.raises(gt.CheckpointError, match="sparse"):
         gt.save({"a": torch.eye(3).to_sparse()}, tmp_path / "c")
+    with pytest.raises(gt.CheckpointError, match="is a nested tensor, want a dense tensor"):
+        gt.save({"a": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, tmp_path / "c")
     with pytest.raises(gt.CheckpointError, match="complex128"):
         gt.save({"a": torch.ones(1, dtype=torch.complex128)}, tmp_path / "c")
     assert os.listdir(tmp_path) == []

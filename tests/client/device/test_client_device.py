@@ -24,6 +24,14 @@ def run(program: str) -> str:
     return done.stdout.strip()
 
 
+def test_a_dtype_that_workers_lack_is_an_error_of_that_tensor_alone(one) -> None:
+    scales = torch.zeros(4, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    for make in (lambda: scales.to("remote"), lambda: torch.ones(4, device="remote").to(torch.float8_e4m3fnuz)):
+        with pytest.raises(gt.UnsupportedOp, match=r"a remote tensor of torch.float8_\w+: want one of float64, .* its bytes"):
+            make()
+    assert torch.ones(2, device="remote").sum().item() == 2
+
+
 def test_importing_starts_nothing() -> None:
     program = """
 import os, threading

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gt.client.device.remote_tensor import Ref
 from tests.helpers.inline_session import InlineSession, inline  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("inline", "plain_threads")
@@ -320,3 +321,33 @@ def test_norms_in_half_precision_have_torchs_bits(one: None, norm: str, dtype: t
         y.backward(slope.to(y.dtype).to(device))
         found.append([y.detach().cpu(), *[leaf.grad.cpu() for leaf in leaves]])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_gradient_becomes_grad_as_the_object_that_backward_made():
+    weight = torch.ones(3, device="remote", requires_grad=True)
+    detached = []
+    weight.register_post_accumulate_grad_hook(lambda p: detached.append(p.grad.detach()))
+    (weight * 2).sum().backward()
+    assert type(weight.grad._ref) is Ref  # and no second object for the same memory
+    assert detached[0] is not weight.grad and detached[0].data_ptr() == weight.grad.data_ptr()
+    assert weight.grad.is_leaf and not weight.grad.requires_grad and weight.grad._base is None
+    (weight * 3).sum().backward()
+    assert weight.grad.tolist() == [5.0, 5.0, 5.0]
+
+
+def test_a_gradient_that_somebody_holds_is_copied():
+    held = torch.ones(3, device="remote")
+
+    class Held(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return held
+
+    weight = torch.ones(3, device="remote", requires_grad=True)
+    Held.apply(weight).sum().backward()
+    weight.grad.add_(1)
+    assert held.tolist() == [1.0, 1.0, 1.0] and weight.grad.tolist() == [2.0, 2.0, 2.0]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import gt
 from tests.helpers.inline_session import InlineSession, inline  # noqa: F401
 
 Device = Any
@@ -263,6 +264,50 @@ def resize(d):
     z = torch.empty(0, device=d)
     z.resize_(2, 2).fill_(1)
     return x, x.shape, y[:12], y.shape, z
+
+
+@row
+def resize_within_memory(d):
+    x = base(d)
+    front, empty = x[0, 1:3], x.view(-1)[6:6]
+    front.resize_(4).fill_(9)
+    empty.resize_(2, 2).fill_(7)
+    return x, front, empty
+
+
+@row
+def factories_into_views(d):
+    x = torch.zeros(4, 6, device=d)
+    torch.arange(6, out=x[0])
+    torch.linspace(0, 1, 3, out=x[1, :3])
+    torch.logspace(0, 2, 3, out=x[1, 3:])
+    torch.eye(2, out=x[2:, :2])
+    torch.zeros(2, out=x[0, :2])
+    whole = torch.ones(3, device=d)
+    same = whole.view(3)
+    torch.arange(3, out=whole)
+    order = torch.zeros(5, dtype=torch.long, device=d)
+    part = torch.randperm(3, out=order[1:4])
+    return x, whole, same + 0, torch.equal(part, order[1:4]), order.sort().values
+
+
+@row
+def windows_and_frequencies(d):
+    made = [torch.fft.fftfreq(n, 0.5, device=d) for n in (1, 4, 5)] + [torch.fft.rfftfreq(5, device=d)]
+    made += [torch.kaiser_window(6, *options, device=d) for options in ((), (False,), (True, 3.0))]
+    for window in (torch.hann_window, torch.hamming_window, torch.blackman_window, torch.bartlett_window):
+        made += [window(n, periodic=periodic, device=d) for n in (1, 6, 7) for periodic in (True, False)]
+    with pytest.warns(UserWarning, match="torch.range is deprecated"):
+        return made, torch.range(1, 3, device=d), torch.range(1, 2, 0.5, dtype=torch.float64, device=d)
+
+
+@row
+def tangents_of_other_strides(d):
+    x, v = base(d, 3, 4), base(d, 4, 3)
+    both = torch.func.vmap(lambda a, b: torch.func.jvp(torch.sin, (a,), (b.T,)))(
+        torch.stack([x, x + 1]), torch.stack([v, v - 1])
+    )
+    return torch.func.jvp(torch.sin, (x,), (v.T,)), torch.func.jvp(torch.exp, (x.T,), (v,)), both
 
 
 @row
@@ -662,3 +707,8 @@ def test_a_shape_that_the_arguments_say_is_not_asked_for(inline: InlineSession, 
     unsaid = lambda i, x: plain((nn.functional.one_hot(i), x[x > 1], torch.repeat_interleave(i)))  # noqa: E731
     same(unsaid(index, x), unsaid(index.cpu(), x.cpu()), True)
     assert len(asked) >= 2
+
+
+def test_linearize_names_its_replacement(inline: InlineSession) -> None:  # noqa: F811
+    with pytest.raises(gt.UnsupportedOp, match=r"use torch\.func\.jvp"):
+        torch.func.linearize(torch.sin, base("remote"))

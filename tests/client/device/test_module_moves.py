@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -61,3 +62,36 @@ def test_gradients_and_ties_move_too_and_back() -> None:
     model.to("cpu")
     assert model[0].weight.device.type == "cpu" and torch.equal(model[0].weight.grad, want)
     assert out.device.type == "remote" and torch.equal(out.cpu(), model[1](model[0](torch.arange(5))))
+
+
+def _load(model: nn.Module) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("change", [_load, nn.Module.float, nn.Module.half])
+@pytest.mark.parametrize("device", ["cpu", "remote"])
+def test_a_state_and_a_type_leave_gradients_hooks_and_graphs(device: str, change: Callable[[nn.Module], None]) -> None:
+    model = nn.Linear(3, 2).to(device)
+    model.weight.register_hook(lambda slope: slope * 3)
+    reference, calls = weakref.ref(model.weight), list[int]()
+    model.weight.register_post_accumulate_grad_hook(lambda weight: calls.append(1))
+    model.bias.grad = torch.full_like(model.bias, 4)
+    before = model.weight.sum()
+    change(model)
+    assert reference() is model.weight and (model.bias.grad == 4).all()
+    if change is not nn.Module.half:
+        before.backward()
+        assert (model.weight.grad == 3).all() and calls == [1]
+    dtype = model.weight.dtype
+    model(torch.ones(1, 3, device=device, dtype=dtype)).sum().backward()
+    assert model.weight.grad.dtype == dtype and (model.weight.grad == (3 if change is nn.Module.half else 6)).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", "remote"])
+def test_a_loaded_state_is_written_in_place(device: str) -> None:
+    model = nn.Linear(3, 2).to(device)
+    alias, version = model.weight.detach().view(-1), model.weight._version
+    model.load_state_dict({"weight": torch.full((2, 3), 7.0), "bias": torch.zeros(2)})
+    assert (alias == 7).all() and model.weight._version == version + 1
+    alias.zero_()
+    assert not model.weight.any()

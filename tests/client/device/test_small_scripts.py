@@ -32,6 +32,22 @@ def test_a_dtype_may_be_a_name(name: str) -> None:
     assert gt.tensor([0, 1], dtype=name).dtype is gt.ones_like(gt.zeros(2), dtype=name).dtype is want
 
 
+@pytest.mark.parametrize("name", ["float32", "int64", "bool"])
+def test_a_dtype_may_be_numpys(name: str) -> None:
+    for dtype in (np.dtype(name), np.dtype(name).type):
+        assert gt.zeros(2, 3, dtype=dtype).dtype is getattr(torch, name)
+    with pytest.raises(ValueError, match="want a torch dtype or its name"):
+        gt.zeros(2, dtype=np.longdouble)
+
+
+def test_arrays_that_torch_does_not_wrap_are_copied() -> None:
+    array = np.arange(6, dtype="float32").reshape(2, 3)
+    reversed_rows, constant = array[::-1], array.copy()
+    constant.flags.writeable = False
+    assert gt.from_numpy(reversed_rows).tolist() == [[3, 4, 5], [0, 1, 2]]
+    assert gt.from_numpy(constant).tolist() == array.tolist()
+
+
 @pytest.mark.parametrize("name", ["flaot32", "nn", "", "__name__"])
 def test_an_unknown_dtype_is_named(name: str) -> None:
     with pytest.raises(ValueError, match="want a torch dtype or its name"):

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
+import pytest
+
+from gt.client.capture.fragment_tape import FragmentTape
 from gt.client.trace.recorder import Recorder
+from gt.ir.instr import FRAGMENT
 from tests.helpers.limits import limit
 
 
@@ -43,3 +48,35 @@ def test_a_question_follows_what_another_thread_is_handing_over() -> None:
     handing.join()
     asking.join()
     assert session.taken == ["batch", "question"]
+
+
+def test_what_an_interrupt_leaves_of_a_call_is_handed_over_in_its_form() -> None:
+    """Uploads are kept apart from ops that read them: without the former the server would end the session."""
+    session = Session()
+    session.let.set()
+    batches: list[list] = []
+    session.submit = lambda templates, origins, code, frames, asks=False: batches.append(code)  # type: ignore[method-assign]
+    recorder = Recorder(session, lambda: None)
+    tape = recorder.tape = FragmentTape(recorder, None, 5, 1, 0, Counter())  # type: ignore[arg-type]
+    tape.uploads(recorder.code).extend((16, 1, 0, 7))
+    recorder.code.extend((20, 1, 7, 8))
+    recorder.end_tape()
+    ((upload, *code),) = [[batch[:4], *batch[4:]] for batch in batches]
+    assert upload == [16, 1, 0, 7] and code[0] == FRAGMENT and recorder.tape is None and not recorder.code
+
+
+def test_a_wait_for_credit_that_is_interrupted_hands_over_what_was_recorded() -> None:
+    session = Session()
+    session.let.set()
+    interrupts: list[int] = []
+
+    def wait() -> None:
+        raise KeyboardInterrupt
+
+    session.wait_credit, session.interrupt = wait, lambda: interrupts.append(len(session.taken))  # type: ignore[attr-defined]
+    recorder = Recorder(session, lambda: None)
+    recorder.code.extend((20, 1, 7, 8))
+    recorder.tape = FragmentTape(recorder, None, 5, 1, 0, Counter())  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        recorder.flush()
+    assert interrupts == [1] and not recorder.code

@@ -103,6 +103,17 @@ def test_data_parallel_says_that_a_config_does_it(session: Callable) -> None:
             wrap(torch.nn.Linear(3, 3).to("remote"))
 
 
+def test_fully_sharded_data_parallel_says_that_a_config_does_it(session: Callable) -> None:
+    from torch.distributed import fsdp
+
+    session()
+    for name in ("FullyShardedDataParallel", "fully_shard"):
+        with pytest.raises(UnsupportedOp, match=rf"{name} is not for the remote device.*zero: 3.*config="):
+            getattr(fsdp, name)(torch.nn.Linear(3, 3).to("remote"))
+    with pytest.raises(ValueError, match=r"process group|rendezvous"):
+        fsdp.fully_shard(torch.nn.Linear(3, 3))  # torch's own error
+
+
 def test_an_argument_that_is_no_tensor_is_named(session: Callable) -> None:
     session()
     for work in (gt.inspect, gt.signal.move):

@@ -99,3 +99,19 @@ def test_templates_that_begin_again_end_all_fragments(bench: CoreBench) -> None:
         bench.give(b"c", Ops(1 + call, [], [], fragment(10 * (call + 1), call=call)))
     bench.give(b"c", Ops(4, [[17, NEG]], [], fragment(90, call=7)))
     assert counts(bench)["last_carried"] == 0
+
+
+def test_a_launch_that_was_not_begun_fails_what_it_would_have_moved(bench: CoreBench) -> None:
+    """Its layout is known as it would be afterwards."""
+    session = bench.core.sessions[b"c"]
+    for call in range(3):
+        bench.give(b"c", Ops(1 + call, [], [], fragment(10 * (call + 1), call=call)))
+    (program,) = (f.program for f in session.op_stream.fragments._all)
+    tensor = session.table.rows[1]
+    program.changed.append((0, tensor.layout))
+    program.views.append(1)
+    bench.give(b"c", Ops(4, [], [], fragment(40, call=3)))
+    launched = session.journal.rows[-1]
+    assert tensor.storage.failed is None
+    session.drop({launched.seq})
+    assert "was not begun" in str(tensor.storage.failed.error)

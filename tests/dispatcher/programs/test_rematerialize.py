@@ -64,7 +64,7 @@ def planned_op(seq: int, define: Define) -> Any:
 
 def tape_of(rows: list[Instruction]) -> Recording:
     tape = Recording(0, [], {})
-    tape.journal = [planned_op(row.seq, row.define) for row in rows]
+    tape.journal = [planned_op(row.seq, row.define) for row in rows if row.kind == "op"]
     tape.code[0] = list(rows)
     return tape
 
@@ -219,6 +219,71 @@ def test_no_more_is_made_again_than_a_part_of_the_step() -> None:
         _, told = recomputed(step_rows(Ops(), 6, False), {2}, False, bounds=Bounds(share, 0.0))
         found.append(told[0][0] if told else 0)
     assert found[0] == 0 < found[1] < found[2]
+
+
+def wide_rows(ops: Ops, layers: int) -> list[Instruction]:
+    """mm, a larger mul of its result, mm of that; then the other way round reading only what mul has made."""
+    rows: list[Instruction] = []
+
+    def add(name: str, *operands: int, size: int = 1) -> None:
+        rows.append(Instruction(len(rows), ops(name, size), list(operands)))
+
+    x = 0
+    for n in range(layers):
+        a = 100 + 10 * n
+        add("mm", x, 1, a)
+        add("mul", a, a, a + 1, size=3)
+        add("mm", a + 1, 2, a + 2)
+        x = a + 2
+    for n in reversed(range(layers)):
+        a = 100 + 10 * n
+        add("mm", x, a + 1, a + 3)
+        x = a + 3
+    return rows
+
+
+def test_a_smaller_input_is_kept_in_place_of_a_value() -> None:
+    tape, told = recomputed(wide_rows(Ops(), 6), {2}, False)
+    values, before, after = told[0]
+    assert values == 5 and before - after == 5 * (3 - 1) * 4096
+    copies = [row for row in tape.code[0] if row.operands[-1] >= FAR]
+    assert [row.define.payload["op"] for row in copies] == ["aten.mul.Tensor"] * 5
+
+
+def test_an_input_that_is_as_large_is_not_kept() -> None:
+    ops = Ops()
+    rows = [
+        Instruction(row.seq, ops("mul"), row.operands) if ".mul." in row.define.payload["op"] else row
+        for row in wide_rows(ops, 6)
+    ]
+    assert not recomputed(rows, {2}, False)[1]
+
+
+def test_a_value_is_made_again_before_the_gathers_that_may_be_one_with_its_own() -> None:
+    """Casts of pieces, each gathered for a use and gathered again later."""
+    ops, rows = Ops(), []
+    team = {"id": 1, "workers": [0], "rank": 0, "offset": 0, "bytes": 0}
+    payload = {"team": team, "shape": [1024], "dtype": "float32", "boxes": [[[[0, 1024]]]]}
+    gather = Define(9999, "all_gather", payload)
+
+    def add(define: Define, *operands: int) -> None:
+        rows.append(Instruction(len(rows), define, list(operands)))
+
+    for n in range(4):
+        add(ops("mul"), 0, 1, 100 + n)
+        add(gather, 100 + n, 200 + n)
+        add(ops("mm"), 200 + n, 1, 300 + n)
+    for n in range(20):
+        add(ops("mm", 3), 0, 1, 400 + n)
+    for n in (1, 0):
+        add(gather, 100 + n, 500 + n)
+    for n in range(4):
+        add(ops("mm"), 300 + n, 501 if n % 2 else 500, 600 + n)
+    tape, told = recomputed(rows, {2}, False)
+    assert told[0][0] == 2
+    late = tape.code[0][-8:-4]
+    assert [row.define.kind for row in late] == ["op", "op", "all_gather", "all_gather"]
+    assert {row.operands[0] for row in late[2:]} == {row.operands[-1] for row in late[:2]}
 
 
 # ---- whole steps

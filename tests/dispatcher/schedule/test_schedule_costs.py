@@ -23,8 +23,9 @@ from gt.dispatcher.schedule import Costs
 from gt.dispatcher.schedule.balance import balance, said
 from gt.ir.dataflow import accesses
 from gt.ir.instr import Define
-from gt.ir.schedules import asked, size
+from gt.ir.schedules import asked
 from gt.ir.spec import contiguous
+from gt.ir.text import size
 from gt.observe.dry_run import Dry
 from gt.wire.messages import TIMES, Done, Exit, Run
 from gt.worker.process.profiler import TimedSteps, take_times

@@ -127,6 +127,18 @@ def test_stage_3_gathers_again_in_backward_what_it_has_freed():
         assert counted == {"all_gather": [1024] * (6 + 3), "reduce_scatter": [1024] * 6}
 
 
+def test_copies_kept_in_stage_3_are_as_large_as_those_of_the_last_step():
+    """The first step of such a model uses fp32 copies, and later ones only bf16 casts."""
+    with planned("gt: {data_parallel: [0, 1], zero: 3, precision: bf16}\n", workers=2) as plan:
+        model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(6)]).to("remote")
+        for layer in model:
+            with torch.no_grad():
+                layer.weight @ layer.weight
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step(plan, model, optimizer)
+        assert moves(step(plan, model, optimizer))["all_gather"] == [512] * (6 + 3)
+
+
 class Normed(nn.Module):
     """Layers whose input is used again in backward, scaled by a small weight."""
 

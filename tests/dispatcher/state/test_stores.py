@@ -174,3 +174,15 @@ def test_tensors_are_read_from_a_file_by_those_who_share_it():
     bench.give(b"c", CloseArenas([FILE]))
     assert bench.to(b"w0", CloseArenas) == [CloseArenas([bench.key])]
     bench.give(b"w0", Done(bench.core.cluster.workers[0].runs))
+
+
+def test_a_save_that_an_interrupt_has_dropped_is_told():
+    """Else its program would wait for it for ever."""
+    bench = Files(True, True)
+    bench.store(5)
+    session = bench.core.sessions[b"c"]
+    (request,) = session.fetches.open.values()
+    bench.give(b"w0", OpError(min(request.named), "interrupted", "", {}, [min(request.named)]))
+    (failed,) = bench.to(b"c", Failed)
+    assert failed.request == 5 and "%2 was not saved, since an interrupt" in failed.error["message"]
+    assert not session.fetches.open

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers import CONFIGS, EXAMPLES, ROOT
 
@@ -53,6 +54,28 @@ def test_nanogpt_writes_for_tensorboard(session: Session, example: Callable[[str
 def test_vision(session: Session, example: Callable[[str], Any], config: str) -> None:
     session(config)
     assert example("vision").main(["--steps", "12", "--batch", "16"]) > 0.45
+
+
+@pytest.mark.parametrize("config", ["", str(CONFIGS / "dp2.yaml")])
+def test_detection(session: Session, example: Callable[[str], Any], config: str) -> None:
+    session(config)
+    small = ["--steps", "9", "--every", "4", "--batch", "4", "--width", "4"]
+    losses, plain = (example("detection").main([*small, "--device", device])[0] for device in ("remote", "cpu"))
+    assert losses == pytest.approx(plain) and losses[-1] < losses[0]
+
+
+def test_detection_keeps_the_best_of_boxes_that_overlap(session: Session, example: Callable[[str], Any]) -> None:
+    session("")
+    detection = example("detection")
+    boxes = torch.tensor(
+        [[0, 0, 10, 10], [1, 0, 11, 10], [20, 20, 30, 30], [5, 0, 15, 10], [20, 20, 30, 31]], dtype=torch.float
+    )
+    scores = torch.tensor([0.5, 0.9, 0.3, 0.2, 0.4])
+    centres, classes = torch.tensor([[5.0, 5.0], [12.0, 5.0], [29.0, 29.5], [40.0, 40.0]]), torch.tensor([[1, 0, 1, -1, 0]])
+    for device in ("cpu", "remote"):
+        assert detection.suppress(boxes.to(device), scores.to(device)).tolist() == [1, 4, 3]
+        kinds, wanted = detection.match(centres.to(device), boxes[None].to(device), classes.to(device))
+        assert kinds.tolist() == [[1, -1, 1, -1]] and wanted[0, 2].tolist() == [20, 20, 30, 30]
 
 
 @HF

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import gt
+from gt.ir.text import size
 from gt.launch import local
 from tests.helpers.processes import started, wait_until
 from tests.worker.process.test_memory_clearing import dirty, leave_secrets
@@ -57,7 +58,7 @@ def test_a_gpu_that_is_full_is_an_error_of_the_op_and_goes_on_when_there_is_room
         gt.connect(running.address, token=running.token)
         kept = [mib(1024)]
         assert kept[0][:2].sum().item() == 2
-        refused(lambda: mib(1500)[:1].sum().item(), "out of memory", f"{1024 * MIB >> 30} GiB in 1 of")
+        refused(lambda: mib(1500)[:1].sum().item(), "out of memory", f"{size(1024 * MIB)} in 1 of")
         assert kept[0][:2].sum().item() == 2
         kept.clear()
         assert mib(512)[:2].sum().item() == 2

@@ -67,12 +67,31 @@ def test_zero_3_on_a_mesh_trains_as_on_one_host_and_four_programs_share_it():
         site = Site(lab, [0, 1, 2])
         want = on_one_host("zero")["losses"]
         assert site.program("zero").hear()["losses"] == pytest.approx(want, rel=1e-5)
-        programs = [site.program("client", host=at % 3) for at in range(4)]
-        for program in programs:
-            assert program.hear() == {"ready": True}
-        for program in programs:
-            program.tell()
-        assert [program.hear() for program in programs] == [{"right": 20}] * 4
+        four_programs(site)
+        site.close()
+
+
+def four_programs(site: Site) -> None:
+    """Four programs at once, on all hosts in turn."""
+    programs = [site.program("client", host=at % len(site.lab.hosts)) for at in range(4)]
+    for program in programs:
+        assert program.hear() == {"ready": True}
+    for program in programs:
+        program.tell()
+    assert [program.hear() for program in programs] == [{"right": 20}] * 4
+
+
+def test_four_programs_share_a_line():
+    with Lab.line(3, management=True) as lab:
+        site = Site(lab, [0, 1, 2], backend="numpy")
+        four_programs(site)
+        site.close()
+
+
+def test_four_programs_share_a_switch():
+    with Lab.switch(2) as lab:
+        site = Site(lab, [0, 0, 1], links=False, backend="numpy")
+        four_programs(site)
         site.close()
 
 

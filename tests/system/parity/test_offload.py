@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 
 import pytest
 import torch
@@ -47,28 +48,45 @@ def counted():
     return [(row["live_bytes"], row["offloaded"], row["restored_bytes"]) for row in rows]
 
 
+def moved(worker=0):
+    """Bytes of offloaded state that have come back to a worker's device, and all bytes to the host and to the device."""
+    torch.ones(1).to("remote").add(1).cpu()
+    row = gt.stats()["workers"][worker]
+    return Counter({key: row[key] for key in ("restored_bytes", "bytes_to_host", "bytes_to_device")})
+
+
 PSI = 4 * LAYERS * WIDTH * (WIDTH + 1)
-SPACES = ["{optimizer: cpu}", "{optimizer: nvme, path: PATH}", "{optimizer: nvme, params: cpu, path: PATH}"]
+SMALL = 4 * LAYERS * WIDTH  # biases, of which nothing is gained
+SPACES = ["{optimizer: cpu, STEP}", "{optimizer: nvme, path: PATH, STEP}", "{optimizer: nvme, params: cpu, path: PATH, STEP}"]
 
 
 @pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}])
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+@pytest.mark.parametrize("step", ["host", "device"])
 @pytest.mark.parametrize("offload", SPACES)
-def test_training_is_that_without_offload(session, tmp_path, offload, options, captured):
+def test_training_is_that_without_offload(session, tmp_path, offload, step, options, captured):
     base = "data_parallel: [0, 1], zero: 3"
     session(f"gt: {{{base}}}")
     want, kept = trained(captured, **options)
     wanted = values(kept)
     del kept
-    session(f"gt: {{{base}, offload: {offload.replace('PATH', str(tmp_path / 'files'))}}}")
+    offload = offload.replace("PATH", str(tmp_path / "files")).replace("STEP", f"step: {step}")
+    session(f"gt: {{{base}, offload: {offload}}}")
+    before = moved()
     losses, kept = trained(captured, **options)
-    small = 4 * LAYERS * WIDTH  # biases, of which nothing is gained
-    for live, away, restored in counted():
-        state = sum(away.values())
-        rests = PSI if "params: none" in offload or "params" not in offload else 1.5 * PSI
-        assert state == pytest.approx(rests, abs=4 * small)
-        assert restored >= (STEPS - 2) * PSI / 2
-        assert live <= (2 if "params" not in offload else 1.5) * PSI / 2 + 8 * small + PSI  # weights, gradients and a copy
+    crossed = moved() - before
+    for live, away, _ in counted():
+        rests = PSI if "params" not in offload else 1.5 * PSI
+        assert sum(away.values()) == pytest.approx(rests, abs=4 * SMALL)
+        assert live <= (2 if "params" not in offload else 1.5) * PSI / 2 + 8 * SMALL + PSI  # weights, gradients and a copy
+    if step == "device":
+        assert crossed["restored_bytes"] >= (STEPS - 2) * PSI / 2
+    elif "params" not in offload:
+        assert crossed["restored_bytes"] == 0
+        assert crossed["bytes_to_device"] == (STEPS - 1) * PSI / 2  # a worker's half of the parameters
+        # state once, then gradients; parameters once, but where weight decay changes them on the device
+        copies = 1 if options.get("fused") else STEPS - 1
+        assert crossed["bytes_to_host"] == pytest.approx(PSI + (STEPS - 1 + copies) * PSI / 2, abs=1000)
     assert losses == want
     assert all(torch.equal(a, b) for a, b in zip(values(kept), wanted, strict=True))
     if "nvme" in offload:
@@ -93,3 +111,125 @@ def test_state_is_freed_with_its_optimizer(session, tmp_path):
     gc.collect()
     torch.ones(1).to("remote").add(1).cpu()
     assert not any(away for _, away, _ in counted())
+
+
+def stepped(make, scheduled=False, scaled=False, captured=False, accumulate=1, disturb=False):
+    """Losses, weights and state of a model with two groups of parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to("remote")
+    groups = [{"params": model[0].parameters(), "lr": 1e-2}, {"params": model[2].parameters(), "weight_decay": 0.1}]
+    optimizer = make(groups)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n)) if scheduled else None
+    scaler = torch.amp.GradScaler("remote", init_scale=8.0, enabled=scaled)
+
+    def step(x):
+        optimizer.zero_grad()
+        for part in x.chunk(accumulate):
+            loss = model(part).square().mean()
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    call = gt.compile(step) if captured else step
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1)).to("remote")
+    losses = []
+    for n in range(6):
+        losses.append(float(call(x)))
+        if schedule is not None:
+            schedule.step()
+        if disturb and n == 4:
+            with torch.no_grad():  # between two replays
+                model[0].weight.mul_(0.5)
+    state = [v.cpu() for p in model.parameters() for v in optimizer.state[p].values() if v is not None]
+    return losses, [*(p.detach().cpu() for p in model.parameters()), *state]
+
+
+CASES = {
+    "adam, amsgrad": (lambda g: torch.optim.Adam(g, lr=1e-3, amsgrad=True, fused=True), {}),
+    "momentum": (lambda g: torch.optim.SGD(g, lr=1e-2, momentum=0.9, nesterov=True, fused=True), {}),
+    "momentum, foreach": (lambda g: torch.optim.SGD(g, lr=1e-2, momentum=0.9), {"accumulate": 2}),
+    "learning rates": (lambda g: torch.optim.AdamW(g, lr=1e-3, fused=True), {"scheduled": True}),
+    "loss scale": (lambda g: torch.optim.AdamW(g, lr=1e-3, fused=True), {"scaled": True, "accumulate": 2}),
+    "captured": (lambda g: torch.optim.AdamW(g, lr=1e-3, fused=True), {"captured": True, "disturb": True}),
+    "captured, foreach": (lambda g: torch.optim.AdamW(g, lr=1e-3), {"captured": True, "disturb": True}),
+}
+
+
+@pytest.mark.parametrize("zero, workers", [(1, 1), (2, 2), (3, 4)])
+@pytest.mark.parametrize("case", CASES)
+def test_an_optimizer_on_the_host_gives_the_same_numbers(session, case, zero, workers):
+    make, options = CASES[case]
+    base = f"data_parallel: {[*range(workers)]}, zero: {zero}"
+    session(f"gt: {{{base}}}")
+    want = stepped(make, **options)
+    session(f"gt: {{{base}, offload: {{optimizer: cpu, step: host}}}}")
+    before = moved()
+    losses, kept = stepped(make, **options)
+    assert losses == want[0]
+    assert all(torch.equal(a, b) for a, b in zip(kept, want[1], strict=True))
+    assert (moved() - before)["bytes_to_device"] > 0
+
+
+def test_a_learning_rate_that_changes_is_not_planned_again(session):
+    session("gt: {data_parallel: [0, 1], zero: 2, offload: {optimizer: cpu, step: host}}")
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(64, 64).to("remote"))
+    optimizer = torch.optim.AdamW([weight], lr=1.0, fused=True)
+
+    def definitions(lr):
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.zero_grad()
+        weight.square().sum().backward()
+        optimizer.step()
+        return float(weight.sum().detach()) and gt.stats()["workers"][0]["definitions"]
+
+    counts = [definitions(1 / (n + 1)) for n in range(8)]
+    assert len(set(counts[4:])) == 1
+
+
+@pytest.mark.parametrize("space", ["cpu", "nvme"])
+def test_a_resumed_step_on_the_host_is_the_same_to_the_bit(session, tmp_path, space):
+    config = f"optimizer: {space}, path: {tmp_path / 'files'}, step: host"
+    session(f"gt: {{data_parallel: [0, 1], zero: 3, precision: bf16, offload: {{{config}}}}}")
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1)).to("remote")
+
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to("remote")
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)}
+
+    def train(state, steps):
+        losses = []
+        for _ in range(steps):
+            state["optimizer"].zero_grad()
+            loss = state["model"](x).float().square().mean()
+            loss.backward()
+            state["optimizer"].step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    state = made()
+    train(state, 3)
+    gt.save(state, tmp_path / "saved")
+    want = train(state, 3)
+    resumed = made()
+    gt.load(tmp_path / "saved", into=resumed)
+    assert train(resumed, 3) == want
+    before = moved()["restored_bytes"]
+    train(resumed, 2)
+    assert moved()["restored_bytes"] == before  # what saving and loading brought to the device rests again
+
+
+def test_casts_leave_the_masters_on_the_host(session):
+    """bf16 computes, parameters stay fp32; numbers are those without offload, and no state crosses."""
+    base = "data_parallel: [0, 1], zero: 2, precision: bf16"
+    session(f"gt: {{{base}}}")
+    want, _ = trained(fused=True)
+    session(f"gt: {{{base}, offload: {{optimizer: cpu, step: host}}}}")
+    before = moved()
+    losses, kept = trained(fused=True)
+    assert losses == want and kept[0][0].weight.dtype == torch.float32
+    assert (moved() - before)["restored_bytes"] == 0

@@ -100,7 +100,8 @@ CASES = [
     *[(2, stage, kind, False) for stage in (1, 3) for kind in ("sgd", "momentum", "adamw", "fused")],
     *[(4, stage, "fused", True) for stage in (1, 2, 3)],
     (2, 3, "momentum", True),
-]
+    (1, 1, "foreach", False), (1, 3, "fused", False), (1, 3, "fused", True),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("workers", "stage", "kind", "captured"), CASES)

@@ -23,6 +23,7 @@ from tests.helpers.worker_parts import Bench, new, op
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.local_cuda,
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # the thread of torch's backward may be new to CUDA
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 DRAW = {"seed": 1, "counter": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import select
 import socket
 import threading
 
@@ -12,8 +13,9 @@ import pytest
 
 from gt import env
 from gt.worker.plane.base import PeerGone, Unreachable
-from gt.worker.plane.net import chain, handshake
+from gt.worker.plane.net import chain, handshake, lane, strangers, stream, wire
 from gt.worker.plane.net.plane import NetPlane
+from gt.worker.plane.net.wire import DATA, HEADER, Wire
 from tests.worker.plane import planes
 
 KEY = "00ff" * 16
@@ -91,7 +93,8 @@ def test_messages_of_any_size_arrive_in_order(without):
     assert between["bytes_relayed"] == ({"0>2": both, "2>0": both} if without else {})
 
 
-def test_send_waits_only_while_all_slots_are_full():
+def test_a_sender_is_ahead_of_its_receiver_by_some_bytes_at_most(monkeypatch):
+    monkeypatch.setattr(stream, "AHEAD_BYTES", 1024)
     with hosts(2) as (first, second):
         for number in range(4):
             first.send(channel(1), bytes([number]))
@@ -104,6 +107,61 @@ def test_send_waits_only_while_all_slots_are_full():
             second.recv(channel(0), into)
             assert into[0] == number
         thread.join()
+
+
+def test_a_large_message_is_sent_and_received_while_neither_end_waits_for_it():
+    """The receiver is busy until the sender has returned, and the connection takes less than a message."""
+    size, messages = 5 << 20, 3
+    with hosts(2) as (first, second):
+        first.send(channel(1, size=1 << 18), b"first")  # connects
+        wire = first.network.wire(1, 1)
+        wire.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        for number in range(messages):
+            first.send(channel(1, size=1 << 18), bytes([number]) * size)
+        into = bytearray(5)
+        second.recv(channel(0, size=1 << 18), into)
+        for number in range(messages):
+            into = bytearray(size)
+            second.recv(channel(0, size=1 << 18), into)
+            assert into == bytes([number]) * size
+
+
+class Frames:
+    """A sink that keeps payloads."""
+
+    def __init__(self):
+        self.payloads, self.count = [], 0
+
+    def begin(self, wire, frame):
+        return memoryview(bytearray(frame.nbytes))
+
+    def arrived(self, wire, count):
+        self.count += count
+
+    def end(self, wire, frame, payload):
+        self.payloads.append((frame.key, len(payload), payload[:1].tobytes()))
+
+
+def test_a_frame_that_nobody_waits_for_any_more_is_sent_to_its_end():
+    """Another stream's frames follow it on the same connection."""
+
+    def gone():
+        raise PeerGone(1, "killed")
+
+    def header(key, nbytes):
+        return memoryview(HEADER.pack(DATA, 0, 0, nbytes, 0, 1, 1, key, nbytes, 0))
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sink = Frames()
+        near, far = (Wire(sock, 1, 1, "here", "there", sink) for sock in (ours, theirs))
+        with pytest.raises(PeerGone):
+            near.send([header(1, 1 << 20), memoryview(b"a" * (1 << 20))], gone)
+        reader = threading.Thread(target=lambda: [far.read() for _ in iter(lambda: len(sink.payloads) < 2, False)])
+        reader.start()
+        near.send([header(2, 3), memoryview(b"bbb")], lambda: None)
+        reader.join(10)
+        assert sink.payloads == [(1, 1 << 20, b"a"), (2, 3, b"b")]
 
 
 def test_both_directions_at_once_and_messages_of_another_size():
@@ -190,8 +248,8 @@ def test_a_broken_connection_names_both_ends_and_the_next_world_has_another():
         world[0].send(channel(1), b"first")
         into = bytearray(5)
         world[1].recv(channel(0), into)
-        wire = world[0].network.wire(1, 1)
-        wire.sock.shutdown(socket.SHUT_RDWR)
+        connection = world[0].network.wire(1, 1)
+        connection.sock.shutdown(socket.SHUT_RDWR)
         with pytest.raises(Unreachable, match=r"no way from worker 'w0' on .* to worker 'w1' on .*: the connection 127"):
             world[0].recv(channel(1), into)
         with pytest.raises(Unreachable):
@@ -203,6 +261,19 @@ def test_a_broken_connection_names_both_ends_and_the_next_world_has_another():
         world[1].recv(channel(0), into)
         assert into == b"again"
         assert world[0].ways() == {"w1": "via worker 2", "w2": "tcp 127.0.0.1 to 127.0.0.1"}
+
+
+def test_the_end_of_an_earlier_worlds_connection_breaks_no_later_one(monkeypatch):
+    with hosts(2) as (first, second):
+        into, over, report = bytearray(4), threading.Event(), first.network._report
+        monkeypatch.setattr(first.network, "_report", lambda *about: (report(*about), over.set()))
+        first.send(channel(1), b"then")
+        second.recv(channel(0), into)
+        tell((first, second), first.rows, ways(2, epoch=2))
+        assert over.wait(10)
+        first.send(channel(1), b"here")
+        second.recv(channel(0), into)
+        assert into == b"here"
 
 
 def test_a_member_that_is_cut_off_fails_the_collective_of_all():
@@ -258,6 +329,63 @@ def test_strangers_and_other_keys_are_not_let_in():
             first.recv(channel(1), bytearray(1))
 
 
+def connect(plane):
+    return socket.create_connection(("127.0.0.1", plane.network.port), 10)
+
+
+def test_silent_strangers_do_not_keep_a_worker_out(monkeypatch):
+    """All ask first; the worker's own handshake is not the oldest."""
+    monkeypatch.setattr(strangers, "MAX_STRANGERS", 8)
+    with hosts(2) as (first, second), contextlib.ExitStack() as opened:
+        silent = [opened.enter_context(connect(second)) for _ in range(16)]
+        assert silent[0].recv(1) == b""  # they are more than may wait
+        tell((first, second), first.rows, ways(2, epoch=2))
+        first.send(channel(1), b"here")
+        into = bytearray(4)
+        second.recv(channel(0), into)
+        assert into == b"here"
+
+
+def test_greetings_of_worlds_to_come_wait_in_few_threads(monkeypatch):
+    monkeypatch.setattr(strangers, "MAX_EARLY_GREETINGS", 2)
+    with hosts(2) as (_, second), contextlib.ExitStack() as opened:
+        hello = handshake._GREETING.pack(handshake.MAGIC, 0, 1, 99, 0, 0, b"0" * 32)
+        early = [opened.enter_context(connect(second)) for _ in range(8)]
+        for sock in early:
+            sock.sendall(hello)
+        ended = 0
+        while ended < 6:
+            ready = select.select(early, [], [], 10)[0]
+            assert ready and all(sock.recv(1) == b"" for sock in ready)
+            early = [sock for sock in early if sock not in ready]
+            ended += len(ready)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        (wire.DATA, 255, 0, 4, 0, 2, 1, 1, 4, 0),
+        (wire.DATA, 0, 0, 1 << 31, 0, 1, 1, 1, 1 << 63, 0),
+        (9, 0, 0, 0, 0, 1, 1, 1, 0, 0),
+    ],
+    ids=["hops", "size", "kind"],
+)
+def test_a_wrong_frame_ends_its_connection_alone(frame):
+    """A worker with the key may send anything: the thread that reads it goes on for others."""
+    with hosts(3) as (first, second, third):
+        into = bytearray(4)
+        for source, data in ((first, b"yes!"), (third, b"also")):
+            source.send(channel(1), data)
+            second.recv(channel(source.network.own), into)
+        second.network.release()  # its background thread reads
+        first.network.wire(1, 1).sock.sendall(wire.HEADER.pack(*frame) + b"data")
+        with pytest.raises(Unreachable, match="it sent"):
+            second.recv(channel(0), into)
+        third.send(channel(1), b"well")
+        second.recv(channel(2), into)
+        assert into == b"well"
+
+
 def test_a_worker_that_is_late_to_know_the_world_is_asked_again(monkeypatch):
     refused, accept = threading.Event(), handshake.accept
 
@@ -286,3 +414,36 @@ def test_a_worker_that_is_late_to_know_the_world_is_asked_again(monkeypatch):
 
 def test_chunks_of_a_chain_divide_no_element():
     assert chain.CHUNK_BYTES % 64 == 0
+
+
+def test_credit_is_that_of_the_slots_of_the_message_that_has_arrived():
+    incoming = lane.Incoming()
+    incoming.post(memoryview(bytearray(100)), 10)
+    assert incoming.owed == 10
+    for nbytes in (20, 15):  # a message of another size
+        assert len(incoming.begin(nbytes, 35, 0)) == nbytes
+        incoming.arrived(nbytes)
+        incoming.end()
+    assert incoming.done and incoming.owed == 4
+    incoming.buffer(0, 0, memoryview(b""))
+    incoming.post(memoryview(bytearray()), 10)
+    assert incoming.done and incoming.owed == 5
+
+
+def test_bytes_fewer_than_wake_a_reader_are_read_all_the_same():
+    """A large frame is sent in parts, and each is read before the next is sent."""
+    size, part = wire.WAKE_BYTES + 100_000, 100_000
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
+        theirs, _ = listener.accept()
+        sink = Frames()
+        with theirs:
+            far = Wire(theirs, 1, 1, "here", "there", sink)
+            headers = [HEADER.pack(DATA, 0, 0, nbytes, 0, 1, 1, key, nbytes, 0) for key, nbytes in ((1, size), (2, 2))]
+            data = headers[0] + b"a" * size + headers[1] + b"bb"
+            for start in range(0, len(data), part):
+                ours.sendall(data[start : start + part])
+                there = min(start + part - HEADER.size, size)  # of the large frame
+                while sink.count < there or (start + part >= len(data) and len(sink.payloads) < 2):
+                    with contextlib.suppress(BlockingIOError):
+                        far.read()
+    assert sink.payloads == [(1, size, b"a"), (2, 2, b"b")]

@@ -26,6 +26,7 @@ from gt.worker.engine.torch import TorchEngine
 from gt.worker.executor import Executor
 from gt.worker.process import memory_budget
 from gt.worker.process.memory_budget import Budget, OutOfMemory, available
+from tests.helpers.processes import wait_until
 from tests.helpers.worker_parts import DeadPlane, new, op
 
 MIB = 1 << 20
@@ -152,6 +153,7 @@ def test_memory_of_another_session_is_reported_without_its_lines(server, worker)
         assert "stream.py" not in str(error)
     finally:
         other.close()
+    assert wait_until(lambda: worker()["live_bytes"] < MIB)  # the worker has heard of its end
     goes_on(worker)
 
 

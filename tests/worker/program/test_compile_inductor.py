@@ -80,6 +80,88 @@ def test_a_form_is_compiled_once_however_often_it_comes(graphs: list) -> None:
     assert (found["segments"], found["compiled"], found["distinct"]) == (6, 6, 1) and len(graphs) == 1
 
 
+def test_segments_that_differ_in_the_order_of_views_alone_are_one_form(graphs: list) -> None:
+    """A client may record them in another order when it meets an op for the first time."""
+    held = inputs(0)
+    script = Script(held)
+    for late in (False, True):
+        if late:
+            (rows,) = script.op("aten.view.default", [T(0), [4, 4]], [1])
+        (turned,) = script.op("aten.t.default", [T(0)], [3])
+        if not late:
+            (rows,) = script.op("aten.view.default", [T(0), [4, 4]], [1])
+        (product,) = script.op("aten.mm.default", [T(0), T(1)], [rows, turned])
+        script.op("aten.tanh.default", [T(0)], [product])
+        script.free(rows, turned, product)
+        script.stop()
+    got, want = (script.bench(backend, dict(held)) for backend in ("inductor", "eager"))
+    for bench in (got, want):
+        replay(bench, 2)
+    same(got, want, rtol=0)
+    assert report(got)["distinct"] == 1 and len(graphs) == 1
+
+
+def test_ops_on_complex_numbers_end_segments_and_the_rest_is_compiled(graphs: list) -> None:
+    held = inputs(0)
+    script = Script(held)
+    (y,) = script.op("aten.tanh.default", [T(0)], [1])
+    (z,) = script.op("aten.exp.default", [T(0)], [y])
+    (waves,) = script.op("aten._fft_r2c.default", [T(0), [1], 0, True], [z])
+    (sizes,) = script.op("aten.abs.default", [T(0)], [waves])
+    (pairs,) = script.op("aten.view_as_real.default", [T(0)], [waves])
+    (sums,) = script.op("aten.sum.dim_IntList", [T(0), [2]], [pairs])
+    (last,) = script.op("aten.mul.Tensor", [T(0), T(1)], [sums, sizes])
+    script.op("aten.relu.default", [T(0)], [last])
+    script.free(waves, pairs)
+    got, want = (script.bench(backend, dict(held)) for backend in ("inductor", "eager"))
+    for bench in (got, want):
+        replay(bench, 2)
+    same(got, want)
+    found = report(got)
+    assert (found["segments"], found["compiled"], found["reasons"], len(graphs)) == (2, 2, [], 2)
+
+
+def test_ops_on_lists_begin_a_segment_of_their_own(graphs: list) -> None:
+    """So a backward pass is one graph, whether or not the optimizer counts a step after it."""
+    held = inputs(0)
+    script = Script(held)
+    for steps in (0, 1, 2):
+        (y,) = script.op("aten.tanh.default", [T(0)], [1])
+        (z,) = script.op("aten.mul.Tensor", [T(0), T(1)], [y, 3])
+        script.free(y, z)
+        for _ in range(steps):
+            script.op("aten._foreach_add_.Scalar", [[T(0), T(1)], 1.0], [1, 3])
+        script.stop()
+    got, want = (script.bench(backend, {i: t.clone() for i, t in held.items()}) for backend in ("inductor", "eager"))
+    for bench in (got, want):
+        replay(bench, 2)
+    same(got, want, rtol=0)
+    assert (report(got)["segments"], report(got)["distinct"], len(graphs)) == (4, 2, 2)
+
+
+def test_a_program_that_is_carried_out_once_compiles_the_segments_that_set_the_peak_of_memory(graphs: list) -> None:
+    """Others save nothing, and would be compiled for one call."""
+    held = inputs(0)
+    script, kept = Script(held), []
+    for wide in (1, 1, 64, 1):
+        (y,) = script.op("aten.tanh.default", [T(0)], [1])
+        (large,) = script.op("aten.repeat.default", [T(0), [wide, 1]], [y])
+        (large2,) = script.op("aten.exp.default", [T(0)], [large])
+        (total,) = script.op("aten.sum.dim_IntList", [T(0), [0]], [large2])
+        script.free(y, large, large2)
+        kept.append(total)
+        script.stop()
+        if len(kept) < 3:  # alive to the end
+            kept += script.op("aten.repeat.default", [T(0), [500, 1]], [1])
+            script.stop()
+    got, want = (script.bench(backend, dict(held), once=True) for backend in ("cudagraphs", "eager"))
+    for bench in (got, want):
+        replay(bench, 1)
+    same(got, want)
+    assert (report(got)["segments"], report(got)["compiled"], len(graphs)) == (4, 1, 1)
+    assert all(i in got.executor.tensors for i in kept)
+
+
 def test_parts_of_a_batch_are_one_form(graphs: list) -> None:
     """Views that say where in an input a part lies are made before the segment."""
     held = {1: torch.randn(8, 4), 3: torch.randn(4, 4)}

@@ -2,8 +2,8 @@
 
 A step asks for a sum where it first needs it: behind the whole backward pass, one after the other. A worker overlaps transfers
 with compute (gt.worker.program.overlap), so each reduction moves up behind the last instruction that touches its terms.
-Several wait for one another until there are as many bytes as a bucket has (`bucket` of the config), since a small reduction
-costs much by itself and ends a compiled region. This is gradient bucketing as in DistributedDataParallel (Li et al., PyTorch
+Several wait for one another until they fill a bucket (`bucket` of the config has its bytes): a small reduction costs much
+by itself, and ends a compiled region. This is gradient bucketing as in DistributedDataParallel (Li et al., PyTorch
 Distributed, VLDB 2020). Behind the last bucket there is only the optimizer: it is split, so that its step on other gradients
 hides the bucket. A reduction is an all_reduce, or a reduce_scatter with the rows that name its pieces (ZeRO).
 

@@ -1,8 +1,8 @@
 """The pass that puts each worker's instructions in the order of a pipeline schedule.
 
-Stages and micro-batches are known from the signal groups of ops. A worker's rows become actions (forward, backward, gradients
-of inputs or weights of one stage and micro-batch, the epilogue) and transfers, in the order that a simulation of the schedule
-gives them: one order for all workers. The tables (`gt.dispatcher.schedule`) are those of GPipe (Huang 2019), 1F1B (PipeDream,
+Stages and micro-batches are known from the signal groups of ops. A worker's rows become transfers and actions: forward,
+backward, gradients of inputs or weights of one stage and micro-batch, the epilogue. A simulation of the schedule gives them
+one order for all workers. The tables (`gt.dispatcher.schedule`) are those of GPipe (Huang 2019), 1F1B (PipeDream,
 Narayanan 2019), interleaved 1F1B (Megatron-LM, Narayanan 2021) and zero bubble (Qi 2023). Example, worker 0 of two stages:
 
     before:  0F0 send | recv 0B0 | 0F1 send | recv 0B1 | adamw
@@ -39,7 +39,8 @@ from gt.dispatcher.state.failures import Planned
 from gt.errors import ConfigError
 from gt.ir.dataflow import accesses
 from gt.ir.instr import COLLECTIVES, TRANSFERS
-from gt.ir.schedules import asked, size
+from gt.ir.schedules import asked
+from gt.ir.text import size
 
 SENT = frozenset((0, 1))  # leads to another stage, which is more than one end
 

@@ -1,8 +1,8 @@
 """The pass that moves gathers of sharded parameters up, so that compute hides them.
 
 A step gathers a parameter right before its use. A worker overlaps transfers with compute (gt.worker.program.overlap), so each
-gather moves up to an earlier gather, as long as the copies that are then gathered ahead have no more bytes than the largest of
-them, or than LEAST_AHEAD.
+gather moves up to an earlier gather. The copies that are gathered ahead have no more bytes than the largest of them, or than
+LEAST_AHEAD.
 This is the prefetch of ZeRO-3 and FSDP (Zhao et al., VLDB 2023) as an order of instructions.
 
 Example, all weights of one size:

@@ -1,9 +1,10 @@
 """The pass that computes cheap values again where they are next needed, if keeping them sets the peak of memory.
 
 Autograd keeps the outputs of GELU, layer norm and casts for the backward pass, beside their inputs. Each is freed after its
-last use before the peak, and computed again by the same op on the same values right before its next use. Only values that
+last use before the peak. The same op on the same values computes it again right before its next use. Only values that
 lower the peak are recomputed, within a small part of the step's work. This is rematerialization as in register allocation
 (Briggs et al. 1992), and selective activation recomputation as in training (Chen et al. 2016; Korthikanti et al. 2022).
+An input that would be dead by then is kept in the value's place, if it is smaller: a norm's bf16 input for its fp32 cast.
 
 Example, where %2 is freed over the peak at `softmax`:
 
@@ -33,6 +34,7 @@ LEAST_SHARE_OF_PEAK = 4096  # a value of less than 1/4096 of the peak is kept
 MAX_CANDIDATES = 2048  # values
 MAX_CHAIN_OPS = 6  # computed again for one value
 MAX_FUSED_OPS = 400  # compiled as one region at most
+RENAMED = frozenset({"op", "all_gather"})  # kinds whose operands may have other names
 # Beside pointwise ops, with their cost in a compiled step, in parts of nominal time: a norm is a pass over memory of its own,
 # which its readers do not fuse with (on an H200 32 us for 50 MB; a GELU that its backward pass is fused with, 19 us for 200 MB)
 RECOMPUTABLE = {
@@ -88,7 +90,8 @@ BOUNDS = {1: Bounds(0.03, 4.0), 2: Bounds(0.1, 0.0)}
 class Recomputation:
     """A value is freed after row `last` and made again before row `first`, by `chain`: values in order, itself the last.
 
-    beside: bytes that are made with it.
+    beside: bytes that are made with it. kept: inputs of the chain that live until then instead, by their last uses before.
+    longer: their bytes.
     """
 
     root: int
@@ -97,6 +100,8 @@ class Recomputation:
     chain: list[int]
     seconds: float
     beside: int
+    kept: dict[int, int]
+    longer: int
 
 
 @dataclass
@@ -148,23 +153,47 @@ class Rematerializer:
             return at <= last or first <= at <= touched[-1]
         return root in found.kept or at <= touched[-1]
 
-    def _chain(self, root: int, at: int) -> list[int] | None:
-        """The values to make again before a row, in order, so that one is alive there; None if that is impossible."""
-        found, chain, waiting = self.memory, set[int](), [root]
+    def _inputs(self, root: int, at: int) -> set[int] | None:
+        """The values from which one is made; None if it may not be made again before a row."""
+        found = self.memory
+        if not self._recomputable(root):
+            return None
+        maker = found.touched[root][0]
+        inputs = {found.root(i) for i in self.rows[maker].reads}
+        changed = any(other in found.ambiguous or any(maker < n < at for n in found.changed.get(other, ())) for other in inputs)
+        return None if changed else inputs
+
+    def _chain(self, root: int, at: int) -> set[int] | None:
+        """The values to make again before a row so that one is alive there; None if that is impossible."""
+        chain, waiting = set[int](), [root]
         while waiting:
             here = waiting.pop()
             if here in chain:
                 continue
-            if len(chain) == MAX_CHAIN_OPS or not self._recomputable(here):
+            inputs = None if len(chain) == MAX_CHAIN_OPS else self._inputs(here, at)
+            if inputs is None:
                 return None
             chain.add(here)
-            maker = found.touched[here][0]
-            for other in {found.root(i) for i in self.rows[maker].reads}:
-                if other in found.ambiguous or any(maker < n < at for n in found.changed.get(other, ())):
-                    return None
-                if not self._alive(other, at):
-                    waiting.append(other)
-        return sorted(chain, key=lambda root: found.touched[root][0])
+            waiting += [other for other in inputs if not self._alive(other, at)]
+        return chain
+
+    def _chain_with_kept(self, root: int, at: int) -> tuple[set[int], set[int]] | None:
+        """As `_chain`, and the inputs of the value that have to be kept until the row, since they cannot be made again."""
+        chain = self._chain(root, at)
+        if chain is not None:
+            return chain, set()
+        chain, kept = {root}, set[int]()
+        for other in self._inputs(root, at) or ():
+            if self._alive(other, at):
+                continue
+            more = self._chain(other, at)
+            if more is not None:
+                chain |= more
+            elif other in self.gaps:
+                return None
+            else:
+                kept.add(other)
+        return (chain, kept) if kept and len(chain) <= MAX_CHAIN_OPS else None
 
     def _step(self, root: int, last: int, first: int) -> Recomputation | None:
         """Free a value between two uses, if all its later readers can have another name for it."""
@@ -172,17 +201,26 @@ class Rematerializer:
         if self.compiled and self._weights[first] - self._weights[last + 1] < MAX_FUSED_OPS:
             return None  # a compiler sees both uses at once, and decides itself
         touched = found.touched[root]
-        if any(self.rows[n].kind != "op" for n in touched[bisect_left(touched, first) :]):
+        if any(self.rows[n].kind not in RENAMED for n in touched[bisect_left(touched, first) :]):
             return None
-        chain = self._chain(root, first)
-        if chain is None:
+        while self.rows[first].kind == self.rows[first - 1].kind == "all_gather" and first - 1 > last:
+            first -= 1  # before all gathers that may be done as one
+        chain, kept = self._chain_with_kept(root, first) or (set(), set())
+        longer = sum(found.sizes[one] for one in kept)
+        if not chain or longer >= found.sizes[root]:
             return None
         makers = {found.touched[one][0] for one in chain}
         made = sum(found.sizes[one] for one in {found.root(i) for n in makers for i in self.rows[n].makes})
         seconds = sum(self.seconds[n] * RECOMPUTABLE.get(self.rows[n].define.payload["op"], 1.0) for n in makers)
-        if found.sizes[root] * self._total < self.bounds.gain * seconds * self._peak:
+        if (found.sizes[root] - longer) * self._total < self.bounds.gain * seconds * self._peak:
             return None
-        return Recomputation(root, last, first, chain, seconds, made - found.sizes[root])
+        order = sorted(chain, key=lambda root: found.touched[root][0])
+        lasts = {one: self._last_use_before(one, first) for one in kept}
+        return Recomputation(root, last, first, order, seconds, made - found.sizes[root], lasts, longer)
+
+    def _last_use_before(self, root: int, at: int) -> int:
+        touched = self.memory.touched[root]
+        return touched[bisect_left(touched, at) - 1]
 
     # ---- choice
 
@@ -202,6 +240,8 @@ class Rematerializer:
             steps.append(step)
             alive[step.last + 1 : step.first] -= found.sizes[step.root]
             alive[step.first] += step.beside
+            for root, last in step.kept.items():
+                alive[last + 1 : step.first + 1] += found.sizes[root]
             left -= step.seconds
             if alive.max() < best:
                 best, useful = int(alive.max()), len(steps)
@@ -234,7 +274,7 @@ class Rematerializer:
                 continue
             struck.append(root)
             step = self._step(root, touched[k - 1], touched[k])
-            if step is not None and step.seconds <= left and alive[step.first] + step.beside < alive[peak]:
+            if step is not None and step.seconds <= left and _highest(step, alive) < alive[peak]:
                 found = step
                 break
         for root in struck:
@@ -249,7 +289,7 @@ class Rematerializer:
         for root in {found.root(i) for n in makers for i in self.rows[n].reads}:
             touched = found.touched[root]
             k = bisect_left(touched, at)
-            if self._alive(root, at) and touched[k : k + 1] != [at]:
+            if (root in step.kept or self._alive(root, at)) and touched[k : k + 1] != [at]:
                 insort(touched, at)
 
     # ---- rewriting
@@ -259,6 +299,13 @@ class Rematerializer:
         rewriter = _Rewriter(self, fresh)
         for n in range(len(self.rows)):
             yield from rewriter.row(n)
+
+
+def _highest(step: Recomputation, alive: np.ndarray) -> int:
+    """At most as many bytes are alive in the rows in which a recomputation needs more than before. alive: before it."""
+    since = min(step.kept.values(), default=step.last) + 1
+    longer = int(alive[since : step.last + 1].max(initial=0)) + step.longer
+    return max(longer if step.kept else 0, int(alive[step.first]) + step.beside + step.longer)
 
 
 def region_weight(row: Instruction) -> int:

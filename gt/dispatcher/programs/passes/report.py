@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gt.dispatcher.programs.passes.stage_costs import MICRO, StageCosts
 from gt.dispatcher.schedule import Schedule, ScheduleRequest, Timeline
 from gt.dispatcher.schedule.balance import balance, said
-from gt.ir.schedules import size
+from gt.ir.text import size
 
 
 def schedule_report(

@@ -19,7 +19,7 @@ from gt.dispatcher.programs.recording import Instruction
 from gt.dispatcher.schedule import Costs
 from gt.dispatcher.schedule.balance import Unit
 from gt.dispatcher.sharding import cost
-from gt.ir.instr import COMMUNICATION
+from gt.ir.instr import COMMUNICATION, OPS
 from gt.ir.layout import volume
 from gt.ir.spec import DTYPES
 
@@ -163,7 +163,7 @@ def shapes(worker: int, row: Instruction, known: dict[int, Shape], older: OlderS
             known[i] = older(worker, i) or UNKNOWN
     ins = [known[i] for i in reads]
     outs: list[Shape] = []
-    if row.kind == "op":
+    if row.kind in OPS:
         specs = [out[1] for out in row.define.payload["outs"] if out[0] in ("new", "view")]
         outs = [(tuple(s[0]), DTYPES[s[3]][0]) if s else UNKNOWN for s in specs]
     elif makes:

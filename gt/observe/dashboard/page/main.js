@@ -37,10 +37,17 @@ const panels = [
 
 // ---- events of the server
 
+// The link leads to a proof, which this port's page alone keeps: cookies are sent to all ports of a host.
+const entered = /^#proof=([0-9a-f]+)$/.exec(location.hash);
+if (entered) {
+  localStorage.setItem("proof", entered[1]);
+  history.replaceState(null, "", "/");
+}
+
 let events = null;
 function open() {
   events?.close();
-  events = new EventSource(`events${store.following ? "?log=1" : ""}`);
+  events = new EventSource(`events?proof=${localStorage.getItem("proof") ?? ""}${store.following ? "&log=1" : ""}`);
   const on = (name, take) => events.addEventListener(name, (event) => take(JSON.parse(event.data)));
   on("history", (samples) => { store.samples = samples; });
   on("sample", (samples) => {

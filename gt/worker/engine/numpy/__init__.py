@@ -32,6 +32,7 @@ from gt.worker.engine.numpy.arrays import (
     storable,
 )
 from gt.worker.engine.numpy.table import resolve
+from gt.worker.offload.host_ops import HostEngineLane
 
 
 class NumpyEngine:
@@ -131,6 +132,12 @@ class NumpyEngine:
     def storage(self, tensor: Array) -> tuple[int, int]:
         memory = owner(tensor)
         return memory.ctypes.data, memory.nbytes
+
+    def host_rates(self) -> list[float]:
+        return []
+
+    def lane(self) -> HostEngineLane:
+        return HostEngineLane(self)
 
     def evicted(self, tensor: Array) -> None:
         return None

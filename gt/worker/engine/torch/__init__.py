@@ -18,7 +18,7 @@ from gt.ir.ops import RANDOM
 from gt.ir.schema import OWN, Schema
 from gt.ir.spec import Spec
 from gt.ir.template import Const
-from gt.worker.engine.base import IDENTITY, Combine, Compiler
+from gt.worker.engine.base import IDENTITY, Combine, Compiler, HostLane
 from gt.worker.engine.codegen import Call, Source, fitting
 from gt.worker.engine.torch import attention, memory, norms, random
 from gt.worker.engine.torch.bounds import CHECKS
@@ -31,6 +31,7 @@ from gt.worker.engine.torch.gpu.times import GpuTimes
 from gt.worker.engine.torch.inductor import Inductor
 from gt.worker.engine.torch.libraries import load
 from gt.worker.engine.torch.overloads import OVERLOADS
+from gt.worker.offload.host_ops import HostEngineLane
 
 
 class TorchEngine:
@@ -52,6 +53,7 @@ class TorchEngine:
         self.key = None if self.seeds is None else self.seeds.key
         self._inductor: Inductor | None = None
         self._graphs: Graphs | None = None
+        self._lane: HostLane | None = None
 
     def _mark(self) -> torch.cuda.Event:
         return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(blocking=True))
@@ -214,6 +216,23 @@ class TorchEngine:
     def storage(self, tensor: torch.Tensor) -> tuple[int, int]:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
+
+    def host_rates(self) -> list[float]:
+        if self.host:
+            return []
+        from gt.worker.engine.torch.gpu.host_rates import measure
+
+        return measure(self.device)
+
+    def lane(self) -> HostLane:
+        if self._lane is None:
+            self._lane = HostEngineLane(self) if self.host else self._gpu_lane()
+        return self._lane
+
+    def _gpu_lane(self) -> HostLane:
+        from gt.worker.engine.torch.gpu.host_lane import GpuHostLane
+
+        return GpuHostLane(self.device, TorchEngine("cpu"))
 
     def evicted(self, tensor: torch.Tensor) -> Any:
         if self.host:

@@ -24,10 +24,12 @@ from gt.ir.spec import Spec
 from gt.worker.engine.base import CompiledSegment, DeviceRecorder
 from gt.worker.engine.codegen import finish, fitting
 from gt.worker.engine.deferred_imports import execute_deferred
+from gt.worker.engine.torch import code_cache
 from gt.worker.engine.torch.bounds import BOUNDS
 from gt.worker.engine.torch.compiled_segment import Code, InputSignature, Traced
 from gt.worker.engine.torch.dtypes import NAME
 from gt.worker.engine.torch.gpu import channels_last
+from gt.worker.engine.torch.kernel_builds import Waits, kernel_builds, start_build_processes
 from gt.worker.engine.torch.overloads import OVERLOADS
 from gt.worker.program.partition import BoundSegment, SegmentGraph
 
@@ -47,6 +49,9 @@ class Inductor:
 
     def __init__(self, engine: Any) -> None:
         warnings.filterwarnings("ignore", r"\s*Online softmax is disabled", UserWarning)  # of no use to the user
+        code_cache.secure()
+        if engine.kind == "cuda":
+            start_build_processes()
         self._engine = engine
         self.channels_last = engine.kind == "cuda"  # convolutions may have this layout
         self.draws = engine.draws
@@ -84,42 +89,58 @@ class Inductor:
 
     # ---- compiling
 
-    def compile(self, segment: BoundSegment, signature: InputSignature) -> CompiledSegment:
-        written = _written(segment)
-        signature = signature.reduced(written)
+    def compile(self, requests: Sequence[tuple[BoundSegment, InputSignature]]) -> list[CompiledSegment | str]:
+        """See engine.base.Compiler. Kernels of a segment are built while the next ones are lowered."""
         settings = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
-        key = segment.graph, signature, settings
-        if key not in self._kept:
-            while len(self._kept) >= MAX_COMPILED_GRAPHS:
-                del self._kept[next(iter(self._kept))]
-            try:
-                self._kept[key] = self._compile(segment, signature, written, key)
-            except Exception as error:
-                log.info("a segment of %d ops is not compiled", len(segment.payloads), exc_info=error)
-                self._kept[key] = f"{type(error).__name__}: {error}"
-        code = self._kept[key]
-        if isinstance(code, str):
-            raise UnsupportedOp(code)
-        return code
+        results: dict[Hashable, CompiledSegment | str] = {}
+        keys: list[Hashable] = []
+        lowered: dict[Hashable, Waits] = {}
+        with _alone, kernel_builds(self._engine.host) as waits:
+            for segment, signature in requests:
+                written = _written(segment)
+                signature = signature.reduced(written)
+                key: Hashable = (segment.graph, signature, settings)
+                keys.append(key)
+                if key in self._kept:
+                    results[key] = self._kept[key]
+                if key in results:
+                    continue
+                try:
+                    results[key] = self._lower(segment, signature, written, key)
+                    lowered[key] = waits.copy()
+                except Exception as error:
+                    results[key] = _refusal(segment, error)
+                waits.clear()
+            for key, kernels in lowered.items():
+                try:
+                    for wait in kernels:
+                        wait()
+                except Exception as error:
+                    results[key] = _refusal(requests[keys.index(key)][0], error)
+        self._keep(results)
+        return [results[key] for key in keys]
 
-    def _compile(
+    def _keep(self, results: dict[Hashable, CompiledSegment | str]) -> None:
+        self._kept.update(results)
+        while len(self._kept) > MAX_COMPILED_GRAPHS:
+            del self._kept[next(iter(self._kept))]
+
+    def _lower(
         self, segment: BoundSegment, signature: InputSignature, written: frozenset[int], key: Hashable
     ) -> CompiledSegment:
         execute_deferred("torch._meta_registrations")
-        import torch._inductor.config as settings
         from torch._inductor.compile_fx import compile_fx
 
         if any(dtype.is_complex for _, _, dtype in signature.specs):
             raise ValueError("complex numbers are not compiled")
-        threads = settings.compile_threads if self._engine.device.type == "cuda" else 1  # more are processes, idle afterwards
-        with _alone, settings.patch(compile_threads=threads):
-            traced = self._trace(segment, signature, written)
-            run = compile_fx(traced.graph, traced.fakes)
+        traced = self._trace(segment, signature, written)
+        run = compile_fx(traced.graph, traced.fakes)
         return Code(traced, run, signature, written, key)
 
     def _trace(self, segment: BoundSegment, signature: InputSignature, written: frozenset[int]) -> Traced:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         counts = [sum(out[0] in ("new", "view") for out in payload["outs"]) for payload in segment.payloads]
         graph_inputs = _GraphInputs(signature, written)
@@ -144,7 +165,8 @@ class Inductor:
             results[:] = _results(slots, segment.graph)
             return results[0]
 
-        with FakeTensorMode():
+        # Inductor caches no code on disk without a ShapeEnv. All shapes are static: it has no symbols.
+        with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True):
             device = self._engine.device
             shapes = [signature.specs[i] for i in graph_inputs.given]
             fakes = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in shapes]
@@ -155,6 +177,11 @@ class Inductor:
             raise ValueError("an op changes an input that its schema does not declare as written")
         _, outs, specs = results
         return Traced(graph, fakes, graph_inputs.given, outs, specs, changed)
+
+
+def _refusal(segment: BoundSegment, error: Exception) -> str:
+    log.info("a segment of %d ops is not compiled", len(segment.payloads), exc_info=error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _kernels(segment: BoundSegment, signature: InputSignature) -> list[tuple[torch.Size, int, torch.dtype]]:

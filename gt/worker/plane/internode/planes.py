@@ -101,7 +101,8 @@ class InternodePlane(DevicePlane, NetPlane):
         if not isinstance(peer, FarPeer):
             yield peer.row[6], peer.check
             return
-        stream = self._stream(peer, channel["offset"], channel["bytes"], channel["slots"])
+        stream = self._far(channel)
+        assert stream is not None
         try:
             stream.check()
             yield (peer.row[6], peer.lane and peer.lane.epoch), stream.check

@@ -6,7 +6,7 @@ Each connection carries the data once in each direction, as a ring does, and the
 from __future__ import annotations
 
 from gt.worker.plane.collectives import parts
-from gt.worker.plane.net.wide_team import StreamLike, Sum, WideTeam
+from gt.worker.plane.net.wide_team import Sum, WideTeam
 
 CHUNK_BYTES = 256 << 10
 
@@ -16,23 +16,25 @@ class ChainReduction:
 
     def __init__(self, team: WideTeam, data: memoryview, total: Sum) -> None:
         rank = team.rank
-        self._below: StreamLike | None = team.streams[rank - 1] if rank else None
-        self._above: StreamLike | None = team.streams[rank + 1] if rank + 1 < team.size else None
-        self._team, self._data, self._total = team, data, total
+        self._below = team.streams[rank - 1] if rank else None
+        self._above = team.streams[rank + 1] if rank + 1 < team.size else None
+        self._team, self._data, self._total, self._duplex = team, data, total, team.duplex
         self._size, self._passed = len(data), 0
-        self._sums = data if self._below is None else memoryview(bytearray(len(data)))
+        room = self._duplex.scratch(len(data))
+        self._sums = data if self._below is None else room
         # a member between adds its own chunk before the result of that chunk can be here
-        self._result = memoryview(bytearray(len(data))) if self._below is None else data
+        self._result = room if self._below is None else data
 
     def run(self) -> None:
-        below, above = self._below, self._above
-        if below is not None:
-            below.post(self._sums)
-        if above is not None:
-            above.post(self._result)
-        self._climb()
-        if above is not None:
-            self._descend(above)
+        below, above, duplex = self._below, self._above, self._duplex
+        with duplex:
+            if below is not None:
+                duplex.post(below, self._sums)
+            if above is not None:
+                duplex.post(above, self._result)
+            self._climb()
+            self._descend()
+            duplex.flush()
         if above is None:
             self._data[:] = self._sums
         elif below is None:
@@ -49,21 +51,28 @@ class ChainReduction:
         for start, stop in parts(self._size, CHUNK_BYTES):
             chunk = self._sums[start:stop]
             if below is not None:
-                below.wait_for(stop)
+                arriving = below.incoming
+                self._duplex.drive(lambda: arriving.done or arriving.at >= stop)  # noqa: B023
                 self._total.add(chunk, [chunk, self._data[start:stop]])
-            onwards.send(chunk, self._size)
-            if above is not None:
-                self._pass_back(above)
+            self._duplex.send(onwards, chunk, self._size)
+            self._pass_back()
 
-    def _descend(self, above: StreamLike) -> None:
+    def _descend(self) -> None:
         """Receive the results, and send them on downwards."""
+        if self._above is None:
+            return
+        arriving = self._above.incoming
         while self._below is not None and self._passed < self._size:
-            above.wait_for(min(self._size, self._passed + CHUNK_BYTES))
-            self._pass_back(above)
-        above.wait()
+            stop = min(self._size, self._passed + CHUNK_BYTES)
+            self._duplex.drive(lambda: arriving.done or arriving.at >= stop)  # noqa: B023
+            self._pass_back()
+        self._duplex.drive(lambda: arriving.done)
 
-    def _pass_back(self, above: StreamLike) -> None:
-        come = above.incoming.at
-        if self._below is not None and come > self._passed:
-            self._below.send(self._result[self._passed : come], self._size)
-            self._passed = come
+    def _pass_back(self) -> None:
+        if self._above is None or self._below is None:
+            return
+        incoming = self._above.incoming
+        arrived = self._size if incoming.done else incoming.at // CHUNK_BYTES * CHUNK_BYTES  # whole slots
+        if arrived > self._passed:
+            self._duplex.send(self._below, self._result[self._passed : arrived], self._size)
+            self._passed = arrived

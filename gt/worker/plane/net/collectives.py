@@ -6,7 +6,7 @@ announces the bytes of its sender's whole part: members that disagree all raise 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from gt.ir.heap import aligned
 from gt.worker.plane.base import Combine
@@ -15,6 +15,7 @@ from gt.worker.plane.net.chain import ChainReduction
 from gt.worker.plane.net.wide_team import Sum, WideTeam, agree
 
 PART_BYTES = 16 << 20  # of a member's data that is under way at a time
+CHUNK_BYTES = 256 << 10  # that are added at once, while they are in the processor's cache
 
 
 def all_reduce(team: WideTeam, data: memoryview, combine: Combine) -> None:
@@ -45,18 +46,57 @@ def _sum_whole(team: WideTeam, data: memoryview, total: Sum, left: int) -> None:
 
 
 def _sum_sections(team: WideTeam, data: memoryview, total: Sum, left: int) -> None:
-    size, rank = team.size, team.rank
-    share = aligned(-(-len(data) // size))
-    sections = [data[min(r * share, len(data)) : min((r + 1) * share, len(data))] for r in range(size)]
-    own = sections[rank]
-    room = memoryview(bytearray(len(own) * size))
-    terms = [room[r * len(own) : (r + 1) * len(own)] for r in range(size)]
-    terms[rank] = own
-    agree(team.exchange(sections, terms, left))
-    total.add(own, terms)
-    team.exchange([own] * size, sections, left)
+    """Each member adds a section of all, and sends each chunk of the sum as soon as it is there."""
+    share = aligned(-(-len(data) // team.size))
+    sections = [data[min(r * share, len(data)) : min((r + 1) * share, len(data))] for r in range(team.size)]
+    own = sections[team.rank]
+    with team.duplex as duplex:
+        results = duplex.results
+        terms = _exchange_terms(team, sections, own, left)
+        for other in team.others():
+            duplex.post(results[other], sections[other])
+        for chunk in _add_chunks(team, terms, own, total):
+            for other in team.others():
+                duplex.send(results[other], chunk, len(own))
+        duplex.drive(lambda: all(stream.incoming.done for stream in results.values()))
+        duplex.flush()
     for other, section in enumerate(sections):
         team.count(other, len(section) + len(own), len(own) + len(section))
+
+
+def _exchange_terms(team: WideTeam, sends: Sequence[memoryview], out: memoryview, note: int) -> list[memoryview]:
+    """Begin to exchange sends[r] for the terms of `out`, by rank: the own one is there, others arrive.
+
+    ValueError on all members, and nothing is under way, if they announced different notes.
+    """
+    duplex, size, at = team.duplex, len(out), 0
+    room, terms = duplex.scratch(size * (team.size - 1)), list(sends)
+    for rank in team.streams:
+        terms[rank] = room[at : at + size]
+        at += size
+    for rank in team.others():
+        duplex.post(team.streams[rank], terms[rank])
+    for rank in team.others():
+        duplex.send(team.streams[rank], sends[rank], len(sends[rank]), note)
+    arriving = [stream.incoming for stream in team.streams.values()]
+    duplex.drive(lambda: all(incoming.begun for incoming in arriving))
+    notes = team.notes(note)
+    if any(other != note for other in notes):
+        duplex.drive(lambda: all(incoming.done for incoming in arriving))
+        duplex.flush()
+        agree(notes)
+    return terms
+
+
+def _add_chunks(team: WideTeam, terms: Sequence[memoryview], out: memoryview, total: Sum) -> Iterator[memoryview]:
+    """Chunks of out as soon as they are the sum of all terms. A chunk is added while later ones arrive."""
+    duplex, arriving = team.duplex, [stream.incoming for stream in team.streams.values()]
+    for start, stop in parts(len(out), CHUNK_BYTES) if out else ((0, 0),):
+        duplex.drive(lambda: all(incoming.done or incoming.at >= stop for incoming in arriving))  # noqa: B023
+        chunk = out[start:stop]
+        total.add(chunk, [chunk if term is out else term[start:stop] for term in terms])
+        yield chunk
+    duplex.drive(lambda: all(incoming.done for incoming in arriving))
 
 
 def all_gather(team: WideTeam, data: memoryview, outs: Sequence[memoryview]) -> None:
@@ -72,13 +112,11 @@ def reduce_scatter(team: WideTeam, sections: Sequence[memoryview], out: memoryvi
     step = aligned(max(1, PART_BYTES // team.size))
     longest = max(map(len, sections))
     for start, stop in parts(longest, step) if longest else ((0, 0),):
-        mine = out[start:stop]
-        room = memoryview(bytearray(len(mine) * team.size))
-        terms = [room[rank * len(mine) : (rank + 1) * len(mine)] for rank in range(team.size)]
-        sends = [section[start:stop] for section in sections]
-        terms[team.rank] = sends[team.rank]
-        agree(team.exchange(sends, terms, brought))
-        total.add(mine, terms)
+        mine, sends = out[start:stop], [section[start:stop] for section in sections]
+        with team.duplex as duplex:
+            for _ in _add_chunks(team, _exchange_terms(team, sends, mine, brought), mine, total):
+                pass
+            duplex.flush()
         for rank, part in enumerate(sends):
             team.count(rank, len(part), len(mine))
     total.finish()

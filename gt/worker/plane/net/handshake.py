@@ -55,7 +55,10 @@ def offer(sock: socket.socket, greeting: Greeting, key: bytes) -> None:
 
 
 def accept(sock: socket.socket, key_of: Callable[[Greeting], bytes | None]) -> Greeting:
-    """The accepting end. key_of: the key for a greeting, None for one that fits no worker here. Raises Refusal or Later."""
+    """The accepting end, up to `welcome`. key_of: the key for a greeting, None for one that fits no worker here.
+
+    Raises Refusal or Later.
+    """
     until = time.monotonic() + SECONDS
     hello, nonce = _read(sock, _GREETING.size, until), os.urandom(NONCE_BYTES)
     magic, *fields, _ = _GREETING.unpack(hello)
@@ -66,9 +69,13 @@ def accept(sock: socket.socket, key_of: Callable[[Greeting], bytes | None]) -> G
     sock.sendall(nonce + _proof(key, b"accepts", hello, nonce))
     if not hmac.compare_digest(_read(sock, PROOF_BYTES, until), _proof(key, b"offers", hello, nonce)):
         raise Refusal("it has not the key of this world")
+    return greeting
+
+
+def welcome(sock: socket.socket) -> None:
+    """Take the other end, which has proved who it is."""
     sock.sendall(b"\1")
     sock.settimeout(None)
-    return greeting
 
 
 def _proof(key: bytes, side: bytes, hello: bytes, nonce: bytes) -> bytes:

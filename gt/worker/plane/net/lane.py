@@ -1,7 +1,7 @@
 """Messages between two workers on different hosts: streams with credit, as plane shm's channels have slots. Knows no socket.
 
-A message is sent as frames of at most a slot's bytes. A sender may have as many frames under way as the channel has slots; the
-receiver returns one credit for each frame that it has taken, or in advance for all frames of a message whose memory is there.
+A message is sent as frames, each of which ends at the end of a slot or of the message. The credit of a sender is the slots that
+it may have under way; the receiver returns them when it takes a message into its memory, for all slots of the message at once.
 """
 
 from __future__ import annotations
@@ -20,40 +20,46 @@ class Announced(NamedTuple):
     note: int
 
 
+def slots_of(total: int, slot: int) -> int:
+    """Slots of a message; one of a message without bytes too."""
+    return max(1, -(-total // slot))
+
+
 class Incoming:
     """The receiving end of a stream. `at`: bytes of the posted message that are there."""
 
-    __slots__ = ("_buffered", "_debt", "_into", "_left", "at", "done", "message", "owed")
+    __slots__ = ("_buffered", "_into", "_left", "_slot", "at", "done", "message", "owed")
 
     def __init__(self) -> None:
         self._buffered: deque[tuple[int, int, memoryview]] = deque()  # total, note, bytes of frames that came before `post`
         self._into: memoryview | None = None
         self._left = -1  # bytes of the posted message that are still to come, -1 before its first frame
-        self._debt = 0  # frames of the posted message that were credited, and have not come
+        self._slot = 1  # its bytes
         self.at = 0
         self.done = False
         self.message = Announced(0, 0)
         self.owed = 0  # credit that the sender is to get
 
     @property
+    def begun(self) -> bool:
+        """True once the size and note of the posted message are known."""
+        return self._left >= 0 or self.done
+
+    @property
     def idle(self) -> bool:
         """True if no message is buffered or expected."""
         return self._into is None and not self._buffered
 
-    def post(self, into: memoryview, frames: int) -> None:
-        """Take the next message into this memory, of `frames` frames if it has the size that is expected."""
-        self._into, self._left, self.at, self.done = into, -1, 0, False
-        self._debt = frames
-        self.owed += frames
+    def post(self, into: memoryview, slot: int) -> None:
+        """Take the next message into this memory; its sender may send as many slots as that has."""
+        self._into, self._left, self.at, self.done, self._slot = into, -1, 0, False, slot
+        self.owed += slots_of(len(into), slot)
         while self._buffered and not self.done:
             total, note, data = self._buffered.popleft()
-            place = self.begin(len(data), total, note)
-            assert place is not None
-            place[:] = data
-            self.end(len(data), total, note, place, True)
+            self._copy(data, total, note)
 
     def begin(self, nbytes: int, total: int, note: int) -> memoryview | None:
-        """Memory for a frame's bytes, None if it has to be buffered."""
+        """Memory for a frame's bytes, of which `arrived` and `end` tell; None if it has to be buffered."""
         if self._into is None:
             return None
         if self._left < 0:
@@ -62,31 +68,48 @@ class Incoming:
             return memoryview(bytearray(nbytes))  # a message of another size is received whole, and dropped
         return self._into[self.at : self.at + nbytes]
 
-    def end(self, nbytes: int, total: int, note: int, data: memoryview, placed: bool) -> bool:
-        """A frame's bytes are there. True if the posted message has got on."""
-        if not placed:
-            if self._into is None:
-                self._buffered.append((total, note, data))
-                return False
-            place = self.begin(nbytes, total, note)
-            assert place is not None
-            place[:] = data
-        self.at += nbytes
-        self._left -= nbytes
-        self._debt -= 1
+    def arrived(self, count: int) -> None:
+        """So many bytes more of a frame are in the memory that `begin` gave. Only the thread that reads calls this."""
+        self.at += count
+        self._left -= count
+
+    def end(self) -> None:
+        """All bytes of such a frame have arrived."""
         if self._left <= 0:
-            self.owed -= self._debt  # the message had another number of frames than was expected
-            self._into, self._debt, self.done = None, 0, True
-        return True
+            assert self._into is not None
+            self.owed += slots_of(self.message.total, self._slot) - slots_of(len(self._into), self._slot)
+            self._into, self.done = None, True
+
+    def buffer(self, total: int, note: int, data: memoryview) -> None:
+        """A frame for which `begin` had no memory."""
+        if self._into is None:
+            self._buffered.append((total, note, data))
+        else:  # it has some now
+            self._copy(data, total, note)
+
+    def _copy(self, data: memoryview, total: int, note: int) -> None:
+        place = self.begin(len(data), total, note)
+        assert place is not None
+        place[:] = data
+        self.arrived(len(data))
+        self.end()
 
 
 class Outgoing:
-    """The sending end of a stream. credit: frames that may be sent."""
+    """The sending end of a stream. granted: slots that the receiver has room for, in all; used: those that were sent.
 
-    __slots__ = ("credit",)
+    Each counter has one writer, so a sender needs no lock: the thread that reads, and the thread that sends.
+    """
+
+    __slots__ = ("granted", "used")
 
     def __init__(self, slots: int) -> None:
-        self.credit = slots
+        self.granted, self.used = slots, 0
+
+    @property
+    def credit(self) -> int:
+        """Slots that may be sent."""
+        return self.granted - self.used
 
 
 class Lane:
@@ -117,10 +140,10 @@ class Lane:
         return stream
 
     def credit(self, key: int, count: int) -> None:
-        """The other end has room for so many frames more. With the lock."""
+        """The other end has room for so many slots more. With the lock."""
         stream = self._out.get(key)
         if stream is not None:
-            stream.credit += count
+            stream.granted += count
         elif len(self._early) < MAX_STREAMS:
             self._early[key] = self._early.get(key, 0) + count
 

@@ -13,32 +13,20 @@ import logging
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from gt.errors import ConfigError
 from gt.wire import tcp
 from gt.worker.plane.net import handshake
 from gt.worker.plane.net.handshake import Greeting
 from gt.worker.plane.net.lane import Lane
+from gt.worker.plane.net.listener import listen
 from gt.worker.plane.net.route import Route, routes
-from gt.worker.plane.net.wire import (
-    CREDIT,
-    DATA,
-    FAIL,
-    HEADER,
-    HEADER_BYTES,
-    MAX_HOPS,
-    NOWAIT,
-    PAUSE_BYTES,
-    Ended,
-    Frame,
-    Wire,
-)
+from gt.worker.plane.net.strangers import Strangers
+from gt.worker.plane.net.wire import CREDIT, DATA, FAIL, HEADER, HEADER_BYTES, MAX_HOPS, NOWAIT, Ended, Frame, Wire, reason
 
 log = logging.getLogger("gt.worker")
 
@@ -49,12 +37,12 @@ GRACE_SECONDS = 0.5  # from the end of a connection to that of waits on it: the 
 ENDED_SECONDS = 1.5  # the same where the other end has closed it, as a worker that ends does
 TEND_SECONDS = 0.5  # between looks at connections that are full
 IDLE = 0.02  # seconds after which the background thread reads a connection that nobody has read
-PATIENCE = 0.05  # seconds that a waiting thread reads a connection itself
-GREETINGS = 256  # connections at a time that have not proved who they are
+FULL_SECONDS = 0.01  # between two attempts to accept a connection without a free descriptor
 MAX_EARLY_BYTES = 64 << 20  # of frames that wait for a connection
+PAUSE_BYTES = 4 << 20  # of frames that wait to be relayed, from which on their sender is not read
 BURST = 16  # reads of a connection before others are read
 Pair = tuple[int, int]  # index of the other worker, epoch
-# The other host, or a link to it, is gone; other errors are the other process's end
+# The other host, or a link to it, is gone: other errors are the other process's end
 CUT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
 
 
@@ -83,9 +71,10 @@ class Network:
         self._whys: dict[Pair, str] = {}  # why connections have ended
         self._early: list[tuple[Wire, Frame, memoryview]] = []  # to be relayed once there is a connection
         self._threads: set[threading.Thread] = set()
-        self._greetings: set[socket.socket] = set()
+        self._greetings: set[socket.socket] = set()  # that this end offers
+        self._strangers = Strangers()
         self._closing = False
-        self._listener = _listener(ports)
+        self._listener = listen(ports)
         self.port: int = self._listener.getsockname()[1]
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
@@ -126,9 +115,6 @@ class Network:
         with contextlib.suppress(OSError):
             os.eventfd_write(self._bell, 1)
 
-    def route(self, index: int) -> Route | None:
-        return self._routes.get(index)
-
     def want(self, index: int) -> None:
         """A connection to a worker of this host is wanted, which is not made before."""
         with self._lock:
@@ -152,6 +138,11 @@ class Network:
                 if index in self._gone:
                     lane.broken = "it is gone"
         return lane
+
+    def direct(self, index: int) -> bool:
+        """True if no worker relays between this one and another."""
+        route = self._routes.get(index)
+        return route is None or route.next == index
 
     def settle(self, known: set[Pair]) -> None:
         """Forget lanes that no message will use again: those before the world that the executing thread has reached."""
@@ -180,6 +171,7 @@ class Network:
             for sock in self._greetings:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
+            self._strangers.end()
             for wire in self._wires.values():
                 wire.end()
             self._changed.notify_all()
@@ -207,43 +199,42 @@ class Network:
         leg = self._routes.get(route.next)
         return None if leg is None else self._wires.get((leg.index, leg.epoch))
 
-    def read_one(self, wire: Wire, header: bytes, into: memoryview) -> int:
-        """See Wire.read_one: for a connection that this thread has read before, and whose next frame it expects."""
-        if not wire.owned or wire.ended or not wire.reading.acquire(blocking=False):
-            return -1
-        try:
-            wire.touched = True
-            credit = wire.read_one(header, into) if wire.owned else -1
-            if credit < 0:
-                wire.deal()
-            return credit
-        except BlockingIOError:
-            return -1
-        except OSError as error:
-            self.lost(wire, error)
-            return -1
-        finally:
-            wire.reading.release()
+    def read(self, wire: Wire, over: Callable[[], bool], alone: bool = False) -> bool:
+        """Read a connection in this thread until over(), or nothing has arrived for PATIENCE. False if it cannot.
 
-    def read(self, wire: Wire, over: Callable[[], bool], alone: bool = False) -> None:
-        """Read a connection in this thread until over(), for PATIENCE at most. alone: others are not read by it meanwhile."""
+        alone: others are not read by this thread meanwhile.
+        """
         if alone and len(self.owned) > wire.owned:
             self.release()
-        if not wire.reading.acquire(blocking=False):
-            return
+        if wire.ended or not wire.reading.acquire(False):
+            return False
         try:
             wire.touched = True
             if not wire.owned:
                 self._own(wire)
             wire.deal()
-            while not over() and not wire.ended and not wire.paused:
+            while not over() and not wire.ended and not wire.stalled:
                 wire.read()
         except BlockingIOError:  # nothing for PATIENCE
             pass
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self.lost(wire, error)
         finally:
             wire.reading.release()
+        return not wire.ended and not wire.stalled
+
+    def take(self, wire: Wire) -> bool:
+        """Have this thread alone read a connection until `leave`. False if another thread goes on reading it."""
+        if not wire.reading.acquire(timeout=1.0):
+            return False
+        wire.touched = True
+        if not wire.owned:
+            self._own(wire)
+        return True
+
+    def leave(self, wire: Wire) -> None:
+        """The connection is not read by this thread now. It is the background thread's unless it is taken again soon."""
+        wire.reading.release()
 
     def release(self) -> None:
         """Let the background thread read all connections again."""
@@ -253,21 +244,21 @@ class Network:
     def _own(self, wire: Wire) -> None:
         wire.owned = True
         self.owned.add(wire)
-        self._arm(wire)
+        self.arm(wire)
         if len(self.owned) == 1:
             self._ring()  # from now on it looks who has been read lately
 
     def _disown(self, wire: Wire) -> None:
         wire.owned = False
         self.owned.discard(wire)
-        self._arm(wire)
+        self.arm(wire)
 
-    def _arm(self, wire: Wire) -> None:
+    def arm(self, wire: Wire) -> None:
         """Wait for what is to be done at a connection."""
         with self._lock:
             if wire.ended or self._by_fd.get(wire.fd) is not wire:
                 return
-            held = wire.owned or any(wire in other.paused for other in self._wires.values())
+            held = wire.owned or wire.stalled
             mask = (0 if held else select.EPOLLIN) | (select.EPOLLOUT if wire.relayed or wire.paused else 0)
             if mask != wire.mask:
                 wire.mask = mask
@@ -276,20 +267,26 @@ class Network:
     # ---- frames, in the thread that reads
 
     def begin(self, wire: Wire, frame: Frame) -> memoryview:
-        wire.placed = False
+        wire.placed = None
         if frame.target != self.own:
             whole = memoryview(bytearray(HEADER_BYTES + frame.nbytes))
             HEADER.pack_into(whole, 0, *frame._replace(hops=frame.hops + 1))
-            wire.placed = True
             return whole[HEADER_BYTES:]
         if frame.kind == DATA:
             lane = self.lane(frame.source, frame.epoch)
             with lane.lock:
-                place = lane.incoming(frame.key).begin(frame.nbytes, frame.total, frame.note)
+                incoming = lane.incoming(frame.key)
+                place = incoming.begin(frame.nbytes, frame.total, frame.note)
             if place is not None:
-                wire.placed = True
+                wire.placed = incoming
                 return place
         return memoryview(bytearray(frame.nbytes))
+
+    def arrived(self, wire: Wire, count: int) -> None:
+        if wire.placed is not None:
+            wire.placed.arrived(count)
+            if not wire.owned:
+                self._wake()
 
     def end(self, wire: Wire, frame: Frame, payload: memoryview) -> None:
         if frame.target != self.own:
@@ -299,8 +296,10 @@ class Network:
         with lane.lock:
             if frame.credit:
                 lane.credit(frame.key, frame.credit)
-            if frame.kind == DATA:
-                lane.incoming(frame.key).end(frame.nbytes, frame.total, frame.note, payload, wire.placed)
+            if wire.placed is not None:
+                wire.placed.end()
+            elif frame.kind == DATA:
+                lane.incoming(frame.key).buffer(frame.total, frame.note, payload)
             elif frame.kind == FAIL:
                 lane.failed[frame.key] = bytes(payload).decode("utf-8", "replace")
             elif frame.kind != CREDIT:
@@ -329,9 +328,19 @@ class Network:
             return
         if out.relayed_bytes > PAUSE_BYTES and wire not in out.paused:
             out.paused.append(wire)
-            self._arm(wire)
+            wire.stalled = True
+            self.arm(wire)
         if out.relayed:
-            self._arm(out)
+            self.arm(out)
+
+    def _resume(self, out: Wire) -> None:
+        """Read again the connections whose frames `out` did not take."""
+        paused, out.paused = out.paused, []
+        for wire in paused:
+            wire.stalled = False
+            self.arm(wire)
+        if paused:
+            self._wake()
 
     def _relay_early(self) -> None:
         """Pass on the frames that were here before the connection that they take."""
@@ -365,11 +374,11 @@ class Network:
                     self._offer(route)
                     return
                 except (handshake.Later, ConnectionResetError, BrokenPipeError) as error:
-                    why = _why(error) if time.monotonic() >= until else ""
+                    why = reason(error) if time.monotonic() >= until else ""
                     with self._changed:
                         self._changed.wait(AGAIN_SECONDS)
                 except OSError as error:
-                    why = _why(error)
+                    why = reason(error)
         finally:
             with self._lock:
                 self._connecting.discard((route.index, route.epoch))
@@ -405,25 +414,26 @@ class Network:
         try:
             greeting = handshake.accept(sock, self._key_of)
             route = self._routes[greeting.source]
+            if not self._strangers.remove(sock):
+                raise handshake.Later("there are too many strangers")
+            handshake.welcome(sock)
             self._enter(sock, (greeting.source, greeting.epoch), route.source, route.target)
         except (OSError, KeyError) as error:
             log.debug("a connection from %s was refused: %s", address, error)
+            self._strangers.remove(sock)
             sock.close()
-        finally:
-            with self._lock:
-                self._greetings.discard(sock)
 
     def _key_of(self, greeting: Greeting) -> bytes | None:
         """The key, once this worker knows the world of the greeting."""
         until = time.monotonic() + handshake.SECONDS
-        with self._changed:
+        with self._changed, self._strangers.waiting() as may_wait:
             while not self._closing:
                 route = self._routes.get(greeting.source)
                 if route is not None and route.epoch >= greeting.epoch:
                     want = Greeting(greeting.source, self.own, route.epoch, self._marks.get(greeting.source, 0), self._mark)
                     return self._key if greeting == want and self._key else None
                 left = until - time.monotonic()
-                if left <= 0:
+                if left <= 0 or not may_wait:  # the other end asks again
                     return None
                 self._changed.wait(left)
         return None
@@ -431,7 +441,6 @@ class Network:
     def _enter(self, sock: socket.socket, pair: Pair, source: str, target: str) -> None:
         """A connection is made."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(PATIENCE * 1e6)))
         tcp.watch(sock)
         wire = Wire(sock, *pair, source, target, self)
         with self._lock:
@@ -446,8 +455,9 @@ class Network:
         log.debug("connected with worker %d, %s to %s", pair[0], source, target)
         self._wake()
 
-    def lost(self, wire: Wire, error: OSError) -> None:
-        """A connection has ended. Its waits end after a grace, unless the worker is lost, which the dispatcher says."""
+    def lost(self, wire: Wire, cause: OSError | ValueError) -> None:
+        """A connection has ended, or a frame is wrong. Waits on it end after a grace, unless the dispatcher calls it lost."""
+        error = cause if isinstance(cause, OSError) else Ended(str(cause))
         with self._lock:
             if wire.ended or self._by_fd.get(wire.fd) is not wire:
                 return
@@ -456,15 +466,14 @@ class Network:
             self.owned.discard(wire)
             wire.ended = True
             cut = error.errno in CUT
-            self._whys[wire.index, wire.epoch] = _why(error)
+            self._whys[wire.index, wire.epoch] = reason(error)
             if not self._closing:
-                self._deadlines.append((time.monotonic() + (GRACE_SECONDS if cut else ENDED_SECONDS), wire, _why(error)))
+                self._deadlines.append((time.monotonic() + (GRACE_SECONDS if cut else ENDED_SECONDS), wire, reason(error)))
         wire.end()
-        for other in wire.paused:
-            self._arm(other)
+        self._resume(wire)
         route = self._routes.get(wire.index)
         if cut and wire.index not in self._gone and route is not None and route.epoch == wire.epoch:
-            self.failed(wire.index, wire.epoch, wire.source, wire.target, _why(error))
+            self.failed(wire.index, wire.epoch, wire.source, wire.target, reason(error))
         self._ring()
 
     def _report(self, index: int, epoch: int, source: str, target: str, why: str) -> None:
@@ -472,12 +481,12 @@ class Network:
         text = f"the connection {source} to {target} failed: {why}"
         self.lane(index, epoch).broken = text
         with self._lock:
+            newest = (route := self._routes.get(index)) is not None and route.epoch == epoch
             for (other, _), lane in self._lanes.items():
                 route = self._routes.get(other)
-                if route is not None and route.next == index and route.epoch == lane.epoch:
+                if newest and route is not None and route.next == index and route.epoch == lane.epoch:
                     lane.broken = lane.broken or text
-        route = self._routes.get(index)
-        if route is not None and route.epoch == epoch:
+        if newest:
             self.failed(index, epoch, source, target, why)
         self._wake()
 
@@ -516,24 +525,21 @@ class Network:
                 self.lost(wire, error)
                 return
             if wire.relayed_bytes <= PAUSE_BYTES // 2:
-                paused, wire.paused = wire.paused, []
-                for other in paused:
-                    self._arm(other)
+                self._resume(wire)
             if not free:
                 time.sleep(0)  # another thread sends
-            self._arm(wire)
+            self.arm(wire)
         ended = events & (select.EPOLLHUP | select.EPOLLERR)
         if (ended or (events & select.EPOLLIN and not wire.owned)) and wire.reading.acquire(blocking=False):
             try:
                 wire.deal()
                 for _ in range(BURST):
-                    wire.read(NOWAIT)
-                    if not (ended or wire.mask & select.EPOLLIN):
+                    if not wire.read(NOWAIT) or not (ended or wire.mask & select.EPOLLIN):
                         break
             except BlockingIOError:
                 pass
             except (OSError, ValueError) as error:
-                self.lost(wire, error if isinstance(error, OSError) else Ended(str(error)))
+                self.lost(wire, error)
             finally:
                 wire.reading.release()
 
@@ -566,29 +572,15 @@ class Network:
     def _accept(self) -> None:
         try:
             sock, address = self._listener.accept()
-        except OSError:
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):  # such as too few descriptors: it stays to be accepted
+                time.sleep(FULL_SECONDS)
             return
         with self._lock:
-            if len(self._greetings) >= GREETINGS or self._closing:
-                sock.close()
-                return
-            self._greetings.add(sock)
-            self._start(self._greet, sock, address[0])
-
-
-def _why(error: OSError) -> str:
-    return error.strerror or str(error) or type(error).__name__
-
-
-def _listener(ports: Iterable[int]) -> socket.socket:
-    """A socket that listens on the first port that is free, for IPv4 and IPv6 where the kernel has both."""
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    tried = None
-    for port in ports:
-        try:
-            made = socket.create_server(("", port), family=family, backlog=128, dualstack_ipv6=family == socket.AF_INET6)
-            made.setblocking(False)
-            return made
-        except OSError as error:
-            tried = error
-    raise ConfigError(f"no port of GT_PORTS is free: {tried}")
+            if not self._closing:
+                self._strangers.add(sock)
+                with contextlib.suppress(RuntimeError):  # too many threads
+                    self._start(self._greet, sock, address[0])
+                    return
+        self._strangers.remove(sock)
+        sock.close()

@@ -6,7 +6,6 @@ the lane of its pair: waits raise Unreachable, which names both ends, until the 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -14,15 +13,16 @@ from typing import Any
 from gt.ir.heap import HEAP_BYTES, SLOT_BYTES, SLOTS
 from gt.worker.plane.base import ALL, Buffer, Channel, Combine, OnIssued, TeamForm, Unreachable, nothing
 from gt.worker.plane.net import collectives
-from gt.worker.plane.net.lane import Incoming, Lane, Outgoing
+from gt.worker.plane.net.duplex import Duplex
+from gt.worker.plane.net.lane import Lane
 from gt.worker.plane.net.network import Network
 from gt.worker.plane.net.route import Route, routes
-from gt.worker.plane.net.wide_team import StreamLike, WideTeam
-from gt.worker.plane.net.wire import CREDIT, DATA, FAIL, HEADER, JOINED, Wire
+from gt.worker.plane.net.stream import PairStream
+from gt.worker.plane.net.wide_team import WideTeam
+from gt.worker.plane.net.wire import Wire
 from gt.worker.plane.shm import Peer, ShmPlane, flat
 from gt.worker.process import network_links
 
-SMALL = 32 << 10  # bytes of a message that the waiting thread reads itself
 TEAM_KEY = 1 << 63  # of streams of teams; those of channels are their offsets
 
 
@@ -47,136 +47,6 @@ class FarPeer(Peer):
 
     def _unreachable(self, why: str) -> Unreachable:
         return Unreachable(self.index, f"no way from {self._here} to worker {self.name!r} on {self.row[3]}: {why}")
-
-
-class PairStream:
-    """Messages to and from one worker under one key."""
-
-    def __init__(self, plane: NetPlane, peer: Peer, lane: Lane, key: int, slot: int, slots: int) -> None:
-        self.peer, self.key, self.slot, self._keep = peer, key, slot, max(1, slots // 2)
-        self._plane, self._network, self._lane = plane, plane.network, lane
-        with self._lane.lock:
-            self.incoming: Incoming = self._lane.incoming(key)
-        self._outgoing: Outgoing = self._lane.outgoing(key, slots)
-        self._wire: Wire | None = None
-        self._network.want(lane.index)
-        self._size = 0
-        self._about = (self._network.own, peer.index, self._lane.epoch, key)
-
-    def check(self) -> None:
-        self.peer.check()
-        if self._lane.broken:
-            raise Unreachable(self.peer.index, f"worker {self.peer.name!r} on {self.peer.row[3]}: {self._lane.broken}")
-        if self._lane.failed and (why := self._lane.failed.get(self.key)):
-            raise Unreachable(self.peer.index, why)
-
-    @property
-    def wire(self) -> Wire:
-        """The connection that the frames take; waits until it is made."""
-        wire = self._wire
-        if wire is None or wire.ended:
-            network, lane = self._network, self._lane
-            wire = network.wire(lane.index, lane.epoch)
-            if wire is None:
-                self._plane.wait(lambda: network.wire(lane.index, lane.epoch) is not None, (self,))
-                wire = network.wire(lane.index, lane.epoch)
-                assert wire is not None
-            self._wire = wire
-        return wire
-
-    def send(self, data: memoryview, total: int, note: int = 0) -> None:
-        """Send bytes of a message of `total` bytes; several calls may send one message."""
-        slot = self.slot
-        if len(data) <= slot:
-            self._frame(DATA, data, total, note)
-            return
-        for start in range(0, len(data), slot):
-            self._frame(DATA, data[start : start + slot], total, note)
-
-    def _frame(self, kind: int, data: memoryview, total: int, note: int) -> None:
-        out, incoming, wire = self._outgoing, self.incoming, self.wire
-        if kind == DATA and out.credit <= 0:
-            self._plane.wait(lambda: out.credit > 0, (self,))
-        with self._lane.lock:
-            if kind == DATA:
-                out.credit -= 1
-            credit = max(0, min(incoming.owed, 0xFFFF))
-            incoming.owed -= credit
-        source, target, epoch, key = self._about
-        header = HEADER.pack(kind, 0, credit, len(data), source, target, epoch, key, total, note)
-        try:
-            wire.send(header, data, self.check)
-        except OSError as error:
-            self._plane.ended(self, wire, error)
-
-    def send_small(self, data: memoryview) -> None:
-        """The same as `send` for a message of one small frame."""
-        out, wire = self._outgoing, self._wire
-        if wire is None or wire.ended or out.credit <= 0 or len(data) > JOINED:
-            self.send(data, len(data))
-            return
-        with self._lane.lock:
-            owed = self.incoming.owed
-            credit = owed if 0 < owed < 0xFFFF else 0
-            out.credit -= 1
-            self.incoming.owed = owed - credit
-        source, target, epoch, key = self._about
-        nbytes = len(data)
-        frame = HEADER.pack(DATA, 0, credit, nbytes, source, target, epoch, key, nbytes, 0) + data
-        try:
-            if not wire.send_now(frame, self.check):
-                wire.send(frame, memoryview(b""), self.check)
-        except OSError as error:
-            self._plane.ended(self, wire, error)
-
-    def receive_small(self, into: memoryview) -> bool:
-        """Receive a message of one small frame, if it is the next to arrive; else False, and nothing has changed."""
-        incoming, wire, size = self.incoming, self._wire, len(into)
-        if wire is None or not wire.owned or not incoming.idle:
-            return False
-        source, target, epoch, key = self._about
-        header = HEADER.pack(DATA, 0, 0, size, target, source, epoch, key, size, 0)[4:]
-        credit = self._network.read_one(wire, header, into)
-        if credit < 0:
-            return False
-        with self._lane.lock:
-            self._outgoing.credit += credit
-            incoming.owed += 1
-        while incoming.owed >= self._keep:
-            self._frame(CREDIT, memoryview(b""), 0, 0)
-        return True
-
-    def post(self, into: memoryview) -> None:
-        """Receive the next message there."""
-        incoming, self._size = self.incoming, len(into)
-        with self._lane.lock:
-            incoming.post(into, max(1, -(-len(into) // self.slot)))
-        while incoming.owed >= self._keep:
-            self._frame(CREDIT, memoryview(b""), 0, 0)
-
-    def wait(self) -> None:
-        """Wait for the posted message."""
-        incoming = self.incoming
-        if incoming.done:
-            return
-        network, failed, lane = self._network, self._lane.failed, self._lane
-        wire = self._wire if self._wire is not None else network.wire(lane.index, lane.epoch)
-        if wire is not None:
-            self._wire = wire
-            network.read(wire, lambda: incoming.done or bool(failed), self._size > SMALL)
-        if not incoming.done:
-            self._plane.wait(lambda: incoming.done, (self,))
-
-    def wait_for(self, count: int) -> None:
-        """Wait for so many bytes of the posted message, or its end where it has fewer."""
-        incoming = self.incoming
-        if not incoming.done and incoming.at < count:
-            self._plane.wait(lambda: incoming.done or incoming.at >= count, (self,))
-
-    def fail(self, why: str) -> None:
-        """Tell the other end that a collective is not carried on."""
-        with contextlib.suppress(Exception):
-            self._frame(FAIL, memoryview(why.encode()[:4096]), 0, 0)
 
 
 class NetPlane(ShmPlane):
@@ -258,46 +128,44 @@ class NetPlane(ShmPlane):
     # ---- transfers
 
     def send(self, channel: Channel, data: Buffer) -> None:
-        peer = self._peer(channel["peer"])
-        if not isinstance(peer, FarPeer):
-            return super().send(channel, data)
+        stream = self._streams.get((channel["peer"], channel["offset"]))
         view = flat(data)
-        stream = self._stream(peer, channel["offset"], channel["bytes"], channel["slots"])
-        if len(view) <= min(JOINED, stream.slot):
-            stream.send_small(view)
-        else:
-            stream.send(view, len(view))
-        self.count(peer, len(view), 0)
+        size = len(view)
+        if stream is None or stream.version != self._version or size > stream.small or not stream.send_small(view, size):
+            if (stream := self._far(channel)) is None:
+                return super().send(channel, data)
+            stream.send(view, size)
+        sent = self._sent  # as `count` does, which small messages do not call
+        sent[stream.name] = sent.get(stream.name, 0) + size
 
     def recv(self, channel: Channel, into: Buffer) -> None:
-        peer = self._peer(channel["peer"])
-        if not isinstance(peer, FarPeer):
-            return super().recv(channel, into)
+        stream = self._streams.get((channel["peer"], channel["offset"]))
         view = flat(into)
-        stream = self._stream(peer, channel["offset"], channel["bytes"], channel["slots"])
-        if len(view) <= min(JOINED, stream.slot) and stream.receive_small(view):
-            self.count(peer, 0, len(view))
+        size = len(view)
+        if stream is None or stream.version != self._version or size > stream.small or not stream.receive_small(view, size):
+            if (stream := self._far(channel)) is None:
+                return super().recv(channel, into)
+            stream.post(view)
+            stream.wait()
+            self._complete(stream, size)
             return
-        stream.post(view)
-        stream.wait()
-        self._complete(peer, stream, len(view))
+        received = self._received
+        received[stream.name] = received.get(stream.name, 0) + size
 
     def send_chunks(self, channel: Channel, total: int, chunks: Iterable[memoryview]) -> None:
         """Send a message of `total` bytes, whose chunks of a slot each become ready one after the other."""
-        peer = self._peer(channel["peer"])
-        if not isinstance(peer, FarPeer):
+        stream = self._far(channel)
+        if stream is None:
             return self.send(channel, b"".join(chunks))
-        stream = self._stream(peer, channel["offset"], channel["bytes"], channel["slots"])
         for chunk in chunks if total else (flat(b""),):
             stream.send(chunk, total)
-        self.count(peer, total, 0)
+        self.count(stream.peer, total, 0)
 
     def recv_chunks(self, channel: Channel, into: memoryview) -> Iterator[tuple[int, int]]:
         """Receive as `recv` does; (start, stop) of each slot's bytes as soon as they are there."""
-        peer, step = self._peer(channel["peer"]), channel["bytes"]
+        stream, step = self._far(channel), channel["bytes"]
         done = 0
-        if isinstance(peer, FarPeer) and len(into) > step:
-            stream = self._stream(peer, channel["offset"], channel["bytes"], channel["slots"])
+        if stream is not None and len(into) > step:
             stream.post(into)
             while done + step < len(into):
                 stream.wait_for(done + step)
@@ -306,34 +174,57 @@ class NetPlane(ShmPlane):
                 yield done, done + step
                 done += step
             stream.wait()
-            self._complete(peer, stream, len(into))
+            self._complete(stream, len(into))
         else:
             self.recv(channel, into)
         yield done, len(into)
 
-    def _complete(self, peer: FarPeer, stream: PairStream, want: int) -> None:
+    def _complete(self, stream: PairStream, want: int) -> None:
         """Count a message that is there. ValueError if it has another size."""
         sent = stream.incoming.message.total
-        self.count(peer, 0, sent)
+        self.count(stream.peer, 0, sent)
         if sent != want:
-            raise ValueError(f"worker {peer.name} sent {sent} bytes, want {want}")
+            raise ValueError(f"worker {stream.peer.name} sent {sent} bytes, want {want}")
 
     def wait(self, ready: Callable[[], bool], peers: Sequence) -> None:
         if self.network.owned:
             self.network.release()
         super().wait(ready, peers)
 
+    @property
+    def bell(self) -> int:
+        return self._heap().bell
+
+    def waiting(self, now: bool) -> None:
+        """Have the bell ring once a connection's reader, or another worker, has something for the executing thread."""
+        own = self._heap()
+        own.words[own.asleep] = int(now)
+        self._fence()
+
+    def hear(self) -> None:
+        """Take note of the bell's rings."""
+        self._heap().listen()
+
     def ended(self, stream: PairStream, wire: Wire, error: OSError) -> None:
         """A connection ended while this thread used it: wait until that is certain, and why."""
         self.network.lost(wire, error)
         self.wait(lambda: False, (stream,))
 
-    def _stream(self, peer: FarPeer, key: int, slot: int, slots: int) -> PairStream:
-        stream = self._streams.get((peer.index, key))
+    def _far(self, channel: Channel) -> PairStream | None:
+        """The stream of a channel to a worker of another host, None of this host. PeerGone if the worker is."""
+        name, version = (channel["peer"], channel["offset"]), self._version
+        stream = self._streams.get(name)
+        if stream is not None and stream.version == version and not stream.failing:
+            return stream
+        peer = self._peer(channel["peer"])
+        if not isinstance(peer, FarPeer):
+            return None
+        peer.check()
         if stream is None or stream.peer is not peer:
-            peer.check()
             assert peer.lane is not None
-            stream = self._streams[peer.index, key] = PairStream(self, peer, peer.lane, key, slot, slots)
+            stream = PairStream(self, peer, peer.lane, channel["offset"], channel["bytes"], channel["slots"])
+            self._streams[name] = stream
+        stream.version = version
         return stream
 
     # ---- collectives
@@ -392,13 +283,13 @@ class NetPlane(ShmPlane):
                 raise Unreachable(b, f"workers {a} and {b} are of one collective, and nothing joins their hosts")
         marks = [self._heap().mark if peer is None else int(peer.row[6].partition("-")[2], 16) for peer in members]
         text = f"{form['id']} {marks} {[row[2] for row in pairs]}".encode()
-        key = TEAM_KEY | int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+        key = TEAM_KEY | int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2 << 1
         return key, all(row[3] != "via" for row in pairs)
 
     def _make_team(self, rank: int, members: list[Peer | None], key: int, direct: bool) -> WideTeam:
-        streams: dict[int, StreamLike] = {}
-        for at, peer in enumerate(members):
-            if peer is not None:
-                lane = self.network.lane(peer.index, self._routes[peer.index].epoch)
-                streams[at] = PairStream(self, peer, lane, key, SLOT_BYTES, SLOTS)
-        return WideTeam(key, rank, list(members), streams, direct, self.count)
+        streams, results = ({at: self._wide_stream(peer, k) for at, peer in enumerate(members) if peer} for k in (key, key ^ 1))
+        return WideTeam(rank, list(members), Duplex(self, streams, results), direct, self.count)
+
+    def _wide_stream(self, peer: Peer, key: int) -> PairStream:
+        lane = self.network.lane(peer.index, self._routes[peer.index].epoch)
+        return PairStream(self, peer, lane, key, SLOT_BYTES, SLOTS)

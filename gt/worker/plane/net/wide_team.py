@@ -4,31 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
 
 from gt.worker.plane.base import Combine, PeerGone, Unreachable
-
-
-class StreamLike(Protocol):
-    """A stream to another member."""
-
-    incoming: Any
-
-    def check(self) -> None: ...
-    def send(self, data: memoryview, total: int, note: int = 0) -> None: ...
-    def post(self, into: memoryview) -> None: ...
-    def wait(self) -> None: ...
-    def wait_for(self, count: int) -> None: ...
-    def fail(self, why: str) -> None: ...
+from gt.worker.plane.net.duplex import Duplex
+from gt.worker.plane.net.stream import SMALL
 
 
 class WideTeam:
-    """key: of its streams. peers: by rank, None for this member. streams: by rank. direct: a connection joins each pair."""
+    """peers: by rank, None for this member. duplex: streams by rank. direct: a connection joins each pair."""
 
-    def __init__(
-        self, key: int, rank: int, peers: list, streams: dict[int, StreamLike], direct: bool, count: Callable[..., None]
-    ) -> None:
-        self.key, self.rank, self.size, self.peers, self.streams, self.direct = key, rank, len(peers), peers, streams, direct
+    def __init__(self, rank: int, peers: list, duplex: Duplex, direct: bool, count: Callable[..., None]) -> None:
+        self.rank, self.size, self.peers, self.direct = rank, len(peers), peers, direct
+        self.duplex, self.streams = duplex, duplex.streams
+        self.key = next(iter(self.streams.values())).key
         self.failed: tuple[int, str] | None = None
         self._count = count
 
@@ -56,15 +44,27 @@ class WideTeam:
 
     def exchange(self, sends: Sequence[memoryview], recvs: Sequence[memoryview], note: int) -> list[int]:
         """Send sends[r] to each rank, and receive recvs[r] from it; the numbers that all announced. Own entries are unused."""
-        notes = [note] * self.size
-        for rank in self.others():
-            self.streams[rank].post(recvs[rank])
-        for rank in self.others():
-            self.streams[rank].send(sends[rank], len(sends[rank]), note)
-        for rank in self.others():
-            self.streams[rank].wait()
-            notes[rank] = self.streams[rank].incoming.message.note
-        return notes
+        streams = self.streams
+        if max(max(len(sends[rank]), len(recvs[rank])) for rank in streams) <= SMALL:
+            for rank in self.others():
+                streams[rank].post(recvs[rank])
+            for rank in self.others():
+                streams[rank].send(sends[rank], len(sends[rank]), note)
+            for rank in self.others():
+                streams[rank].wait()
+        else:
+            with self.duplex as duplex:
+                for rank in self.others():
+                    duplex.post(streams[rank], recvs[rank])
+                for rank in self.others():
+                    duplex.send(streams[rank], sends[rank], len(sends[rank]), note)
+                duplex.drive(lambda: all(stream.incoming.done for stream in streams.values()))
+                duplex.flush()
+        return self.notes(note)
+
+    def notes(self, own: int) -> list[int]:
+        """The numbers that all announced."""
+        return [own if rank == self.rank else self.streams[rank].incoming.message.note for rank in range(self.size)]
 
 
 class Sum:
@@ -75,23 +75,21 @@ class Sum:
         self._failure: Exception | None = None
 
     def add(self, out: memoryview, terms: Sequence[memoryview]) -> None:
-        """out = the sum of the terms. out may be a term other than the first, if no term overlaps it otherwise."""
+        """out = the sum of the terms. out may be a term, if no term overlaps it otherwise. terms[0] may be written over."""
         if not len(out) or self._failure:
             return
         first = terms[0]
-        if len(terms) > 1 and any(term is out for term in terms[1:]):
-            first = memoryview(bytearray(first))
-        into = first if first is not terms[0] else out
-        if into is out and first is not out:
+        if first is not out and not any(term is out for term in terms):
             out[:] = first
+            first = out
         try:
             for term in terms[1:]:
-                self._combine(into, term)
+                self._combine(first, term)
         except Exception as error:
             self._failure = error
             return
-        if into is not out:
-            out[:] = into
+        if first is not out:
+            out[:] = first
 
     def finish(self) -> None:
         if self._failure:

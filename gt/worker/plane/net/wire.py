@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from gt.wire import tcp
+from gt.worker.plane.net.lane import Incoming
 
 DATA, CREDIT, FAIL = 1, 2, 3
 HEADER = struct.Struct("<BBHIHHIQQQ")  # kind, hops, credit, bytes of payload, source, target, epoch, key, total, note
@@ -22,11 +23,13 @@ HEADER_BYTES = HEADER.size
 STAGE_BYTES = 64 << 10  # read at once while frames are small
 LARGE = 16 << 10  # bytes of a frame after which headers are read alone, so that payload is not copied
 JOINED = 4 << 10  # bytes of a payload that is copied behind its header
+WAKE_BYTES = 256 << 10  # of a large frame that wake its reader: it takes half the CPU time of a wake for each segment
+PATIENCE = 0.05  # seconds that a waiting thread reads a connection itself
 MAX_FRAME_BYTES = 64 << 20  # of a peer's frame
 MAX_HOPS = 16
-PAUSE_BYTES = 4 << 20  # of frames that wait to be relayed, from which on their sender is not read
-TEND = 5  # waits of 100 ms for a full connection
-NOWAIT, WHOLE = socket.MSG_DONTWAIT, socket.MSG_WAITALL
+FULL_SECONDS = 0.1  # that the kernel waits for room, before the sender looks whether it is still needed
+TEND = 5  # such waits
+NOWAIT = socket.MSG_DONTWAIT
 
 
 class Frame(NamedTuple):
@@ -50,6 +53,9 @@ class Sink(Protocol):
     def begin(self, wire: Wire, frame: Frame) -> memoryview:
         """Memory for the payload."""
 
+    def arrived(self, wire: Wire, count: int) -> None:
+        """So many bytes more of the payload are there."""
+
     def end(self, wire: Wire, frame: Frame, payload: memoryview) -> None:
         """The payload is there."""
 
@@ -63,18 +69,25 @@ class Wire:
         self.sock, self.index, self.epoch = sock, index, epoch  # the worker at the other end
         self.source, self.target = source, target  # addresses
         self.fd = sock.fileno()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, int(FULL_SECONDS * 1e6)))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(PATIENCE * 1e6)))
+        self._poll = select.poll()
+        self._poll.register(self.fd, select.POLLIN)
+        self._wake_bytes = 1  # that have to be there before a wait for the connection ends
         self.reading = threading.Lock()  # held by the thread that reads
         self.sending = threading.Lock()  # held by the thread that sends
         self.owned = self.touched = False  # a waiting thread reads it, and has done so lately
-        self.placed = False  # the sink has given a frame's own place, not a buffer
+        self.placed: Incoming | None = None  # the stream in whose memory the frame's bytes are put, not in a buffer
         self.mask = 0  # events that the background thread waits for
         self.relayed: deque[memoryview] = deque()  # rest of frames to be passed on
         self.relayed_bytes = 0
         self._counting = threading.Lock()
         self.paused: list[Wire] = []  # wires that are not read until these are sent
+        self.stalled = False  # it is one of them
         self.ended = False
         self._sink = sink
-        self._stage = memoryview(bytearray(STAGE_BYTES))
+        self._bytes = bytearray(STAGE_BYTES)
+        self._stage = memoryview(self._bytes)
         self._start = self._stop = 0
         self._frame = Frame(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._payload = self._rest = memoryview(b"")
@@ -82,17 +95,29 @@ class Wire:
 
     # ---- reading
 
-    def read(self, flags: int = 0) -> None:
-        """Read once, and deal with the bytes. BlockingIOError if there are none, OSError at the end of the connection."""
+    def read(self, flags: int = 0) -> bool:
+        """Read once, and deal with the bytes. False if no more are there now, as far as is known.
+
+        BlockingIOError if there are none, OSError at the end of the connection.
+        """
         rest = self._rest
         if rest:
-            got = self.sock.recv_into(rest, 0, flags or WHOLE)
+            if not flags and self._wake_bytes > 1:
+                self._poll.poll(PATIENCE * 1000)  # recv itself would wait for bytes after those that it has copied
+                flags = NOWAIT
+            got = self.sock.recv_into(rest, 0, flags)
             if not got:
                 raise Ended("its connection ended")
             self._rest = rest = rest[got:]
-            if not rest:
-                self._sink.end(self, self._frame, self._payload)
-            return
+            self._sink.arrived(self, got)
+            if rest:
+                if len(rest) < self._wake_bytes:
+                    self._wake_at(len(rest))
+                return False
+            if self._wake_bytes > 1:
+                self._wake_at(1)
+            self._sink.end(self, self._frame, self._payload)
+            return True
         stop = self._stop
         limit = HEADER_BYTES - (stop - self._start) if self._large else 0
         got = self.sock.recv_into(self._stage[stop:], limit, flags)
@@ -100,20 +125,20 @@ class Wire:
             raise Ended("its connection ended")
         self._stop = stop + got
         self._unpack()
+        return bool(self._rest)
 
-    def read_one(self, header: bytes, into: memoryview) -> int:
-        """Read once. If that is one frame that begins with `header` and has as many bytes as `into`: its credit, else -1.
+    def read_one(self, header: bytes, into: memoryview, size: int) -> int:
+        """Read once. If that is one frame with this header from its fourth byte on, and of `size` bytes: its credit, else -1.
 
         Much cheaper than `read`, and only for a reader that expects that frame. Errors as of `read`.
         """
         if self._rest or self._stop or self._large:
             return -1
-        stage, size = self._stage, len(into)
+        stage = self._stage
         got = self.sock.recv_into(stage)
-        if got == HEADER_BYTES + size and stage[4:HEADER_BYTES] == header:
+        if got == HEADER_BYTES + size and stage[0] == DATA and self._bytes.startswith(header, 4):
             into[:] = stage[HEADER_BYTES:got]
-            if stage[0] == DATA:
-                return stage[2] | stage[3] << 8
+            return stage[2] | stage[3] << 8
         if not got:
             raise Ended("its connection ended")
         self._stop = got
@@ -133,13 +158,18 @@ class Wire:
             nbytes = frame.nbytes
             if nbytes > MAX_FRAME_BYTES:
                 raise Ended(f"it sent a frame of {nbytes} bytes, at most {MAX_FRAME_BYTES} are taken")
+            if frame.hops > MAX_HOPS:
+                raise Ended(f"it sent a frame over {frame.hops} workers, at most {MAX_HOPS} are taken")
             self._large = nbytes > LARGE
             payload = self._sink.begin(self, frame)
             have = min(nbytes, stop - start)
             if have:
                 payload[:have] = stage[start : start + have]
                 start += have
+                self._sink.arrived(self, have)
             if have < nbytes:
+                if self._large:
+                    self._wake_at(min(nbytes - have, WAKE_BYTES))
                 self._frame, self._payload, self._rest = frame, payload, payload[have:]
             else:
                 self._sink.end(self, frame, payload)
@@ -148,60 +178,77 @@ class Wire:
             stage[:left] = bytes(stage[start:stop])
         self._start, self._stop = 0, left
 
+    def _wake_at(self, count: int) -> None:
+        """A wait ends with so many bytes. They are of one frame that has begun, so they will be there."""
+        self._wake_bytes = count
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+
     # ---- sending
 
-    def send(self, header: bytes, payload: memoryview, check: Callable[[], None]) -> None:
-        """Send a frame; waits while the connection is full. check: raises once nobody waits for it any more."""
-        with self.sending:
-            self._drain(check)
-            if len(payload) <= JOINED:
-                self._push([memoryview(header + bytes(payload))], check)
-            else:
-                self._push([memoryview(header), payload], check)
+    def send(self, parts: list[memoryview], check: Callable[[], None], later: int = 0) -> None:
+        """Send whole frames; waits while the connection is full. check: raises once nobody waits for them any more.
 
-    def send_now(self, frame: bytes, check: Callable[[], None]) -> bool:
-        """Send a small frame if nothing is in its way, which is cheaper than `send`. False if nothing was sent."""
-        if self.relayed or not self.sending.acquire(blocking=False):
-            return False
-        try:
-            sent = self.sock.send(frame, NOWAIT)
-            if sent < len(frame):
-                self._push([memoryview(frame)[sent:]], check)
-        except BlockingIOError:
-            return False
-        finally:
-            self.sending.release()
-        return True
+        later: bytes that may be copied and left to `relay`, in place of a wait.
+        """
+        with self.sending:
+            if self.relayed and self.relayed_bytes + sum(map(len, parts)) <= later:
+                self.queue(memoryview(b"".join(parts)))
+                return
+            self._drain(check)
+            if self.push_now(parts):
+                return
+            if sum(map(len, parts)) <= later:
+                self.hand_back(parts)
+            else:
+                self._push(parts, check)
 
     def _push(self, parts: list[memoryview], check: Callable[[], None]) -> None:
+        number = 0
+        try:
+            while not self.push_now(parts, 0):
+                check()
+                number += 1
+                if number % TEND == 0:
+                    tcp.tend(self.sock)
+        except BaseException:  # a frame that has begun has to be ended, or the other end takes the next one for its rest
+            self.hand_back(parts)
+            raise
+
+    def push_now(self, parts: list[memoryview], flags: int = NOWAIT) -> bool:
+        """Send as much as the connection takes now, which leaves `parts`. False if some is left. With `sending`.
+
+        Without NOWAIT the kernel waits for room, for the time that the socket has for it.
+        """
         while parts:
             try:
-                sent = self.sock.send(parts[0], NOWAIT) if len(parts) == 1 else self.sock.sendmsg(parts, (), NOWAIT)
+                sent = self.sock.send(parts[0], flags) if len(parts) == 1 else self.sock.sendmsg(parts, (), flags)
             except BlockingIOError:
-                self._wait(check)
-                continue
+                return False
             while parts and sent >= len(parts[0]):
                 sent -= len(parts.pop(0))
-            if sent:
+            if parts:
                 parts[0] = parts[0][sent:]
+                return False
+        return True
 
-    def _wait(self, check: Callable[[], None]) -> None:
-        poll = select.poll()
-        poll.register(self.fd, select.POLLOUT)
-        number = 0
-        while not poll.poll(100):
-            check()
-            number += 1
-            if number % TEND == 0:
-                tcp.tend(self.sock)
-        check()
+    def take_relayed(self) -> list[memoryview]:
+        """Take the frames, or rests of frames, that go before any other. With `sending`."""
+        parts = []
+        while self.relayed:
+            parts.append(self.relayed.popleft())
+            self._relayed_more(-len(parts[-1]))
+        return parts
+
+    def hand_back(self, parts: list[memoryview]) -> None:
+        """Leave the rest of frames to be sent before any other frame. With `sending`."""
+        for part in reversed(parts):
+            self._relayed_more(len(part))
+            self.relayed.appendleft(memoryview(bytes(part)))
 
     def _drain(self, check: Callable[[], None]) -> None:
         """Send the rest of relayed frames first: a frame is never divided by another."""
         while self.relayed:
-            part = self.relayed.popleft()
-            self._relayed_more(-len(part))
-            self._push([part], check)
+            self._push(self.take_relayed(), check)
 
     def queue(self, frame: memoryview) -> None:
         """A frame to be passed on by `relay`, or with the next frame that is sent."""
@@ -240,3 +287,8 @@ class Wire:
     def close(self) -> None:
         self.ended = True
         self.sock.close()
+
+
+def reason(error: OSError) -> str:
+    """The error without its number."""
+    return error.strerror or str(error) or type(error).__name__

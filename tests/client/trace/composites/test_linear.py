@@ -98,7 +98,7 @@ def test_tensors_between_the_ops_are_freed():
     before = alive()
     for _ in range(10):
         linear(x, weight)
-    assert alive() <= before
+    assert alive() <= before + 1  # a sum of `alive` itself may still be there; ten calls have thirty tensors between their ops
 
 
 def test_a_cleared_table_of_templates_begins_anew(monkeypatch):

@@ -146,7 +146,7 @@ def test_a_member_without_its_part_fails_the_others_and_nothing_else() -> None:
 WAITS = {
     "receives": lambda rank, transport: transport.recv(channel(rank, 2), flat(torch.empty(10))),
     "reduces": lambda rank, transport: transport.all_reduce(team(range(3), rank), flat(data(rank, 10)), SUM),
-    "sends": lambda rank, transport: [transport.send(channel(rank, 2), flat(data(rank, 10))) for _ in range(6)],
+    "sends": lambda rank, transport: [transport.send(channel(rank, 2), flat(data(rank, 10))) for _ in range(10_000)],
 }
 
 

@@ -25,7 +25,7 @@ MAX_NOTES = 64  # of more every second one is kept
 class Events:
     """An engine.base.Progress. `mark` records an event, whose `synchronize()` sleeps until the device has reached it.
 
-    A driver that loads kernels, or copies into memory that is not pinned, blocks every thread that calls it, and an event's
+    A driver that loads kernels, or copies into memory that is not pinned, blocks every thread that calls it. An event's
     `query()` holds the interpreter's lock meanwhile. So one thread waits for events, and no other asks the driver. A failure of
     the device shows in the work that is issued to it, not here.
     """

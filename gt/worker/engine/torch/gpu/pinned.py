@@ -1,7 +1,7 @@
 """Copies between a GPU and memory of the host that other processes share, on a stream of their own.
 
-A batch is copied while the device computes the step before. Its tensor is allocated on the copying stream: memory of the
-computing stream may still be in use by work that was issued and not carried out, for which the copy would have to wait.
+A batch is copied while the device computes the step before. Its tensor is allocated on the copying stream. Memory of
+the computing stream may still be in use by issued work, and the copy would have to wait for that work.
 """
 
 from __future__ import annotations

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import torch
 
 _streams: dict[tuple[int, bool], torch.cuda.Stream] = {}  # by device and direction
 
 
-def _stream(device: torch.device, to_host: bool) -> torch.cuda.Stream:
+def copy_stream(device: torch.device, to_host: bool) -> torch.cuda.Stream | None:
+    """The stream of a device's copies in one direction; None for a CPU, which stands for a GPU in tests."""
+    if device.type == "cpu":
+        return None
     key = device.index or 0, to_host
     if key not in _streams:
         _streams[key] = torch.cuda.Stream(device)
     return _streams[key]
+
+
+def pinned_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory of the host for a tensor with these strides, pinned for a GPU."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=device.type != "cpu")
 
 
 class PinnedCopy:
@@ -20,23 +30,32 @@ class PinnedCopy:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._device, self._like = tensor.device, tensor.to("meta")
         self.nbytes = tensor.untyped_storage().nbytes()
-        self._host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)
-        side = _stream(self._device, True)
+        self._host = pinned_like(tensor, self._device)
+        self.computed: Future | None = None  # the newest op in host memory that uses it
+        self._back: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._copied: torch.cuda.Event | None = None
+        side = copy_stream(self._device, True)
+        if side is None:
+            self._host.copy_(tensor)
+            return
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             self._host.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record(side)
         tensor.record_stream(side)  # its memory is given to nobody before it is copied
-        self._back: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def prefetch(self) -> None:
         if self._back is not None:
             return
-        own = torch.cuda.current_stream(self._device)
+        if self.computed is not None:
+            self.computed.exception()
         tensor = torch.empty_strided(self._like.shape, self._like.stride(), dtype=self._like.dtype, device=self._device)
-        side = _stream(self._device, False)
-        side.wait_stream(own)  # which may still use what the memory was before
+        side = copy_stream(self._device, False)
+        if side is None or self._copied is None:
+            self._back = tensor.copy_(self._host), None
+            return
+        side.wait_stream(torch.cuda.current_stream(self._device))  # which may still use what the memory was before
         side.wait_event(self._copied)
         with torch.cuda.stream(side):
             tensor.copy_(self._host, non_blocking=True)
@@ -49,10 +68,20 @@ class PinnedCopy:
         self.prefetch()
         assert self._back is not None
         tensor, done = self._back
-        torch.cuda.current_stream(self._device).wait_event(done)
+        if done is not None:
+            torch.cuda.current_stream(self._device).wait_event(done)
         return tensor
 
+    def host(self) -> torch.Tensor:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host
+
+    def used(self, changed: bool) -> None:
+        if changed:
+            self._back = None  # of the value before
+
     def close(self) -> None:
-        if self._back is None:
+        if self._back is None and self._copied is not None:
             self._copied.synchronize()
         self._back = None  # the pinned memory is given to nobody before its copies are done: torch's allocator sees to that

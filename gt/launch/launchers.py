@@ -154,11 +154,11 @@ def _expanded(part: str, text: str) -> list[str]:
     ranges, _, end = rest.partition("]")
     names = []
     for row in ranges.split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", row)
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-        if found is None or not first <= last < first + MAX_PROCESSES:
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", row)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if match is None or not first <= last < first + MAX_PROCESSES:
             raise ConfigError(f"SLURM_STEP_NODELIST is {text!r}, want names of nodes such as h[0-2]")
-        numbers = (f"{number:0{len(found[1])}}" for number in range(first, last + 1))
+        numbers = (f"{number:0{len(match[1])}}" for number in range(first, last + 1))
         names += [f"{begin}{number}{more}" for number in numbers for more in _expanded(end, text)]
     return names
 

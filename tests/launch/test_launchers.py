@@ -6,8 +6,8 @@ import pytest
 
 import gt
 from gt.errors import ConfigError, SystemFailure
-from gt.launch import join, machine, ssh
-from gt.launch.join import JobPlace, hostnames, place, tasks_per_node
+from gt.launch import launchers, machine, ssh
+from gt.launch.launchers import JobPlace, hostnames, place, tasks_per_node
 from gt.launch.ssh import HostEntry, entries
 
 TORCHRUN = {
@@ -28,12 +28,14 @@ CASES = {
         {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}, JobPlace("torchrun", 3, 4, 1, 2, "h0", 29500),
     ),
     "by hand, no port": (
-        {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "nodeA"}, JobPlace(join.HAND, 1, 3, 0, 0, "nodeA", join.PORT),
+        {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "nodeA"}, JobPlace(launchers.HAND, 1, 3, 0, 0, "nodeA", launchers.PORT),
     ),
-    "by hand, one process": ({"RANK": "0", "WORLD_SIZE": "1"}, JobPlace(join.HAND, 0, 1, 0, 1, "127.0.0.1", join.PORT)),
+    "by hand, one process": (
+        {"RANK": "0", "WORLD_SIZE": "1"}, JobPlace(launchers.HAND, 0, 1, 0, 1, "127.0.0.1", launchers.PORT),
+    ),
     "PyTorchJob": (
         {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "PYTHONUNBUFFERED": "0"},
-        JobPlace(join.HAND, 2, 3, 0, 0, "job-master-0", 23456),
+        JobPlace(launchers.HAND, 2, 3, 0, 0, "job-master-0", 23456),
     ),
     "TrainJob": (
         {"PET_NODE_RANK": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "t-0",
@@ -51,10 +53,10 @@ CASES = {
     ),
     "srun with a port": ({**SRUN, "MASTER_PORT": "29500", "MASTER_ADDR": "ib7"}, JobPlace("srun", 2, 3, 0, 1, "ib7", 29500)),
     "srun --resv-ports": ({**SRUN, "SLURM_STEP_RESV_PORTS": "12100-12102"}, JobPlace("srun", 2, 3, 0, 1, "h07", 12100)),
-    "Open MPI on one host": (OPEN_MPI, JobPlace("mpirun of Open MPI", 1, 4, 1, 4, "127.0.0.1", join.PORT)),
+    "Open MPI on one host": (OPEN_MPI, JobPlace("mpirun of Open MPI", 1, 4, 1, 4, "127.0.0.1", launchers.PORT)),
     "MPICH": (
         {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "MASTER_ADDR": "h0"},
-        JobPlace("mpirun of MPICH", 1, 2, 0, 1, "h0", join.PORT),
+        JobPlace("mpirun of MPICH", 1, 2, 0, 1, "h0", launchers.PORT),
     ),
     "torchrun within srun": ({**SRUN, **TORCHRUN}, JobPlace("torchrun", 3, 4, 1, 2, "h0", 0, ("h0", 29500, "gt/job7/1"))),
     "nothing": ({"MASTER_ADDR": "h0"}, None),
@@ -65,7 +67,7 @@ CASES = {
 def test_the_place_that_a_launcher_gives(case: str) -> None:
     variables, wanted = CASES[case]
     assert place(variables) == wanted
-    assert set(variables) - set(join.VARIABLES) <= {"PYTHONUNBUFFERED"}
+    assert set(variables) - set(launchers.VARIABLES) <= {"PYTHONUNBUFFERED"}
 
 
 @pytest.mark.parametrize(("variables", "says"), [

@@ -1,0 +1,194 @@
+"""Memory that a call's arguments, results and state share: which of it the call writes, and what its results are views of.
+
+A program fills copies of arguments. So it returns to the caller what it writes into them, and serves no call whose arguments
+share memory that it writes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
+
+from gt.client.capture.recording import CallRecording
+from gt.client.capture.state_walk import StateSnapshot, tensor_identity
+from gt.client.device.remote_tensor import RemoteTensor, memory_id
+from gt.client.trace.dispatch import call
+from gt.client.trace.op_info import info_of
+
+aten = torch.ops.aten
+_COPY, _VIEW = info_of(aten.copy_.default), info_of(aten.as_strided.default)
+
+
+@dataclass(frozen=True)
+class CallMemory:
+    """The memory of one recorded call, named by the id of the tensor that has it.
+
+    of: memory of tensors that are views. written: all that it writes; arguments: the places of those that it writes;
+    state: the written memory that Python state names. rebound: the places of arguments that it gives other memory, another
+    shape, requires_grad or hooks.
+    """
+
+    of: dict[int, int]
+    written: frozenset[int]
+    arguments: frozenset[int]
+    state: frozenset[int]
+    rebound: frozenset[int]
+
+    def owner(self, tensor: RemoteTensor) -> int:
+        """The memory of a tensor of the call."""
+        number = tensor._ref.id
+        return self.of.get(number, number)
+
+
+def identities(arguments: list) -> dict[int, tuple]:
+    """The tensor_identity of each remote argument, by its place."""
+    return {k: tensor_identity(leaf) for k, leaf in enumerate(arguments) if isinstance(leaf, RemoteTensor)}
+
+
+def call_memory(tape: CallRecording, entry: StateSnapshot, arguments: list, before: dict[int, tuple]) -> CallMemory:
+    """The memory of a finished recording. arguments: those that the function got.
+
+    entry, before: Python state and the arguments' identities before the call.
+    """
+    named = {tensor._ref.id: memory_id(tensor) for _, tensor in entry.tensors()}
+    given = {k: memory_id(leaf) for k, leaf in enumerate(arguments) if isinstance(leaf, RemoteTensor)}
+    of = named | {arguments[k]._ref.id: number for k, number in given.items()}
+    rebound = frozenset(k for k, now in identities(arguments).items() if now != before[k])
+    written: set[int] = set()
+    for op in tape.ops:
+        template = op.template
+        written.update(of.get(op.ins[k], op.ins[k]) for k in template.writes)
+        made = [out for out in template.outs if out.kind in ("new", "view")]
+        for number, out in zip(op.outs, made, strict=True):
+            if out.kind == "view":
+                base = op.ins[out.of]
+                of[number] = of.get(base, base)
+    places = frozenset(k for k, number in given.items() if number in written)
+    return CallMemory(of, frozenset(written), places, frozenset(written.intersection(named.values())), rebound)
+
+
+def sharing_arguments(leaves: list, memory: CallMemory) -> set[int]:
+    """Remote arguments that share memory with others or with state, where the call writes it: copies cannot stand for them."""
+    of = {k: memory_id(leaf) for k, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor)}
+    if not (memory.state or memory.arguments or memory.rebound):
+        return set()
+    counts = Counter(of.values())
+    changed = memory.state | {of[k] for k in memory.arguments if k in of and counts[of[k]] > 1}
+    return {k for k, number in of.items() if number in changed or k in memory.rebound}
+
+
+def written_inputs(leaves: list, inputs: dict[int, RemoteTensor], memory: CallMemory) -> tuple[int, ...]:
+    """The remote arguments of which the call has changed the copy."""
+    return tuple(k for k in inputs if k in memory.arguments and isinstance(leaves[k], RemoteTensor))
+
+
+def write_back(leaves: list, inputs: dict[int, RemoteTensor], written: Iterable[int]) -> None:
+    """Give the caller's tensors the values of their changed copies."""
+    for k in written:
+        call(_COPY, (leaves[k], inputs[k]))
+
+
+class Containers:
+    """The lists and dictionaries among a call's arguments, and those that the function gets in their place.
+
+    given, leaves: the caller's arguments, and their leaves; prepared: the leaves of those that the function gets, args and
+    kwargs.
+    """
+
+    def __init__(self, given: tuple, tree: TreeSpec, leaves: list, prepared: list) -> None:
+        self.args, self.kwargs = got = tree_unflatten(prepared, tree)
+        self._pairs: list[tuple[Any, Any]] = []
+        self._given = {id(new): old for old, new in zip(leaves, prepared, strict=True)}
+        self._walk(given, got)
+
+    def _walk(self, given: Any, got: Any) -> None:
+        if given is got or not isinstance(given, (list, dict, tuple, deque)):
+            return
+        self._given[id(got)] = given
+        if not isinstance(given, tuple):
+            self._pairs.append((given, got))
+        for key in given if isinstance(given, dict) else range(len(given)):
+            self._walk(given[key], got[key])
+
+    def give_back(self) -> bool:
+        """Give the caller's containers the entries that the function's have now. Returns whether any changed."""
+        changed = False
+        for given, got in self._pairs:
+            if isinstance(given, dict):
+                entries: Any = {key: self._given.get(id(value), value) for key, value in got.items()}
+                same = list(entries) == list(given) and all(map(is_, entries.values(), given.values()))
+            else:
+                entries = [self._given.get(id(value), value) for value in got]
+                same = len(entries) == len(given) and all(map(is_, entries, given))
+            if same:
+                continue
+            changed = True
+            given.clear()
+            (given.update if isinstance(given, dict) else given.extend)(entries)
+        return changed
+
+
+@dataclass(slots=True)
+class ArgumentView:
+    """A result that is an argument, or a view of one: the argument, and the size, stride and offset in it or None."""
+
+    argument: int
+    place: tuple[list[int], list[int], int] | None
+
+    def of(self, leaves: list) -> Any:
+        """The result, of the caller's arguments."""
+        tensor = leaves[self.argument]
+        if self.place is None:
+            return tensor
+        sizes, strides, offset = self.place
+        return call(_VIEW, (tensor, sizes, strides, tensor.storage_offset() + offset))
+
+
+def argument_view(result: Any, leaves: list, inputs: dict[int, RemoteTensor], memory: CallMemory) -> ArgumentView | None:
+    """The argument that a result is a view of, where the program fills a copy of it; None for any other result."""
+    if not isinstance(result, RemoteTensor):
+        return None
+    number, owner = result._ref.id, memory.owner(result)
+    for k, copy in inputs.items():
+        if copy._ref.id != owner or not isinstance(leaves[k], RemoteTensor):
+            continue
+        if number == owner:
+            return ArgumentView(k, None)
+        place = _place(result, copy, leaves[k].stride()) if result.dtype == copy.dtype else None
+        return None if place is None else ArgumentView(k, place)
+    return None
+
+
+def in_arguments(results: Any, leaves: list, inputs: dict[int, RemoteTensor], memory: CallMemory) -> Any:
+    """The results of a call that is no program: what the call returns of copies is of the caller's arguments."""
+    return tree_map(lambda x: view.of(leaves) if (view := argument_view(x, leaves, inputs, memory)) else x, results)
+
+
+def _place(view: torch.Tensor, copy: torch.Tensor, strides: tuple[int, ...]) -> tuple[list[int], list[int], int] | None:
+    """Size, stride and offset that a view of a dense copy has in a tensor with these strides; None if it has none there.
+
+    A step in the copy is one number of elements in each of its dims. No dim of the view may go beyond the end of one of these.
+    """
+    dims = sorted((d for d, size in enumerate(copy.shape) if size > 1), key=copy.stride, reverse=True)
+
+    def steps(distance: int) -> list[int]:
+        counts = []
+        for d in dims:
+            count, distance = divmod(distance, copy.stride(d))
+            counts.append(count)
+        return counts
+
+    start = steps(view.storage_offset() - copy.storage_offset())
+    moves = [steps(step) if size > 1 else [0] * len(dims) for size, step in zip(view.shape, view.stride(), strict=True)]
+    for n, d in enumerate(dims):
+        last = start[n] + sum(move[n] * (size - 1) for move, size in zip(moves, view.shape, strict=True))
+        if view.numel() and last >= copy.shape[d]:
+            return None
+    there = [sum(count * strides[d] for count, d in zip(move, dims, strict=True)) for move in (*moves, start)]
+    return list(view.shape), there[:-1], there[-1]

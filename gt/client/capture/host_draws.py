@@ -1,0 +1,299 @@
+"""Random numbers that a captured function draws on the CPU: to decide what it does, as in layer drop, or to upload them.
+
+Python does not run in a replay. So a tape records the CPU ops from each draw to the values that Python reads or uploads. A
+replay executes the tape first. Each value that Python has read is a guard: where one differs, the function itself runs. Each
+value that it has uploaded is an input of the program, which a recorded call finds uploaded before it begins.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gt.client.device.remote_tensor import RemoteTensor, make
+
+DRAWN = "random numbers drawn on the CPU"
+LEADS_ELSEWHERE = f"{DRAWN} decide otherwise than in the recorded call"
+UPLOADED = f"the function uploads {DRAWN}: the next calls have them as inputs"
+_COPY = torch.ops.aten._to_copy.default
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_MAX_COMPARED = 1024  # elements of a CPU tensor that two recorded calls compare by value
+_WITHOUT_CONTENT = (torch.Tensor, bool, str, torch.Size, torch.dtype, torch.device, torch.layout, tuple, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """An operand: a result of an earlier op of the tape."""
+
+    row: int
+    output: int
+
+
+@dataclass(slots=True)
+class _Row:
+    """One CPU op of the tape. reads, writes: addresses of the storages that it reads, and of those that it makes or writes."""
+
+    op: Any
+    args: tuple  # tensors of the tape are _Result, others are themselves
+    kwargs: dict
+    draws: bool
+    reads: set[int]
+    writes: set[int]
+    value: Any  # the number that it gives, or None
+
+    def operands(self) -> list:
+        return tree_leaves((self.args, self.kwargs))
+
+    def identity(self) -> tuple:
+        """Return a value that is equal for two recorded calls whose rows agree."""
+        return self.op, [(type(x), _content(x)) for x in self.operands()], repr(self.value)
+
+
+def _content(operand: Any) -> Any:
+    if not isinstance(operand, torch.Tensor):
+        return operand
+    return (operand.dtype, operand.tolist()) if operand.numel() <= _MAX_COMPARED else id(operand)
+
+
+@dataclass
+class HostDraws:
+    """The tape of one recorded call, a context manager around it.
+
+    inputs: remote tensors that have the values of its uploads, in order, as the call before predicts them. obstacle: why no
+    replay can execute the tape, or "". values: what the last replay uploads.
+    """
+
+    inputs: list[RemoteTensor] = field(default_factory=list)
+    predicted: list[torch.Tensor] = field(default_factory=list)  # values of `inputs`
+    obstacle: str = ""
+    rows: list[_Row] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._uploads: list[_Result] = []
+        self._operands: list[torch.Tensor] = []  # those of the op under way that depend on a draw, and are not uploaded yet
+        self._made: dict[int, tuple[weakref.ref, _Result]] = {}  # id of a tensor -> itself, and its name on the tape
+        self._storages: dict[int, StorageWeakRef] = {}  # made in the call: an address is not used again while this is held
+        self._filled = 0  # uploads that were found among the inputs
+        self._drawn: set[int] = set()  # those of which the content depends on a draw
+        self._modes = _Ops(self), _Functions(self)
+
+    # ---- during the call
+
+    def __enter__(self) -> HostDraws:
+        self._before = torch.get_rng_state()
+        for mode in self._modes:
+            mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)
+
+    def refuse(self, what: str) -> None:
+        """Note a reason for which the tape cannot stand for the function's own draws. The first one counts."""
+        self.obstacle = self.obstacle or what
+
+    def depends(self, tensor: Any) -> bool:
+        """Return whether the content of a tensor depends on a draw of this call."""
+        return type(tensor) in _PLAIN and tensor.layout is torch.strided and _address(tensor) in self._drawn
+
+    def begin(self, args: tuple, kwargs: dict | None) -> None:
+        """An op is next. Its operands may be uploaded."""
+        self._operands = [x for x in tree_leaves((args, kwargs)) if self.depends(x)]
+
+    def upload(self, host: torch.Tensor) -> RemoteTensor | None:
+        """Return the input that has the values of a tensor which the op under way uploads; None if it has to be uploaded."""
+        operand = next((x for x in self._operands if _is_same_view(x, host)), None)
+        if operand is None and len(self._operands) == 1 and self._operands[0].dtype != host.dtype:
+            operand = self._operands[0]  # uploaded in another dtype
+        name = self._name(operand)
+        if operand is None or type(name) is not _Result or operand.shape != host.shape:
+            return None
+        self._operands = [x for x in self._operands if x is not operand]
+        # A copy on the tape, since the function may write to its tensor afterwards.
+        self.rows.append(_Row(_COPY, (name,), {"dtype": host.dtype}, False, {_address(operand)}, set(), None))
+        number = len(self._uploads)
+        self._uploads.append(_Result(len(self.rows) - 1, 0))
+        if number >= len(self.inputs):
+            return None
+        predicted, tensor = self.predicted[number], self.inputs[number]
+        if predicted.dtype != host.dtype or not torch.equal(predicted, host):
+            return None
+        self._filled += 1
+        return make(tensor._ref.meta, tensor._ref)
+
+    def note(self, op: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        """Append an op that was executed, if all its tensors are plain tensors of the CPU."""
+        leaves = tree_leaves((args, kwargs))
+        operands = [x for x in leaves if isinstance(x, torch.Tensor)]
+        results = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        depends = any(map(self.depends, operands))
+        if not all(type(t) in _PLAIN and t.is_cpu and t.layout is torch.strided for t in (*operands, *results)):
+            if depends and self._operands:
+                self.refuse(f"{op} reads {DRAWN}: draw them with device='remote', or pass them as an argument")
+            return
+        draws = torch.Tag.nondeterministic_seeded in op.tags and not any(isinstance(x, torch.Generator) for x in leaves)
+        reads, writes = set(map(_address, operands)), set(map(_address, results))
+        if op._schema.is_mutable:  # all operands: a tape that is longer than it has to be does no harm
+            writes |= reads
+        number = len(self.rows)
+        value = None if results or result is None else result
+        names, options = tree_map(self._name, (args, kwargs))
+        self.rows.append(_Row(op, names, options, draws, reads, writes, value))
+        before = set(reads)
+        for output, tensor in enumerate(results):
+            if isinstance(self._name(tensor), torch.Tensor):
+                self._made[id(tensor)] = weakref.ref(tensor), _Result(number, output)
+                if _address(tensor) not in before:
+                    self._storages[_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        if draws or depends:
+            if not writes <= self._storages.keys():
+                self.refuse(f"{op} writes {DRAWN} into a tensor from before the call")
+            self._drawn |= writes
+
+    def _name(self, operand: Any) -> Any:
+        """The operand's name on the tape, or the operand."""
+        known = self._made.get(id(operand))
+        return known[1] if known is not None and known[0]() is operand else operand
+
+    # ---- after the call
+
+    def finish(self) -> None:
+        """End the tape once the call's tensors are freed. It keeps draws, and what leads to values that Python has read."""
+        self._operands = []
+        uploaded = self._filled < len(self._uploads)  # the session may keep the memory of an upload, and the call is no program
+        if not uploaded and any(not self._storages[address].expired() for address in self._drawn & self._storages.keys()):
+            self.refuse(f"the function keeps {DRAWN}")
+        needed, makers = set(self._drawn), {name.row for name in self._uploads}
+        for n, row in reversed(list(enumerate(self.rows))):
+            row.value = row.value if row.reads & self._drawn else None
+            if row.draws or row.writes & needed or row.value is not None or n in makers:
+                makers |= {n, *[x.row for x in row.operands() if type(x) is _Result]}
+                needed |= row.reads
+        places = {n: place for place, n in enumerate(sorted(makers))}
+        self.rows = [self.rows[n] for n in places]
+        for row in self.rows:
+            row.args, row.kwargs = tree_map(
+                lambda x: _Result(places[x.row], x.output) if type(x) is _Result else x, (row.args, row.kwargs)
+            )
+        self._uploads = [_Result(places[name.row], 0) for name in self._uploads]
+        self.predicted = []
+        self._made.clear()
+        self._storages.clear()
+        if not self.obstacle and not self._draws_all():
+            self.refuse(f"the function draws {DRAWN} by other means than ops of torch")
+
+    def _draws_all(self) -> bool:
+        """Return whether the tape, from the state before the call, leaves the generator as the call has left it."""
+        after = torch.get_rng_state()
+        torch.set_rng_state(self._before)
+        try:
+            return self._agrees() and torch.equal(torch.get_rng_state(), after)
+        finally:
+            torch.set_rng_state(after)
+
+    @property
+    def fills_inputs(self) -> bool:
+        """True if each upload of the call was one of the inputs, in order, so that a replay can fill them."""
+        return self._filled == len(self._uploads) == len(self.inputs)
+
+    @property
+    def uploads(self) -> int:
+        """Number of uploads of drawn values."""
+        return len(self._uploads)
+
+    def identity(self) -> tuple:
+        """Return a value that is equal for two recorded calls whose tapes agree."""
+        return [row.identity() for row in self.rows], self._uploads
+
+    def prediction(self) -> list[torch.Tensor]:
+        """Return the values that the next call would upload, as far as it does the same. Draws nothing."""
+        state = torch.get_rng_state()
+        try:
+            return self.values if self._agrees() else []
+        finally:
+            torch.set_rng_state(state)
+
+    # ---- before a replay
+
+    def violation(self) -> str:
+        """Draw as the function would. Returns "", or why a replay would do something else; nothing is drawn then."""
+        state = torch.get_rng_state()
+        if self._agrees():
+            return ""
+        torch.set_rng_state(state)
+        return LEADS_ELSEWHERE
+
+    @torch.no_grad()
+    def _agrees(self) -> bool:
+        """Execute the tape. Returns False at the first value that is not the recorded call's."""
+        results: list[Any] = []
+
+        def resolved(x: Any) -> Any:
+            return results[x.row][x.output] if type(x) is _Result else x
+
+        for row in self.rows:
+            args = [tree_map(resolved, x) if type(x) is list else resolved(x) for x in row.args]
+            kwargs = {key: resolved(x) for key, x in row.kwargs.items()} if row.kwargs else {}
+            result = row.op(*args, **kwargs)
+            if row.value is not None and result != row.value and (result == result or row.value == row.value):
+                return False
+            results.append(result if isinstance(result, (tuple, list)) else (result,))
+        self.values = [results[name.row][0] for name in self._uploads]
+        return True
+
+
+def _is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _Ops(TorchDispatchMode):
+    """Hands each op of the call to the tape."""
+
+    def __init__(self, tape: HostDraws) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self._tape.begin(args, kwargs)
+        result = func(*args, **(kwargs or {}))
+        self._tape.note(func, args, kwargs or {}, result)
+        return result
+
+
+class _Functions(TorchFunctionMode):
+    """Refuses functions that hand out the content of drawn tensors with no op, such as tolist and numpy."""
+
+    def __init__(self, tape: HostDraws) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        noted = len(self._tape.rows)
+        result = func(*args, **(kwargs or {}))
+        if any(map(self._tape.depends, args)) and _hands_out(func, result, len(self._tape.rows) > noted):
+            self._tape.refuse(f"{resolve_name(func) or func} reads {DRAWN}")
+        return result
+
+
+def _hands_out(func: Any, result: Any, noted: bool) -> bool:
+    """Return whether a function's result has the content of its tensors. noted: the tape has an op of it."""
+    if isinstance(result, _WITHOUT_CONTENT):
+        return False
+    if isinstance(result, list):
+        return not all(isinstance(x, torch.Tensor) for x in result)
+    if isinstance(result, (int, float, complex)):  # item() has an op, numel() has no content
+        return not noted and (not isinstance(result, int) or func is torch.Tensor.data_ptr)
+    return True

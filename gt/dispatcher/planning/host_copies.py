@@ -1,0 +1,109 @@
+"""Copies in host memory of tensors on the device, which ops on offloaded state use: of which values workers have them.
+
+An op in host memory reads a gradient and changes a parameter by such copies. A copy is of one version of its tensor: a second
+op reads the gradient with no second transfer, and the parameter has to cross the link one way only. Copies of parameters that
+a program uses last from one replay to the next; others are made in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gt.dispatcher.programs.recording import Recording
+from gt.dispatcher.state.context import SessionContext
+from gt.dispatcher.state.tensors import Storage, Tensor
+
+
+class LaunchedCopies(NamedTuple):
+    """Tensors of which a program uses copies from before it, and those of which it leaves copies, each by its storage."""
+
+    uses: dict[Storage, int]
+    leaves: dict[Storage, int]
+
+
+class SessionHostCopies:
+    """Those of one session."""
+
+    def __init__(self, context: SessionContext) -> None:
+        self._context, self._emitter = context, context.emitter
+        self._epoch = 0
+        self._used: list[Tensor] = []  # by the op that is planned
+
+    def forget(self) -> None:
+        """Workers may not have made what they were told to make."""
+        self._epoch += 1
+
+    def fresh(self, ins: Sequence[Tensor], away: Sequence[int], brought: Sequence[int]) -> tuple[int, ...]:
+        """Operands of which workers have no copy, or one of another value. away: those that rest in host memory themselves."""
+        fresh = []
+        for n, t in enumerate(ins):
+            if n in away:
+                continue
+            if brought[n] != t.id:  # a copy in another layout, which ends with the op
+                fresh.append(n)
+                continue
+            if not self._current(t):
+                fresh.append(n)
+            self._used.append(t)
+        return tuple(fresh)
+
+    def written(self, t: Tensor) -> None:
+        """The op that is planned writes a tensor on the device."""
+        t.storage.host_copy = None
+        self._used = [used for used in self._used if used.storage is not t.storage]
+
+    def note_versions(self) -> None:
+        """The op is planned: its copies are of the versions that its tensors have now."""
+        for t in self._used:
+            t.storage.host_copy = (t.id, t.storage.version, self._epoch, self._mark())
+        self._used.clear()
+
+    def _current(self, t: Tensor) -> bool:
+        """True if workers have a copy of this value. One from before a recording is of use there if a replay will find it."""
+        storage, tape = t.storage, self._context.tape
+        if storage.host_copy is None or storage.host_copy[:3] != (t.id, storage.version, self._epoch):
+            return False
+        if storage.host_copy[3] is self._mark():
+            return True
+        if not storage.param or self._context.failures.troubled:
+            return False
+        if tape is not None:
+            tape.host_copies[storage] = t.id
+        return True
+
+    def _mark(self) -> object:
+        """The recording under way, or None."""
+        return None if self._context.tape is None else self._context.tape.mark
+
+    # ---- programs
+
+    def of_program(self, tape: Recording) -> LaunchedCopies:
+        """Copies that a program needs and leaves, once its recording is over."""
+        tensors = [t for i in tape.before if (t := self._context.table.rows.get(i)) is not None and t.storage.param]
+        left = {
+            t.storage: t.id
+            for t in tensors
+            if (copy := t.storage.host_copy) is not None
+            and copy[:3] == (t.id, t.storage.version, self._epoch)
+            and copy[3] is tape.mark
+        }
+        for storage, tensor in left.items():
+            storage.host_copy = (tensor, storage.version, self._epoch, None)
+        return LaunchedCopies(tape.host_copies, left)
+
+    def before_launch(self, copies: LaunchedCopies) -> None:
+        """Have workers make copies anew that the program uses, and whose tensors have been changed since."""
+        emitter, rows = self._emitter, self._context.table.rows
+        for storage, tensor in copies.uses.items():
+            t = rows.get(tensor)
+            if t is None or t.layout is None or storage.host_copy == (tensor, storage.version, self._epoch, None):
+                continue
+            for index in t.layout.mesh.workers:
+                worker = emitter.cluster.workers[index]
+                if not worker.lost:
+                    emitter.write(worker, emitter.common("stale"), emitter.ids([tensor]))
+
+    def after_launch(self, copies: LaunchedCopies) -> None:
+        for storage, tensor in copies.leaves.items():
+            storage.host_copy = (tensor, storage.version, self._epoch, None)

@@ -1,0 +1,111 @@
+"""The agents of a job's processes, for `gt doctor --hosts env`: those of ranks above 0 answer rank 0's orders by TCP.
+
+Each end proves that it has the job's token, which is never sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+from gt.errors import SystemFailure
+from gt.launch import host_agent
+from gt.wire import tcp
+
+MEET_SECONDS = 120.0  # until all processes are there
+SECONDS = 5.0  # for a proof
+AGAIN_SECONDS = 0.2
+NONCE_BYTES = PROOF_BYTES = 32
+_OFFER = struct.Struct("!I32s32s")  # rank, nonce, proof
+
+
+class Meeting:
+    """Rank 0's end: a port at which the other ranks offer themselves."""
+
+    def __init__(self, host: str, port: int, token: str) -> None:
+        six = ":" in host
+        self._sock = socket.create_server((host, port), family=socket.AF_INET6 if six else socket.AF_INET, dualstack_ipv6=six)
+        self.port: int = self._sock.getsockname()[1]
+        self._token = token.encode()
+        self._changed = threading.Condition()
+        self._socks: dict[int, socket.socket] = {}  # by rank
+
+    def members(self, size: int, seconds: float = MEET_SECONDS) -> dict[int, socket.socket]:
+        """The connections of ranks 1 to size - 1, by rank; after so many seconds those that there are."""
+        until = time.monotonic() + seconds
+        threads = []
+        while len(self._socks) < size - 1 and (left := until - time.monotonic()) > 0:
+            self._sock.settimeout(min(left, AGAIN_SECONDS))
+            with contextlib.suppress(TimeoutError):
+                threads.append(threading.Thread(target=self._admit, args=(self._sock.accept()[0], size), daemon=True))
+                threads[-1].start()
+        self._sock.close()
+        for thread in threads:
+            thread.join()
+        return dict(sorted(self._socks.items()))
+
+    def _admit(self, sock: socket.socket, size: int) -> None:
+        try:
+            sock.settimeout(SECONDS)
+            nonce = os.urandom(NONCE_BYTES)
+            sock.sendall(nonce)
+            rank, theirs, proof = _OFFER.unpack(host_agent.exactly(sock, _OFFER.size))
+            if not 0 < rank < size or not hmac.compare_digest(proof, _proof(self._token, rank, nonce, theirs)):
+                raise PermissionError("it has not the token of this job")
+            sock.sendall(_proof(self._token, 0, theirs, nonce))
+            sock.settimeout(None)
+            tcp.watch(sock)
+            self._socks[rank] = sock
+        except OSError:
+            sock.close()
+
+
+def answer(host: str, port: Callable[[], int], rank: int, token: str, seconds: float = MEET_SECONDS) -> bool:
+    """Another rank's end: answer rank 0's orders until it ends. True if this process is to be a worker of the job then.
+
+    SystemFailure if rank 0 is not there in time, or has another token.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            sock = _offer(host, port(), rank, token.encode())
+            break
+        except PermissionError as error:
+            raise SystemFailure(f"{host}: {error}; all processes of a job need the same GT_TOKEN or GT_TOKEN_FILE") from None
+        except OSError as error:
+            if time.monotonic() >= until:
+                raise SystemFailure(f"no `gt doctor` of rank 0 at {host}: {error.strerror or error}") from None
+            time.sleep(AGAIN_SECONDS)
+    with sock, sock.makefile("r") as orders, sock.makefile("w") as answers, contextlib.suppress(OSError):
+        return host_agent.serve(orders, answers)
+    return False
+
+
+def _offer(host: str, port: int, rank: int, token: bytes) -> socket.socket:
+    """A connection to rank 0, which has proved itself. PermissionError if it cannot, OSError if it is not there."""
+    sock = socket.create_connection((host, port), SECONDS)
+    try:
+        theirs, nonce = host_agent.exactly(sock, NONCE_BYTES), os.urandom(NONCE_BYTES)
+        sock.sendall(_OFFER.pack(rank, nonce, _proof(token, rank, theirs, nonce)))
+        try:
+            proof = host_agent.exactly(sock, PROOF_BYTES)
+        except ConnectionError:
+            raise PermissionError("rank 0 does not take this process for one of its job") from None
+        if not hmac.compare_digest(proof, _proof(token, 0, nonce, theirs)):
+            raise PermissionError("it has not the token of this job")
+        sock.settimeout(None)
+        tcp.watch(sock)
+        return sock
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _proof(token: bytes, rank: int, theirs: bytes, own: bytes) -> bytes:
+    return hmac.new(token, rank.to_bytes(4, "big") + theirs + own, "sha256").digest()

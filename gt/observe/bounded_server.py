@@ -1,0 +1,143 @@
+"""An HTTP server in threads that strangers cannot fill: few connections, and those that ask for too long make room.
+
+Whoever reaches the port can connect. So a request has a deadline, and the newest connection is served in place of the oldest
+whose request is not admitted. Knows no page and no metric.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import socket
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedIOBase
+from typing import Any
+
+log = logging.getLogger("gt.observe")
+MAX_CONNECTIONS = 64
+REQUEST_SECONDS = 10.0  # from a connection to the end of its answer, unless it is admitted; for each write of those
+MAX_REQUEST_BYTES = 64 << 10  # with its headers
+POLL_SECONDS = 0.5  # between looks for requests that are late
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class BoundedServer(ThreadingHTTPServer):
+    """Serves from its creation until `close`. name: of its threads."""
+
+    daemon_threads = False
+    request_queue_size = MAX_CONNECTIONS
+
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler], name: str) -> None:
+        self.host = host
+        self._asking: dict[socket.socket, float] = {}  # connections that are not admitted -> when they began, oldest first
+        self._admitted: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), handler)
+        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": POLL_SECONDS}, name=name)
+        self._thread.start()
+
+    def admit(self, connection: socket.socket) -> None:
+        """Let a connection last: its request is allowed."""
+        with self._lock:
+            if self._asking.pop(connection, None) is not None:
+                self._admitted.add(connection)
+
+    def close(self) -> None:
+        self.shutdown()
+        self._thread.join()
+        with self._lock:
+            for connection in (*self._asking, *self._admitted):
+                _end(connection)
+        self.server_close()
+
+    # ---- called by the base classes
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            full = len(self._asking) + len(self._admitted) >= MAX_CONNECTIONS
+            oldest = next(iter(self._asking), None)
+            if full and oldest is not None:
+                del self._asking[oldest]
+                _end(oldest)
+            if not full or oldest is not None:
+                self._asking[request] = time.monotonic()
+        if full and oldest is None:  # all are admitted
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """End requests that are late. Called between requests, and each POLL_SECONDS."""
+        now = time.monotonic()
+        with self._lock:
+            for connection in [sock for sock, began in self._asking.items() if now - began > REQUEST_SECONDS]:
+                del self._asking[connection]
+                _end(connection)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._asking.pop(request, None)
+            self._admitted.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser has gone, or was too slow: its connection ends, and nothing else. Another error is ours."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            log.exception("an HTTP request failed")
+
+
+class BoundedRequest:
+    """The bytes of a request, as far as BaseHTTPRequestHandler reads them. OSError after MAX_REQUEST_BYTES."""
+
+    def __init__(self, stream: BufferedIOBase) -> None:
+        self._stream, self._left = stream, MAX_REQUEST_BYTES
+        self.close = stream.close
+
+    def readline(self, most: int = -1) -> bytes:
+        line = self._stream.readline(min(most, self._left + 1) if most >= 0 else self._left + 1)
+        self._left -= len(line)
+        if self._left < 0:
+            raise OSError(f"the request has more than {MAX_REQUEST_BYTES} bytes")
+        return line
+
+
+class BoundedHandler(BaseHTTPRequestHandler):
+    """One request of a BoundedServer, without a body. HTTP/1.0: a connection each, so that none waits idle."""
+
+    server: BoundedServer
+    timeout = REQUEST_SECONDS
+    server_version, sys_version = "gt", ""
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = BoundedRequest(self.rfile)  # type: ignore[assignment]
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged: a path may have a key."""
+
+
+def _end(connection: socket.socket) -> None:
+    """End a connection: the thread that serves it closes it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def names_this(host: str, asked: str) -> bool:
+    """True if a request's Host is an address, this machine, or the host that was asked for.
+
+    Another name may be somebody's who has let it point here, so that his page could read ours (DNS rebinding).
+    """
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    name = name.removeprefix("[").removesuffix("]").lower()
+    if name in ("localhost", asked.lower(), socket.gethostname().lower()):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

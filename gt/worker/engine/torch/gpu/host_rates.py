@@ -1,0 +1,59 @@
+"""Rates of a GPU's link to host memory and of arithmetic there, measured once when a worker starts, which takes some 50 ms."""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter
+
+import torch
+
+log = logging.getLogger("gt.worker")
+
+COPIED_BYTES, COPIES = 8 << 20, 4
+ELEMENTS = 1 << 21  # of each tensor in the step of AdamW: all four exceed most caches
+BYTES_PER_ELEMENT = 28  # read and written in host memory
+
+
+def measure(device: torch.device) -> list[float]:
+    """Bytes a second: of copies, each way, and of AdamW in host memory. [] if there is no room to measure them."""
+    try:
+        return [_link(device), _memory()]
+    except RuntimeError as error:
+        log.info("the rates of host memory are not measured: %s", error)
+        return []
+    finally:
+        torch.cuda.empty_cache()
+
+
+def _link(device: torch.device) -> float:
+    here = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
+    there.copy_(here, non_blocking=True)
+    torch.cuda.synchronize(device)
+    start = perf_counter()
+    for _ in range(COPIES):
+        here.copy_(there, non_blocking=True)
+        there.copy_(here, non_blocking=True)
+    torch.cuda.synchronize(device)
+    return 2 * COPIES * COPIED_BYTES / (perf_counter() - start)
+
+
+def _memory() -> float:
+    tensors = [[torch.ones(ELEMENTS)] for _ in range(4)]
+    seconds = 0.0
+    for step in (1.0, 2.0):  # the first one starts threads
+        start = perf_counter()
+        torch._fused_adamw_(
+            *tensors,
+            [],
+            [torch.tensor(step)],
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.0,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+        seconds = perf_counter() - start
+    return BYTES_PER_ELEMENT * ELEMENTS / seconds

@@ -1,0 +1,82 @@
+"""Ops in host memory: on tensors that rest there, and on host copies of others. Results rest there too.
+
+What an op writes on the device goes back to it. A lane carries such ops out in order; that of a GPU does so beside this thread,
+which waits where it looks up a tensor. Knows neither devices nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gt.worker.engine.base import HostCopy, HostLane, LaneOperand
+from gt.worker.offload.tensors import Kept, OffloadedTensors
+
+
+class OpsInHostMemory:
+    """The steps of a worker's host ops, and the host copies of tensors on its device."""
+
+    def __init__(self, tensors: OffloadedTensors, lane: HostLane) -> None:
+        self._tensors, self._lane = tensors, lane
+        self._copies = tensors.host_copies
+
+    def drop(self, i: int) -> None:
+        """A tensor was changed: its copy is of another value."""
+        self._copies.pop(i, None)
+
+    def run(self, call: Callable, ids: Sequence[int], values: Sequence, outs: Sequence[int], facts: tuple) -> None:
+        """Carry out an op. facts: operands whose copies are made anew, and those that the op writes, by number."""
+        fresh, writes = facts
+        try:
+            operands: list[LaneOperand] = [self._operand(i, n in fresh) for n, i in enumerate(ids)]
+            results = self._lane.run(call, operands, values, len(outs))
+            for n, operand in enumerate(operands):
+                self._note_used(ids[n], operand, n in writes)
+        except Exception:
+            for i in ids:
+                self.drop(i)
+            raise
+        for i, result in zip(outs, results, strict=True):
+            self._tensors.put_away(i, result)
+
+    def _operand(self, i: int, fresh: bool) -> LaneOperand:
+        away = self._tensors.resting(i)
+        if away is not None:
+            return away
+        tensor = self._tensors[i]
+        known = self._copies.get(i)
+        copy = known[1] if known is not None and known[0] is tensor else None
+        if copy is None:
+            copy, fresh = self._lane.copy(tensor), True
+            self._copies[i] = tensor, copy
+        if fresh:
+            copy.begin(tensor)
+            self._tensors.count_to_host(copy.nbytes)
+        return copy
+
+    def _note_used(self, i: int, operand: LaneOperand, changed: bool) -> None:
+        operand.used(changed)
+        tensor, copy = self._copies.get(i, (None, None))
+        if changed and copy is operand:
+            back = copy.send(tensor)
+            self._tensors.count_to_device(copy.nbytes)
+            if back is not None:
+                self._tensors.put_away(i, back)
+
+
+class HostEngineLane:
+    """The lane of an engine whose device is the host: ops are carried out at once, on the tensors themselves."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.bind, self.in_memory = engine.bind, engine.in_memory
+
+    def copy(self, tensor: Any) -> HostCopy:
+        return self._kept(tensor)
+
+    def run(self, call: Callable, operands: Sequence[LaneOperand], values: Sequence, outs: int) -> list[Any]:
+        results = call(*[operand.host() for operand in operands], *values)
+        return [self._kept(result) for result in (results if outs > 1 else [results] * outs)]
+
+    def _kept(self, tensor: Any) -> Kept:
+        return Kept(tensor, self._engine.spec(tensor).nbytes)

@@ -1,0 +1,266 @@
+"""Sends and receives of several streams at once, by one thread: it sleeps only while no connection can go on.
+
+A collective would else wait for one member after the other, and two threads would take turns at the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import select
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from gt.wire import tcp
+from gt.worker.plane.net.wire import CREDIT, DATA, NOWAIT, TEND, Wire
+
+if TYPE_CHECKING:
+    from gt.worker.plane.net.network import Network
+    from gt.worker.plane.net.stream import PairStream
+
+BATCH_BYTES = 1 << 20  # of frames that are given to the kernel at once, or a little more
+READS = 8  # of a connection before others have their turn
+NOTHING = memoryview(b"")
+
+
+class DuplexPlane(Protocol):
+    """The plane. bell: descriptor that is readable once a waiting thread should look again, between waiting(True) and False."""
+
+    network: Network
+
+    @property
+    def bell(self) -> int: ...
+    def waiting(self, now: bool) -> None: ...
+    def hear(self) -> None: ...
+
+
+class _Queued(NamedTuple):
+    """Bytes from `data` on of a message of `total` bytes; of CREDIT none."""
+
+    stream: PairStream
+    kind: int
+    data: memoryview
+    total: int
+    note: int
+
+
+class _Outlet:
+    """One connection: frames that are to be sent on it, and its state."""
+
+    __slots__ = ("ended", "full", "holds", "mask", "parts", "queue", "readable", "reads", "wire")
+
+    def __init__(self, wire: Wire, reads: bool) -> None:
+        self.wire, self.reads = wire, reads  # True if this thread reads it
+        self.queue: deque[_Queued] = deque()
+        self.parts: list[memoryview] = []  # of frames that have begun, or are the next
+        self.holds = False  # wire.sending
+        self.full = self.ended = False
+        self.readable = True
+        self.mask = 0
+
+    def send(self) -> None:
+        """Send what the connection takes now. OSError at its end."""
+        wire = self.wire
+        while self.parts or self.queue or self.holds:
+            if not self.holds and not wire.sending.acquire(timeout=0.05):
+                return  # another thread relays, which takes not long
+            self.holds = True
+            if not self.parts:
+                self.parts = wire.take_relayed() or self._frames()
+                if not self.parts:
+                    self._let_go()
+                    return
+            if not wire.push_now(self.parts):
+                self.full = True
+                return
+
+    def _frames(self) -> list[memoryview]:
+        """The next frames for which there is credit, of the first messages first."""
+        parts: list[memoryview] = []
+        nbytes, kept = 0, deque[_Queued]()
+        blocked = set()
+        while self.queue and nbytes < BATCH_BYTES:
+            queued = self.queue.popleft()
+            stream, kind, data, total, note = queued
+            if stream.key in blocked:
+                kept.append(queued)
+                continue
+            while nbytes < BATCH_BYTES:
+                part = stream.next_frame(data) if kind == DATA else data
+                if part is None:
+                    blocked.add(stream.key)
+                    kept.append(queued._replace(data=data))
+                    break
+                parts.append(memoryview(stream.header(kind, len(part), total, note)))
+                if part:
+                    parts.append(part)
+                nbytes += len(part)
+                data = data[len(part) :]
+                if not data:
+                    break
+            else:
+                kept.append(queued._replace(data=data))
+        self.queue.extendleft(reversed(kept))
+        return parts
+
+    def receive(self) -> None:
+        """Deal with what is there. OSError at the end of the connection."""
+        wire = self.wire
+        self.readable = False
+        wire.touched = True
+        try:
+            wire.deal()
+            for _ in range(READS):
+                if wire.stalled or not wire.read(NOWAIT):
+                    return
+            self.readable = True
+        except BlockingIOError:
+            pass
+
+    def _let_go(self) -> None:
+        self.holds = False
+        self.wire.sending.release()
+
+    def leave(self) -> None:
+        """Frames that have begun are left to be sent by others; the others' memory is free for use."""
+        if self.holds:
+            if self.parts:
+                self.wire.hand_back(self.parts)
+                self.parts = []
+            self._let_go()
+        self.queue.clear()
+
+
+class Duplex:
+    """The streams to the other members of a team, by rank; `results`: a second one to each.
+
+    Within `with`, this thread alone reads their connections, as far as no other does. Outside of it only the streams
+    themselves are used.
+    """
+
+    def __init__(self, plane: DuplexPlane, streams: Mapping[int, PairStream], results: Mapping[int, PairStream]) -> None:
+        self.streams, self.results = streams, results
+        self._plane = plane
+        self._outlets: dict[PairStream, _Outlet] = {}
+        self._by_fd: dict[int, _Outlet] = {}
+        self._scratch = memoryview(bytearray())
+
+    def __enter__(self) -> Duplex:
+        plane, network = self._plane, self._plane.network
+        wires = {rank: (stream, stream.wire) for rank, stream in self.streams.items()}  # waits, so before anything is held
+        try:
+            self._poll = select.poll()
+            self._poll.register(plane.bell, select.POLLIN)
+            for rank, (stream, wire) in wires.items():
+                outlet = self._by_fd.get(wire.fd)
+                if outlet is None:
+                    outlet = self._by_fd[wire.fd] = _Outlet(wire, network.take(wire))
+                    outlet.mask = select.POLLIN if outlet.reads else 0
+                    self._poll.register(wire.fd, outlet.mask)
+                self._outlets[stream] = self._outlets[self.results[rank]] = outlet
+            plane.waiting(True)
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        self._plane.waiting(False)
+        for outlet in self._by_fd.values():
+            outlet.leave()
+            self._give_up(outlet)
+        self._outlets.clear()
+        self._by_fd.clear()
+
+    def _give_up(self, outlet: _Outlet) -> None:
+        if outlet.reads:
+            outlet.reads = False
+            self._plane.network.leave(outlet.wire)
+        self._plane.network.arm(outlet.wire)
+
+    # ---- within `with`
+
+    def post(self, stream: PairStream, into: memoryview) -> None:
+        """Receive a stream's next message there."""
+        stream.expect(into)
+        if stream.owes:
+            self._queue(_Queued(stream, CREDIT, NOTHING, 0, 0))
+
+    def send(self, stream: PairStream, data: memoryview, total: int, note: int = 0) -> None:
+        """Send bytes of a message of `total` bytes, in order with others of the stream. `data` is read until `flush`."""
+        self._queue(_Queued(stream, DATA, data, total, note))
+
+    def _queue(self, queued: _Queued) -> None:
+        outlet = self._outlets[queued.stream]
+        outlet.queue.append(queued)
+        if not outlet.full and not outlet.ended:
+            self._try(outlet, outlet.send)
+
+    def drive(self, ready: Callable[[], bool]) -> None:
+        """Send and receive until `ready`; the streams' errors."""
+        outlets = list(self._by_fd.values())
+        idle = 0
+        while not ready():
+            again = False
+            for outlet in outlets:
+                if outlet.reads and outlet.readable:
+                    self._try(outlet, outlet.receive)
+                if (outlet.parts or outlet.queue) and not outlet.full and not outlet.ended:
+                    self._try(outlet, outlet.send)
+                again = again or (outlet.readable and outlet.reads)
+            for stream in self.streams.values():
+                if stream.failing:
+                    stream.check()
+            if not again and not ready():
+                idle = 0 if self._sleep() else idle + 1
+                if idle and idle % TEND == 0:
+                    for outlet in outlets:
+                        if outlet.full and not outlet.ended:
+                            tcp.tend(outlet.wire.sock)
+
+    def flush(self) -> None:
+        """Send all that was queued."""
+        outlets = list(self._by_fd.values())
+        self.drive(lambda: not any(outlet.parts or outlet.queue for outlet in outlets))
+
+    def _sleep(self) -> bool:
+        """Wait until a connection can go on, for 100 ms at most. True if one can, or the bell has rung."""
+        plane, poll = self._plane, self._poll
+        for outlet in self._by_fd.values():
+            if outlet.ended:
+                continue
+            mask = (select.POLLIN if outlet.reads and not outlet.wire.stalled else 0) | (select.POLLOUT if outlet.full else 0)
+            if mask != outlet.mask:
+                outlet.mask = mask
+                poll.modify(outlet.wire.fd, mask)
+        ready = poll.poll(100)
+        for fd, events in ready:
+            if fd not in self._by_fd:
+                plane.hear()
+                continue
+            if events & select.POLLOUT:
+                self._by_fd[fd].full = False
+            if events & ~select.POLLOUT:
+                self._by_fd[fd].readable = True
+        for stream in self.streams.values():
+            stream.check()
+        return bool(ready)
+
+    def _try(self, outlet: _Outlet, work: Callable[[], None]) -> None:
+        """The connection's end is an error only for messages that need it: their lane breaks then."""
+        try:
+            work()
+        except (OSError, ValueError) as error:
+            self._plane.network.lost(outlet.wire, error)
+            outlet.ended = True
+            self._poll.unregister(outlet.wire.fd)
+            self._give_up(outlet)
+
+    def scratch(self, nbytes: int) -> memoryview:
+        """Memory for a collective's own use; what it held is not kept."""
+        if len(self._scratch) < nbytes:
+            self._scratch = memoryview(bytearray(nbytes))
+        return self._scratch[:nbytes]

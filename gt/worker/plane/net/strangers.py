@@ -1,0 +1,60 @@
+"""Connections at a worker's port for other hosts of which the other end has not proved who it is.
+
+Whoever reaches the port can connect, so these are few: the oldest makes room for a new one, and an honest handshake is short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+MAX_STRANGERS = 256
+MAX_EARLY_GREETINGS = 64  # that wait at a time for their world
+
+
+class Strangers:
+    """Connections of which each is to be admitted or discarded by the thread that greets it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socks: dict[socket.socket, None] = {}  # oldest first
+        self._early = 0  # greetings that wait
+
+    def add(self, sock: socket.socket) -> None:
+        """A new connection. The oldest is ended, if they are too many."""
+        with self._lock:
+            if len(self._socks) >= MAX_STRANGERS:
+                oldest = next(iter(self._socks))
+                del self._socks[oldest]
+                _end(oldest)
+            self._socks[sock] = None
+
+    def remove(self, sock: socket.socket) -> bool:
+        """It is no stranger any more, or over. False if it was ended before."""
+        with self._lock:
+            return self._socks.pop(sock, self) is None
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[bool]:
+        """Counts greetings of worlds that are not known yet; False for too many."""
+        with self._lock:
+            self._early += 1
+            few = self._early <= MAX_EARLY_GREETINGS
+        try:
+            yield few
+        finally:
+            with self._lock:
+                self._early -= 1
+
+    def end(self) -> None:
+        """End all."""
+        with self._lock:
+            for sock in self._socks:
+                _end(sock)
+
+
+def _end(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

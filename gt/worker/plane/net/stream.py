@@ -1,0 +1,258 @@
+"""One end of a stream of messages to a worker of another host: credit, headers, and the waits of a thread for one message."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from gt.worker.plane.base import Unreachable
+from gt.worker.plane.net.lane import Incoming, Lane, Outgoing, slots_of
+from gt.worker.plane.net.network import Network
+from gt.worker.plane.net.wire import CREDIT, DATA, FAIL, HEADER, JOINED, NOWAIT, Wire
+from gt.worker.plane.shm import Peer
+
+SMALL = 32 << 10  # bytes of a message that the waiting thread reads itself
+# Bytes that a sender may be ahead of its receiver in a stream, and that wait in memory for a connection that is full. So
+# transfers go on while both ends compute. Larger messages are never copied: their sender waits.
+AHEAD_BYTES = 16 << 20
+NOTHING = memoryview(b"")
+FRAME_BYTES = 8 << 20  # of a large message: frames of 1 MiB take a third more CPU time, larger ones as much as these
+RELAYED_BYTES = 512 << 10  # of one that a worker between passes on, frame by frame
+BATCH_BYTES = 2 << 20  # of frames that are given to the kernel at once, or a little more
+
+
+class StreamPlane(Protocol):
+    """The plane."""
+
+    network: Network
+
+    def wait(self, ready: Callable[[], bool], peers: Sequence) -> None: ...
+    def ended(self, stream: PairStream, wire: Wire, error: OSError) -> None: ...
+
+
+class PairStream:
+    """Messages to and from one worker under one key."""
+
+    def __init__(self, plane: StreamPlane, peer: Peer, lane: Lane, key: int, slot: int, slots: int) -> None:
+        slots = max(slots, AHEAD_BYTES // slot)
+        self.peer, self.key, self.slot, self._keep = peer, key, slot, slots // 2
+        self._plane, self._network, self._lane = plane, plane.network, lane
+        self.name, self.small = peer.name, min(slot, JOINED)  # small: bytes up to which `send_small` sends a message
+        frame = FRAME_BYTES if self._network.direct(lane.index) else RELAYED_BYTES
+        self._slots = max(1, frame // slot)  # of a frame, at most
+        with self._lane.lock:
+            self.incoming: Incoming = self._lane.incoming(key)
+        self._outgoing: Outgoing = self._lane.outgoing(key, slots)
+        self._wire: Wire | None = None
+        self._network.want(lane.index)
+        self._size = 0
+        self._headers: dict[int, tuple[bytes, bytes]] = {}  # by size
+        self.version = -1  # of the plane's world in which `peer` was looked up
+        self._about = (self._network.own, peer.index, self._lane.epoch, key)
+
+    def check(self) -> None:
+        self.peer.check()
+        if self._lane.broken:
+            raise Unreachable(self.peer.index, f"worker {self.peer.name!r} on {self.peer.row[3]}: {self._lane.broken}")
+        if self._lane.failed and (why := self._lane.failed.get(self.key)):
+            raise Unreachable(self.peer.index, why)
+
+    @property
+    def failing(self) -> bool:
+        """True if `check` raises."""
+        lane = self._lane
+        return bool(self.peer.gone is not None or lane.broken or (lane.failed and self.key in lane.failed))
+
+    @property
+    def owes(self) -> bool:
+        """True if the other end is to get credit now."""
+        return self.incoming.owed >= self._keep
+
+    @property
+    def wire(self) -> Wire:
+        """The connection that the frames take; waits until it is made."""
+        wire = self._wire
+        if wire is None or wire.ended:
+            network, lane = self._network, self._lane
+            wire = network.wire(lane.index, lane.epoch)
+            if wire is None:
+                self._plane.wait(lambda: network.wire(lane.index, lane.epoch) is not None, (self,))
+                wire = network.wire(lane.index, lane.epoch)
+                assert wire is not None
+            self._wire = wire
+        return wire
+
+    def send(self, data: memoryview, total: int, note: int = 0) -> None:
+        """Send bytes of a message of `total` bytes; several calls may send one message."""
+        later = AHEAD_BYTES if total <= AHEAD_BYTES else 0
+        while True:
+            parts: list[memoryview] = []
+            count = 0
+            while count < BATCH_BYTES and (payload := self.next_frame(data)) is not None:
+                parts += joined(self.header(DATA, len(payload), total, note), payload)
+                data = data[len(payload) :]
+                count += len(payload)
+                if not data:
+                    break
+            if not parts:
+                self._plane.wait(lambda: self._outgoing.credit > 0, (self,))
+                continue
+            self._send(self.wire, parts, later)
+            if not data:
+                return
+
+    def next_frame(self, data: memoryview) -> memoryview | None:
+        """As much of the data as the next frame takes, whose credit is used; None if there is no credit."""
+        out = self._outgoing
+        if out.granted <= out.used:
+            return None
+        payload = data[: min(out.granted - out.used, self._slots) * self.slot]
+        out.used += slots_of(len(payload), self.slot)
+        return payload
+
+    def header(self, kind: int, nbytes: int, total: int, note: int) -> bytes:
+        """The header of a frame. It takes along the credit that is owed."""
+        incoming = self.incoming
+        with self._lane.lock:
+            credit = max(0, min(incoming.owed, 0xFFFF))
+            incoming.owed -= credit
+        source, target, epoch, key = self._about
+        return HEADER.pack(kind, 0, credit, nbytes, source, target, epoch, key, total, note)
+
+    def _notify(self, kind: int, data: memoryview) -> None:
+        """Send a frame that needs no credit."""
+        self._send(self.wire, joined(self.header(kind, len(data), 0, 0), data), AHEAD_BYTES)
+
+    def _send(self, wire: Wire, parts: list[memoryview], later: int) -> None:
+        try:
+            wire.send(parts, self.check, later)
+        except OSError as error:
+            self._plane.ended(self, wire, error)
+        finally:
+            if wire.relayed:
+                self._network.arm(wire)  # the background thread sends the rest
+
+    def send_small(self, data: memoryview, size: int) -> bool:
+        """Send a message of one small frame, if nothing is in its way; else False, and nothing has changed.
+
+        As `send` in much less time: a message of few bytes takes as long as the calls made for it.
+        """
+        out, wire, lane = self._outgoing, self._wire, self._lane
+        if (
+            wire is None
+            or out.granted <= out.used
+            or wire.relayed
+            or wire.ended
+            or lane.broken
+            or lane.failed
+            or self.peer.gone is not None
+            or not wire.sending.acquire(False)
+        ):
+            return False
+        out.used += 1
+        try:
+            if self.incoming.owed < self._keep:
+                frame = (self._headers.get(size) or self._remember(size))[0] + data
+            else:
+                frame = self.header(DATA, size, size, 0) + data
+            try:
+                sent = wire.sock.send(frame, NOWAIT)
+            except BlockingIOError:
+                sent = 0
+            if sent < len(frame):
+                wire.hand_back([memoryview(frame)[sent:]])
+                self._network.arm(wire)
+            return True
+        except OSError as error:
+            failure = error
+        finally:
+            wire.sending.release()
+        self._plane.ended(self, wire, failure)
+        return True
+
+    def receive_small(self, into: memoryview, size: int) -> bool:
+        """Receive a message of one small frame, if it is the next to arrive; else False, and nothing has changed.
+
+        Only from a connection that this thread has read before.
+        """
+        incoming, wire, lane = self.incoming, self._wire, self._lane
+        if wire is None or not wire.owned or wire.ended or lane.broken or lane.failed or self.peer.gone is not None:
+            return False
+        if not incoming.idle or not wire.reading.acquire(False):
+            return False
+        credit = -1
+        try:
+            wire.touched = True
+            if wire.owned:
+                credit = wire.read_one((self._headers.get(size) or self._remember(size))[1], into, size)
+                if credit < 0:
+                    wire.deal()
+        except BlockingIOError:
+            pass
+        except (OSError, ValueError) as error:
+            self._network.lost(wire, error)
+        finally:
+            wire.reading.release()
+        if credit < 0:
+            return False
+        incoming.owed += 1  # no message is posted, so no other thread writes it
+        if credit:
+            with self._lane.lock:
+                self._outgoing.granted += credit
+        if incoming.owed > self._keep:
+            self._notify(CREDIT, NOTHING)
+        return True
+
+    def _remember(self, size: int) -> tuple[bytes, bytes]:
+        """Headers of small messages of a size: of those that are sent, and of those that arrive without their first bytes."""
+        source, target, epoch, key = self._about
+        sent = HEADER.pack(DATA, 0, 0, size, source, target, epoch, key, size, 0)
+        arriving = HEADER.pack(DATA, 0, 0, size, target, source, epoch, key, size, 0)[4:]
+        found = self._headers[size] = sent, arriving
+        return found
+
+    def expect(self, into: memoryview) -> None:
+        """Receive the next message there; its credit is sent with the next frame."""
+        self._size = len(into)
+        with self._lane.lock:
+            self.incoming.post(into, self.slot)
+
+    def post(self, into: memoryview) -> None:
+        """Receive the next message there."""
+        self.expect(into)
+        while self.owes:
+            self._notify(CREDIT, NOTHING)
+
+    def wait(self) -> None:
+        """Wait for the posted message."""
+        incoming = self.incoming
+        self._wait(lambda: incoming.done)
+
+    def wait_for(self, count: int) -> None:
+        """Wait for so many bytes of the posted message, or its end where it has fewer."""
+        incoming = self.incoming
+        self._wait(lambda: incoming.done or incoming.at >= count)
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        """Wait for bytes of the posted message. This thread reads the connection, unless another does."""
+        if ready():
+            return
+        network, lane = self._network, self._lane
+        wire = self._wire if self._wire is not None else network.wire(lane.index, lane.epoch)
+        if wire is not None:
+            self._wire = wire
+            while network.read(wire, lambda: ready() or self.failing, self._size > SMALL) and not ready():
+                self.check()
+        if not ready():
+            self._plane.wait(ready, (self,))
+
+    def fail(self, why: str) -> None:
+        """Tell the other end that a collective is not carried on."""
+        with contextlib.suppress(Exception):
+            self._notify(FAIL, memoryview(why.encode()[:4096]))
+
+
+def joined(header: bytes, payload: memoryview) -> list[memoryview]:
+    """A frame, of as few parts as is cheap."""
+    return [memoryview(header + payload)] if len(payload) <= JOINED else [memoryview(header), payload]

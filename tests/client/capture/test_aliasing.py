@@ -1,0 +1,195 @@
+"""Arguments, results and state that share memory: a captured call changes and returns the tensors that an eager call does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import gt
+
+
+def rows(device: str, count: int = 6) -> list[torch.Tensor]:
+    return [torch.arange(6.0).reshape(2, 3).add(n).to(device) for n in range(count)]
+
+
+def added_in_place(x: torch.Tensor) -> torch.Tensor:
+    x.view(-1).add_(1)
+    return x.sum()
+
+
+def changed_argument(device: str, wrap: Callable) -> Any:
+    step, xs = wrap(added_in_place), rows(device)
+    return [step(x) for x in xs], xs
+
+
+def changed_argument_of_a_failing_call(device: str, wrap: Callable) -> Any:
+    fails = [False]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        added_in_place(x)
+        if fails[0]:
+            raise ValueError("as asked")
+        return x * 2
+
+    compiled, xs = wrap(step), rows(device)
+    for n, x in enumerate(xs):
+        fails[0] = n in (1, 4)
+        try:
+            compiled(x)
+        except ValueError:
+            x.mul_(3)
+    return xs
+
+
+def one_tensor_twice(device: str, wrap: Callable) -> Any:
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return (x * y).sum()
+
+    compiled, xs, ys = wrap(step), rows(device, 10), rows(device, 10)
+    apart = [compiled(x, y) for x, y in zip(xs[:4], ys, strict=False)]
+    together = [compiled(x, x) for x in xs[4:8]]
+    views = [compiled(x, x[0]) for x in xs[8:]]
+    return apart, together, views, xs
+
+
+def view_of_a_changed_weight(device: str, wrap: Callable) -> Any:
+    (weight,) = rows(device, 1)
+
+    def step(row: torch.Tensor) -> torch.Tensor:
+        weight.mul_(2)
+        return row.sum()
+
+    compiled = wrap(step)
+    return [compiled(weight[n % 2]) for n in range(6)]
+
+
+def rows_of_a_buffer(device: str, wrap: Callable) -> Any:
+    step, buffer = wrap(added_in_place), torch.zeros(6, 3, device=device)
+    return [step(buffer[n]) for n in range(6)], buffer
+
+
+def returned_argument(device: str, wrap: Callable) -> Any:
+    step, xs = wrap(lambda x: (x, x.sum())), rows(device)
+    for x in xs:
+        step(x)[0].add_(1)
+    return xs
+
+
+def returned_views_of_an_argument(device: str, wrap: Callable) -> Any:
+    step, xs = wrap(lambda x: (x[1], x.t()[::2], x * 2)), [x.repeat(2, 2)[:, 1:] for x in rows(device)]
+    for x in xs:
+        row, turned, _ = step(x)
+        row.add_(1)
+        turned.mul_(2)
+    return xs
+
+
+def returned_view_of_state(device: str, wrap: Callable) -> Any:
+    (state,) = rows(device, 1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        state.add_(x)
+        return state[0]
+
+    compiled, views = wrap(step), []
+    for x in rows(device):
+        views.append(compiled(x))
+        views[-1].mul_(2)
+    return views, state
+
+
+def returned_state_of_before(device: str, wrap: Callable) -> Any:
+    held = {"state": rows(device, 1)[0]}
+
+    def step(x: torch.Tensor) -> tuple:
+        before = held["state"]
+        held["state"] = before + x
+        return before[0], held["state"][1]
+
+    compiled = wrap(step)
+    return [compiled(x) for x in rows(device)]
+
+
+def result_returned_twice(device: str, wrap: Callable) -> Any:
+    def step(x: torch.Tensor) -> tuple:
+        y = x * 2
+        return y, {"again": y}
+
+    compiled, results = wrap(step), []
+    for x in rows(device):
+        results.append(compiled(x))
+        results[-1][0].add_(1)
+    return results
+
+
+def changed_containers(device: str, wrap: Callable) -> Any:
+    def step(batch: dict, seen: list) -> torch.Tensor:
+        x = batch.pop("x")
+        batch["inner"][0] = batch["double"] = x * 2
+        seen.append(batch["pair"][1])
+        return x.sum()
+
+    compiled, pair, kept, batches = wrap(step), rows(device, 2), [], []
+    for x in rows(device, 12):
+        batches.append({"x": x, "inner": [x, x], "pair": (x, pair[1])})
+        inner = batches[-1]["inner"]
+        compiled(batches[-1], kept)
+        assert inner is batches[-1]["inner"] and kept[-1] is pair[1]
+    return batches, kept
+
+
+def rebound_argument(device: str, wrap: Callable) -> Any:
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.unsqueeze_(0)
+        y.data = x * 2
+        return x.sum()
+
+    compiled, xs, ys = wrap(step), rows(device, 9), rows(device, 9)
+    return [compiled(x, y) for x, y in zip(xs, ys, strict=True)], xs, ys
+
+
+def argument_that_begins_to_require_grad(device: str, wrap: Callable) -> Any:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x.requires_grad_()
+        loss = x.square().sum()
+        loss.backward()
+        return loss.detach()
+
+    compiled, xs = wrap(step), rows(device, 9)
+    return [compiled(x) for x in xs], [x.grad for x in xs]
+
+
+PROGRAMS = (
+    changed_argument, changed_argument_of_a_failing_call, one_tensor_twice, view_of_a_changed_weight, rows_of_a_buffer,
+    returned_argument, returned_views_of_an_argument, returned_view_of_state, returned_state_of_before, result_returned_twice,
+    changed_containers, rebound_argument, argument_that_begins_to_require_grad,
+)  # fmt: skip
+
+
+def values(result: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda x: x.cpu().tolist(), result)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_captured_call_shares_the_memory_that_an_eager_one_does(program: Callable, one: None) -> None:
+    assert values(program("remote", gt.compile)) == values(program("cpu", lambda step: step))
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_it_does_so_data_parallel(program: Callable, session: Callable[..., None]) -> None:
+    session("data: {workers: [0, 1]}\n")
+    with gt.signal.context("data"):
+        shared = values(program("remote", gt.compile))
+    assert shared == values(program("cpu", lambda step: step))
+
+
+def test_slices_of_one_batch_are_replayed_where_nothing_changes_them(one: None) -> None:
+    step = gt.compile(lambda x, y: (x * y).sum())
+    batches = rows("remote", 8)
+    losses = [step(batch[:, :-1], batch[:, 1:]).item() for batch in batches]
+    assert losses == [(batch[:, :-1] * batch[:, 1:]).sum().item() for batch in rows("cpu", 8)]
+    assert "5 replays" in step.explain()

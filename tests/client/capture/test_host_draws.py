@@ -1,0 +1,295 @@
+"""Captured functions that draw random numbers on the CPU: a replay draws them too, and Python runs where they decide anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import gt
+
+
+class LayerDrop(nn.Module):
+    """Layers of which each call skips some, as encoders of speech models do."""
+
+    def __init__(self, chance: float, layers: int = 3) -> None:
+        super().__init__()
+        self.layers, self.chance = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers)), chance
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.training and torch.rand([]) < self.chance:
+                continue
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+def losses(chance: float, remote: bool, steps: int = 24):
+    torch.manual_seed(0)
+    model = LayerDrop(chance)
+    x = torch.randn(6, 4)
+    if remote:
+        model, x = model.to("remote"), x.to("remote")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return loss.detach()
+
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    run = gt.compile(step) if remote else step
+    torch.manual_seed(1)
+    return [run().item() for _ in range(steps)], torch.rand(3).tolist(), run
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.5])
+def test_layer_drop_is_that_of_plain_torch(one, chance):
+    """The losses, and what the generator gives afterwards."""
+    want, after, _ = losses(chance, False)
+    got, then, run = losses(chance, True)
+    assert got == pytest.approx(want, rel=1e-5)
+    assert then == after
+    if chance == 0.0:
+        assert "1 program" in run.explain() and "21 replays" in run.explain()
+
+
+@pytest.mark.parametrize("config", ["gt: {data_parallel: [0, 1]}", "gt: {data_parallel: [0, 1], zero: 3}"])
+def test_layer_drop_over_several_workers(session, config):
+    """The decisions are the program's: all workers drop the same layers."""
+    want, after, _ = losses(0.2, False)
+    session(config)
+    got, then, run = losses(0.2, True)
+    assert got == pytest.approx(want, rel=1e-4)
+    assert then == after
+    assert "replays" in run.explain()
+
+
+def test_another_decision_runs_the_function(one):
+    x = torch.arange(3.0, device="remote")
+
+    @gt.compile
+    def f():
+        return x + 1 if torch.rand(()) < 0.75 else x - 1
+
+    def plain():
+        return 1.0 if torch.rand(()) < 0.75 else -1.0
+
+    torch.manual_seed(3)
+    want = [plain() for _ in range(60)]
+    torch.manual_seed(3)
+    assert [f()[0].item() for _ in range(60)] == want
+    assert len(set(want)) == 2
+    assert "replays" in f.explain()
+
+
+def test_masks_views_and_writes_lead_to_a_value(one):
+    """The tape has ops in place, views and constants made in the call."""
+    x = torch.ones(3, device="remote")
+
+    def decision():
+        noise = torch.empty(4, 2)
+        noise[1].uniform_()
+        order = torch.randperm(4)
+        both = torch.cat([noise[1], torch.tensor([0.25])]) * (order >= 0).float().mean()
+        return bool((both > 0.9).any()) or torch.equal(order, torch.arange(4))
+
+    @gt.compile
+    def f():
+        return x * 2 if decision() else x * 3
+
+    torch.manual_seed(5)
+    want = [2.0 if decision() else 3.0 for _ in range(50)]
+    torch.manual_seed(5)
+    assert [f()[0].item() for _ in range(50)] == want
+    assert len(set(want)) == 2
+    assert "replays" in f.explain()
+
+
+@pytest.mark.parametrize("kind", ["tolist", "numpy", "number", "kept", "float", "storage", "written"])
+def test_draws_that_a_replay_cannot_follow_are_drawn_by_python(one, kind):
+    """Each call has its own numbers, as in plain torch, and explain() says why there is no program."""
+    x = torch.ones(3, device="remote")
+    kept, buffer = [], torch.zeros(3)
+
+    def draw():
+        drawn = torch.rand(3)
+        if kind == "tolist":
+            return drawn.tolist()[0]
+        if kind == "numpy":
+            return float(drawn.numpy()[0])
+        if kind == "number":
+            return torch.ones(1, device=x.device).add_(drawn[0]) - 1
+        if kind == "storage":
+            return float(drawn.untyped_storage()[0])
+        if kind == "written":
+            buffer.copy_(drawn)
+            return float(buffer[0])
+        if kind == "kept":
+            kept[:] = [drawn]
+            return 1.0
+        return float(drawn[0])
+
+    f = gt.compile(lambda: x * draw())
+    torch.manual_seed(7)
+    got = [f()[0].item() for _ in range(12)]
+    x = torch.ones(3)
+    torch.manual_seed(7)
+    assert got == pytest.approx([(x * draw())[0].item() for _ in range(12)])
+    assert "replays" not in f.explain()
+
+
+def test_a_seed_of_each_call_is_not_a_draw_that_is_followed(one):
+    x = torch.ones(3, device="remote")
+
+    @gt.compile
+    def f():
+        torch.manual_seed(11)
+        return x + 1 if torch.rand(()) < 0.5 else x - 1
+
+    assert len({f()[0].item() for _ in range(8)}) == 1
+
+
+def noise(device):
+    return torch.randn(6, 4).to(device)
+
+
+def steps_and_noise(device):
+    """A diffusion model's draws: a step for each row, its factor from a table, noise, and a weight in another dtype."""
+    steps, drawn = torch.randint(0, 100, (6,)), torch.randn(6, 4).to(device)
+    factors = torch.linspace(0, 1, 100)[steps].to(device).unsqueeze(1)
+    weights = torch.rand(6, 1).double().to(device, torch.float32)
+    return (factors * drawn + (1 - factors)) * weights * torch.rand(())
+
+
+def written_afterwards(device):
+    """The same memory is uploaded twice, and written between and afterwards."""
+    buffer = torch.empty(6, 4).uniform_()
+    first = buffer.to(device, copy=True)
+    buffer.masked_fill_(buffer > 0.9, 0)
+    second = buffer.to(device, copy=True)
+    buffer.normal_()
+    return first - 2 * second
+
+
+def written_on_the_device(device):
+    drawn = torch.rand(6, 4).to(device)
+    return drawn.mul_(2).sub_(0.5)
+
+
+def indices(device):
+    order = torch.randperm(6)
+    return torch.ones(6, 4, device=device)[order[:3].repeat(2), order[3:].repeat(2) % 4].unsqueeze(1) + torch.rand(6, 1).to(
+        device
+    )
+
+
+def with_decisions(device):
+    """Layer drop beside noise: where the decision is another, Python runs."""
+    scale = torch.rand(6, 1).to(device)
+    return scale * 2 if torch.rand(()) < 0.8 else scale * torch.randn(6, 1).to(device)
+
+
+def trained(draw, device, count=14):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+
+    def step(x):
+        loss = (model(x + draw(device)) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return loss.detach()
+
+    run = step if device == "cpu" else gt.compile(step)
+    batches = torch.randn(count, 6, 4)
+    torch.manual_seed(1)
+    return [run(x).item() for x in batches], torch.rand(3).tolist(), run
+
+
+@pytest.mark.parametrize("draw", [noise, steps_and_noise, written_afterwards, written_on_the_device, indices, with_decisions])
+def test_uploaded_draws_are_inputs_that_each_replay_draws_anew(one, draw):
+    """The losses of plain torch, to the bit, and the same numbers from the generator afterwards."""
+    want, after, _ = trained(draw, "cpu")
+    got, then, run = trained(draw, "remote")
+    assert got == want
+    assert then == after
+    text = run.explain()
+    assert text.startswith("trained.<locals>.step: 1 program\n") and "replays" in text, text
+    if draw is not with_decisions:
+        assert ", 10 replays" in text and text.count("an earlier call") == 2, text
+
+
+def test_uploaded_draws_over_two_workers(session):
+    want, after, _ = trained(steps_and_noise, "cpu")
+    session("gt: {data_parallel: [0, 1]}")
+    got, then, run = trained(steps_and_noise, "remote")
+    assert got == pytest.approx(want, rel=1e-5)
+    assert then == after
+    assert ", 10 replays" in run.explain()
+
+
+def test_a_large_draw_is_an_input_too(one):
+    """Above the size of uploads within a batch of ops."""
+    total = torch.zeros((), device="remote")
+
+    @gt.compile
+    def f():
+        total.add_(torch.randn(300, 300).to("remote").sum())
+
+    torch.manual_seed(2)
+    for _ in range(8):
+        f()
+    after = torch.rand(2).tolist()
+    torch.manual_seed(2)
+    want = torch.zeros(())
+    for _ in range(8):
+        want.add_(torch.randn(300, 300).sum())
+    assert total.item() == pytest.approx(want.item(), rel=1e-5)
+    assert after == torch.rand(2).tolist()
+    assert ", 4 replays" in f.explain()
+
+
+def test_an_uploaded_draw_that_is_returned_is_the_callers_own(one):
+    f = gt.compile(lambda: torch.rand(3).to("remote"))
+    torch.manual_seed(4)
+    got = [f() for _ in range(8)]
+    torch.manual_seed(4)
+    assert [t.tolist() for t in got] == [torch.rand(3).tolist() for _ in range(8)]
+
+
+def test_a_draw_that_the_last_op_reads_is_not_kept(one):
+    x = torch.zeros(2, device="remote")
+
+    @gt.compile
+    def f():
+        x.add_(1)
+        torch.rand(()) + 1
+
+    for _ in range(6):
+        f()
+    assert x.tolist() == [6, 6] and ", 3 replays" in f.explain()
+
+
+def test_draws_whose_number_changes_run_in_python(one):
+    x = torch.ones(2, device="remote")
+
+    def f():
+        total = x
+        for _ in range(int(torch.randint(1, 4, ()))):
+            total = total + torch.rand(2).to(total.device)
+        return total
+
+    run = gt.compile(f)
+    torch.manual_seed(6)
+    got = [run().tolist() for _ in range(30)]
+    x = torch.ones(2)
+    torch.manual_seed(6)
+    assert got == [f().tolist() for _ in range(30)]

@@ -1,0 +1,82 @@
+"""Memory of saves and loads: a process has no more of a large state at once than a bounded part, beside the state itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gt
+from gt.client.arenas import ClientArenas
+from tests.helpers.processes import started
+
+TENSORS, ROWS = 12, 4096  # of 16 MiB each
+STATE_BYTES = TENSORS * ROWS * 1024 * 4
+EXTRA_BYTES = 80 << 20  # of a process; a part of 32 MiB, the tensor before it and the one that follows, and slack
+
+
+def peaks() -> dict[int, int]:
+    """Most bytes that the processes of the session had since `forget_peaks`, by process."""
+    return {pid: value("VmHWM", pid) for pid in (os.getpid(), *started())}
+
+
+def value(name: str, pid: int) -> int:
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) << 10
+
+
+@contextmanager
+def bounded(mapped: int = 0) -> Iterator[None]:
+    """No process has EXTRA_BYTES more within the block than at its begin. mapped: bytes of files that this one maps besides."""
+    torch.remote.synchronize()
+    before = {}
+    for pid in (os.getpid(), *started()):
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is what it has now
+        before[pid] = value("VmRSS", pid)
+    yield
+    torch.remote.synchronize()
+    more = {pid: peak - before[pid] - (mapped if pid == os.getpid() else 0) for pid, peak in peaks().items() if pid in before}
+    more = {started().get(pid, "this")[:40]: nbytes for pid, nbytes in more.items() if nbytes > EXTRA_BYTES}
+    assert not more, f"{ {pid: f'{n >> 20} MiB' for pid, n in more.items()} } of a state of {STATE_BYTES >> 20} MiB"
+
+
+@pytest.fixture
+def model(session: Callable[..., None]) -> nn.Module:
+    session()
+    with torch.device("meta"):
+        large = nn.ModuleList(nn.Linear(1024, ROWS, bias=False) for _ in range(TENSORS))
+    large.to_empty(device="remote")
+    for number, layer in enumerate(large):
+        nn.init.constant_(layer.weight, number)
+    return large
+
+
+def test_a_large_state_is_saved_and_loaded_in_bounded_memory(model, tmp_path):
+    with bounded():
+        gt.save({"model": model}, tmp_path / "c")
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.zero_()
+    with bounded():
+        gt.load(tmp_path / "c", into={"model": model})
+    with bounded():
+        gt.load(tmp_path / "c", into={"model": dict(model.state_dict())})
+    assert [layer.weight[-1, -1].item() for layer in model] == [*range(TENSORS)]
+
+
+def test_it_is_saved_and_loaded_in_bounded_memory_where_workers_share_no_disk(model, tmp_path, monkeypatch):
+    """Workers receive values ahead of the ops that copy them, of one part at most."""
+    monkeypatch.setattr(ClientArenas, "take", lambda self, nbytes: None)
+    with bounded(STATE_BYTES):  # pages of the file, which the system may take back
+        gt.save({"model": model}, tmp_path / "c")
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.zero_()
+    with bounded(STATE_BYTES):
+        gt.load(tmp_path / "c", into={"model": model})
+    assert [layer.weight[-1, -1].item() for layer in model] == [*range(TENSORS)]

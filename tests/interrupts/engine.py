@@ -1,0 +1,358 @@
+"""Random interrupts of training programs: afterwards values are those of a prefix of the program, or fail with a reason.
+
+An interrupt comes at a random time, or at a random line of the client's own code, where the interpreter could deliver it.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import gc
+import random
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import gt
+from gt.client import current_session
+from gt.errors import CheckpointError, GTError, OpFailed
+from tests.interrupts.trainer import TOLERANCE, Kind, Trainer, Versions, common
+
+TP = "s: {workers: [0, 1]}\ns_colpar: {workers: [0, 1]}\ns_rowpar: {workers: [0, 1]}\n"
+PP = "stage0: {workers: [0]}\nstage1: {workers: [1]}\n"
+PPDP = "stage0: {workers: [0, 1]}\nstage1: {workers: [2, 3]}\ngt: {zero: 1}\n"
+STAGES, SHARDS = ("stage0", "stage1"), ("s_colpar", "s_rowpar")
+
+
+def zero(stage: int, workers: int = 2, more: str = "") -> str:
+    return f"gt: {{data_parallel: {[*range(workers)]}, zero: {stage}{more}}}"
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"name": "one"},
+    {"name": "dp", "workers": 2, "config": "gt: {data_parallel: [0, 1]}"},
+    {"name": "zero1", "workers": 2, "config": zero(1)},
+    {"name": "zero2", "workers": 2, "config": zero(2)},
+    {"name": "zero3", "workers": 2, "config": zero(3)},
+    {"name": "zero3 on four", "workers": 4, "config": zero(3, 4)},
+    {"name": "offload", "workers": 2, "config": zero(2, 2, ", offload: {optimizer: cpu}")},
+    {"name": "tp", "workers": 2, "config": TP, "groups": SHARDS},
+    {"name": "pp", "workers": 2, "config": PP, "groups": STAGES, "micro": 4},
+    {"name": "pp with zero", "workers": 4, "config": PPDP, "groups": STAGES, "micro": 2},
+]
+MODES: list[dict[str, Any]] = [
+    {"mode": "eager"},
+    {"mode": "eager", "optimizer": "plain"},
+    {"mode": "eager", "optimizer": "adam", "micro": 2},
+    {"mode": "captured"},
+    {"mode": "captured", "optimizer": "adam"},
+    {"mode": "fragments"},
+    {"mode": "fragments", "optimizer": "adam", "micro": 2},
+]
+
+
+class Wrong(AssertionError):
+    """The claim does not hold."""
+
+
+@dataclass
+class Case:
+    """One case: its settings, as drawn from the seed, and its outcome."""
+
+    kind: Kind
+    seed: int
+    warm: int
+    steps: int
+    line: int  # of the client's code, at which Ctrl-C is pressed; 0: at a time
+    delay: float
+    presses: int
+    ballast: int
+    task: str
+    interrupted: bool = False
+    where: str = ""
+    failed: list[str] = field(default_factory=list)
+    dropped: bool = False  # ops of the program were
+
+    def __str__(self) -> str:
+        kind = self.kind
+        way = f"line {self.line}" if self.line else f"{self.delay:.4f} s"
+        return (
+            f"seed {self.seed}: {kind.name}, {kind.mode} {kind.backend} {kind.schedule} {kind.optimizer}, micro {kind.micro}, "
+            f"warm {self.warm}, steps {self.steps}, ballast {self.ballast}, {self.task}, {self.presses} at {way} {self.where}"
+        )
+
+
+def draw(layout: dict[str, Any], seed: int) -> Case:
+    rng = random.Random(seed)
+    kind = Kind(**{**rng.choice(MODES), **layout})
+    if kind.groups == STAGES and kind.mode == "captured" and not kind.backend:
+        kind = Kind(**{**kind.__dict__, "schedule": rng.choice(["1f1b", "gpipe", ""])})
+    line = rng.choice([0, 0, rng.randrange(1, 400), rng.randrange(1, 6000)])
+    delay = rng.choice([0.002, 0.02, 0.1, 0.3]) * rng.random()
+    return Case(
+        kind, seed, rng.choice([0, 1, 2, 4, 6]), rng.choice([1, 3, 8, 20]), line, delay,
+        rng.choice([1, 1, 1, 2, 4]), rng.choice([0, 200, 400]), rng.choice(["train"] * 5 + ["save", "fetch", "upload", "load"]),
+    )  # fmt: skip
+
+
+class Presser:
+    """Presses Ctrl-C in the main thread: at a line of gt's code that the main thread comes to, or after a time."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.left, self.lines = case, case.presses, case.line
+        self.done = threading.Event()
+        self.rng = random.Random(case.seed)
+        self.thread: threading.Thread | None = None
+
+    def __enter__(self) -> Presser:
+        if self.lines:
+            sys.settrace(self._call)
+        else:
+            self.thread = threading.Thread(target=self._press)
+            self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        self.left = 0
+        self.done.set()
+        if self.thread is not None:
+            self.thread.join()
+
+    def _press(self) -> None:
+        wait = self.case.delay
+        while self.left > 0 and not self.done.wait(wait):
+            self.left -= 1
+            _thread.interrupt_main()
+            wait = self.rng.choice([0.0, 0.001, 0.01])
+
+    def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if "/gt/" not in frame.f_code.co_filename or self.left <= 0:
+            return None
+        return self._line
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event != "line" or self.left <= 0:
+            return self._line
+        self.lines -= 1
+        if self.lines <= 0:
+            self.left -= 1
+            self.lines = self.rng.choice([1, 5, 50])
+            name = frame.f_code.co_filename.rpartition("/gt/")[2]
+            self.case.where += f"[{name}:{frame.f_lineno} {frame.f_code.co_name}]"
+            sys.settrace(None)
+            _thread.interrupt_main()
+        return self._line
+
+
+def patiently(call: Callable[[], Any]) -> Any:
+    """Call until no Ctrl-C is left that comes late."""
+    for _ in range(20):
+        try:
+            return call()
+        except KeyboardInterrupt:
+            continue
+    raise Wrong("Ctrl-C has no end")
+
+
+class Engine:
+    """Cases on one server."""
+
+    def __init__(self, layout: dict[str, Any]) -> None:
+        self.layout = layout
+        self.counts: Counter[str] = Counter()
+        self.folder = tempfile.TemporaryDirectory()
+
+    def __enter__(self) -> Engine:
+        gt.cpu_workers(self.layout.get("workers", 1), self.layout.get("config"))
+        (torch.ones(3).to("remote") + 1).sum().item()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gt.shutdown()
+        self.folder.cleanup()
+
+    def run(self, seed: int) -> Case:
+        case = draw(self.layout, seed)
+        try:
+            patiently(lambda: None)
+            self._run(case)
+        except Exception as error:
+            raise Wrong(f"{case}: {type(error).__name__}: {error}") from error
+        self.counts["cases"] += 1
+        self.counts["interrupted"] += case.interrupted
+        self.counts["with dropped ops"] += case.dropped
+        self.counts["with failed tensors"] += bool(case.failed)
+        gc.collect()
+        return case
+
+    # ---- one case
+
+    def _run(self, case: Case) -> None:
+        kind = case.kind
+        remote = Trainer(kind, case.seed, "remote", case.ballast)
+        if case.warm:
+            remote.train(case.warm).item()
+        path = Path(self.folder.name) / "state"
+        saved: Any = None
+        saved_at = 0
+        if case.task in ("save", "load"):
+            gt.save(remote.tensors(), path)
+        try:
+            with Presser(case):
+                remote.train(case.steps)
+                if case.task == "save":
+                    saved_at = remote.steps
+                    saved = gt.save(remote.tensors(), path, wait=False)
+                    remote.train(case.steps)
+                elif case.task == "load":
+                    gt.load(path)
+                elif case.task == "fetch":
+                    for tensor in remote.tensors().values():
+                        tensor.cpu()
+                elif case.task == "upload":
+                    rows = [torch.full((3000, 50), float(n)).to("remote") for n in range(6)]
+                    [row.sum().item() for row in rows]
+                remote.train(1).item()
+        except KeyboardInterrupt:
+            case.interrupted = True
+        patiently(lambda: None)
+        # Ctrl-C in torch.no_grad().__enter__ leaves this off, on every device
+        self.counts["grad mode off"] += not torch.is_grad_enabled()
+        torch.set_grad_enabled(True)
+        versions, plain = self._plain(case, remote.steps)
+        at = patiently(lambda: self._check(case, remote, versions))
+        if saved is not None:
+            self._check_saved(case, saved, path, versions, saved_at)
+        if saved is None and case.task in ("save", "load"):
+            with contextlib.suppress(CheckpointError, OpFailed):
+                gt.load(path)
+        self._go_on(case, remote, plain, versions, at)
+
+    def _plain(self, case: Case, steps: int) -> tuple[Versions, Trainer]:
+        plain = Trainer(case.kind, case.seed, "cpu")
+        with Versions(plain) as versions:
+            versions.note()
+            if steps:
+                plain.train(steps)
+            versions.note()
+        return versions, plain
+
+    def _check(self, case: Case, remote: Trainer, versions: Versions) -> int:
+        """Number of an op of the program of which all values are the state."""
+        choices, names = [], []
+        case.failed = []
+        for name, tensor in remote.tensors().items():
+            if name not in versions.seen:
+                continue
+            try:
+                value = tensor.cpu()
+            except OpFailed as error:
+                if "interrupt" not in str(error):
+                    raise
+                case.failed.append(f"{name}: {error}")
+                continue
+            intervals = versions.intervals(name, value)
+            if not intervals:
+                rows = versions.seen[name]
+                near = min((float((value - row).abs().max()), at) for at, row in rows if row.shape == value.shape)
+                raise Wrong(f"{name} has a value that it never had: nearest {near} of {len(rows)}, {value.flatten()[:3]}")
+            choices.append(intervals)
+            names.append(name)
+        at = common(choices)
+        if at is None:
+            shown = "; ".join(f"{name} {intervals}" for name, intervals in zip(names, choices))
+            raise Wrong(f"values are of no common prefix of {versions.now} ops: {shown}; failed {case.failed}")
+        case.dropped = at < max(rows[-1][0] for rows in versions.seen.values())
+        if (case.failed or case.dropped) and not case.interrupted:
+            raise Wrong(f"without an interrupt ops were dropped: {case.failed}")
+        return at
+
+    def _check_saved(self, case: Case, saved: Any, path: Path, versions: Versions, steps: int) -> None:
+        """A save that succeeds has the values of the program's place."""
+        try:
+            patiently(saved.wait)
+        except (GTError, RuntimeError) as error:
+            if not case.interrupted:
+                raise
+            case.failed.append(f"save: {error}")
+            return
+        loaded = patiently(lambda: {name: t.cpu() for name, t in gt.load(path, device="cpu").items()})
+        marks = [versions.intervals(name, value) for name, value in loaded.items()]
+        whole = [at for at, value in versions.seen["counter"] if int(value) == steps]
+        if not all(marks) or common(marks) is None or not whole:
+            raise Wrong(f"a checkpoint has values of no prefix: {[bool(m) for m in marks]}, {steps}")
+        if int(loaded["counter"]) != steps:
+            raise Wrong(f"a checkpoint after step {steps} has values of step {int(loaded['counter'])}")
+
+    def _go_on(self, case: Case, remote: Trainer, plain: Trainer, versions: Versions, at: int) -> None:
+        """Two steps more, from the state that there is, on workers and by plain torch."""
+
+        def state_at(name: str) -> torch.Tensor:
+            return next(value for start, value in reversed(versions.seen[name]) if start <= at)
+
+        def restore() -> None:
+            with torch.no_grad():
+                for name, tensor in remote.tensors().items():
+                    if name in versions.seen and any(line.startswith(f"{name}:") for line in case.failed):
+                        tensor.copy_(state_at(name))
+                for parameter in remote.layers.parameters():
+                    parameter.grad = None
+                    for key in [k for k in remote.optimizer.state.get(parameter, {}) if not _held(remote, parameter, k)]:
+                        del remote.optimizer.state[parameter][key]
+
+        patiently(restore)
+        plain.steps = remote.steps
+        current = patiently(lambda: {name: tensor.cpu().clone() for name, tensor in remote.tensors().items()})
+        with torch.no_grad():
+            for parameter in plain.layers.parameters():
+                parameter.grad = None
+            for n, (mine, theirs) in enumerate(zip(plain.layers.parameters(), remote.layers.parameters())):
+                state = remote.optimizer.state.get(theirs)
+                if not state:
+                    plain.optimizer.state.pop(mine, None)
+                else:
+                    plain.optimizer.state[mine] = {
+                        key: current[f"{key} {n}"] if isinstance(value, torch.Tensor) else value for key, value in state.items()
+                    }
+            for name, tensor in plain.tensors().items():
+                if name in current and (name.startswith("weight") or name in ("counter", "mean")):
+                    tensor.copy_(current[name])
+        wanted = plain.train(2)
+        got = remote.train(2).cpu()
+        if not torch.allclose(got, wanted, **TOLERANCE):
+            raise Wrong(f"steps that follow give a loss of {got}, plain torch {wanted}")
+        for name, tensor in remote.tensors().items():
+            expected, value = plain.tensors()[name], tensor.cpu()
+            if not torch.allclose(value, expected, **TOLERANCE):
+                raise Wrong(f"after two more steps {name} differs by {float((value - expected).abs().max())}")
+
+
+def _held(trainer: Trainer, parameter: torch.Tensor, key: str) -> bool:
+    """True if a tensor of the optimizer's state can be read."""
+    value = trainer.optimizer.state[parameter][key]
+    if not isinstance(value, torch.Tensor):
+        return True
+    try:
+        value.cpu()
+    except OpFailed:
+        return False
+    return True
+
+
+def layouts(names: list[str]) -> Iterator[dict[str, Any]]:
+    return (layout for layout in LAYOUTS if not names or layout["name"] in names)
+
+
+def live_tensors() -> int:
+    """Tensors that workers hold of this session."""
+    current_session.current().flush_ops()
+    return sum(worker["live_tensors"] for worker in gt.stats()["workers"])

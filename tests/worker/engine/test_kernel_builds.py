@@ -1,0 +1,121 @@
+"""Compilation of several segments: lowered one after another, their kernels built beside; found on disk by the next process."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gt.ir.template import T
+from tests.helpers.compiled_parts import Script, replay, report, same
+from tests.helpers.limits import limit
+
+ROOT = Path(__file__).resolve().parents[3]
+
+HAVE = any(map(shutil.which, ("g++", "clang++")))
+compiler = pytest.mark.skipif(not HAVE, reason="no C++ compiler is found")
+
+
+def segments(count: int) -> tuple[Script, dict[int, torch.Tensor]]:
+    """Segments that all differ."""
+    held = {1: torch.linspace(-1, 1, 12).view(3, 4)}
+    script, x = Script(dict(held)), 1
+    for n in range(count):
+        (x,) = script.op("aten.mul.Scalar", [T(0), 1.25 + n], [x])
+        (x,) = script.op("aten.tanh.default", [T(0)], [x])
+        script.stop()
+    return script, held
+
+
+def compared(script: Script, held: dict[int, torch.Tensor]) -> dict[str, Any]:
+    """The report of a program after replays with the values of its instructions."""
+    got, want = (script.bench(backend, dict(held)) for backend in ("inductor", "eager"))
+    for _ in range(2):
+        replay(got)
+        replay(want)
+        same(got, want)
+    return report(got)
+
+
+def alone(function: Callable[[], None]) -> None:
+    """Call a function of this file in a process of its own, as a worker is one: torch's compiler has state of the process."""
+    code = f"import {__name__} as module; module.{function.__name__}()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=limit(120)
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@compiler
+def test_all_segments_are_lowered_before_a_kernel_is_waited_for() -> None:
+    alone(lower_before_waiting)
+
+
+@compiler
+def test_a_second_start_finds_all_segments_on_disk() -> None:
+    alone(start_twice)
+
+
+def lower_before_waiting() -> None:
+    import torch._inductor.compile_fx as module
+    from torch._inductor.async_compile import AsyncCompile
+
+    events: list[str] = []
+
+    def logged(name: str, function: Callable) -> Callable:
+        return lambda *args: (events.append(name), function(*args))[1]
+
+    module.compile_fx = logged("lower", module.compile_fx)
+    AsyncCompile.wait = logged("wait", AsyncCompile.wait)  # type: ignore[method-assign]
+    wait, pool, uses_processes = AsyncCompile.wait, AsyncCompile.pool, AsyncCompile.use_process_pool
+    torch._inductor.codecache.PyCodeCache.cache_clear()
+    result = compared(*segments(3))
+    assert result["compiled"] == 3, result["reasons"]
+    assert events == ["lower"] * 3 + ["wait"] * 3
+    assert AsyncCompile.wait is wait and AsyncCompile.pool is pool and AsyncCompile.use_process_pool == uses_processes
+    assert not [t for t in threading.enumerate() if "kernel builds" in t.name]
+
+
+@pytest.mark.parametrize("fault", ["lowering", "kernel"])
+def test_a_segment_that_cannot_be_built_leaves_the_others_compiled(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    import torch._inductor.compile_fx as module
+    from torch._inductor.async_compile import AsyncCompile
+
+    lowered: list = []
+
+    def compile_fx(graph: torch.fx.GraphModule, fakes: list) -> Callable:
+        lowered.append(graph)
+        AsyncCompile().wait({"number": len(lowered)})
+        if fault == "lowering" and len(lowered) == 2:
+            raise RuntimeError("no lowering")
+        return graph
+
+    def wait(self: Any, scope: dict[str, Any]) -> None:
+        if fault == "kernel" and scope["number"] == 2:
+            raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(module, "compile_fx", compile_fx)
+    monkeypatch.setattr(AsyncCompile, "wait", wait)
+    found = compared(*segments(3))
+    assert found["compiled"] == 2 and found["reasons"] == [[1, f"RuntimeError: no {fault}"]], found
+
+
+def start_twice() -> None:
+    """A new engine remembers no segment, as that of a new process."""
+    from torch._dynamo.utils import counters
+
+    result = compared(*segments(3))
+    assert result["compiled"] == 3, result["reasons"]
+    torch._inductor.codecache.PyCodeCache.cache_clear()
+    counters.clear()
+    result = compared(*segments(3))
+    assert result["compiled"] == 3, result["reasons"]
+    found = counters["inductor"]
+    assert found["fxgraph_cache_hit"] == 3 and not found["fxgraph_cache_miss"] and not found["fxgraph_cache_bypass"], found
