@@ -105,9 +105,13 @@ class OwnArena:
         return OfferArena(self.number, os.getpid(), self._fd, self.nbytes, self._nonce, liveness.home())
 
     def close(self) -> None:
-        """Nobody opens it any more. Its memory is freed with the last array of it, here and in workers."""
+        """Nobody opens it any more. Its memory is freed with the last array of it, here and in workers.
+
+        An error that somebody keeps holds this object by its frames, so the mapping does not wait for the object's end.
+        """
         os.close(self._fd)
         self.bytes = np.empty(0, np.uint8)
+        del self._map
 
 
 class PeerArena:

@@ -406,6 +406,7 @@ def test_a_killed_worker_and_a_killed_server_leave_no_memory(own):
     x = placed(torch.ones(1024, 1024))
     assert x.cpu().sum().item() == 1 << 20
     pool = current_session.current().session._arenas
+    elsewhere = mapped(os.getpid()) - len(pool._pools)
     os.kill(own["gt.worker 0"], signal.SIGKILL)
     os.kill(own["gt.worker 1"], signal.SIGKILL)
     with pytest.raises(gt.WorkerLost):
@@ -426,7 +427,7 @@ def test_a_killed_worker_and_a_killed_server_leave_no_memory(own):
         placed(torch.ones(1024, 1024)).cpu()
     gt.shutdown()
     gc.collect()
-    assert mapped(os.getpid()) == 0
+    assert mapped(os.getpid()) <= elsewhere, f"arenas of its own: {pool._pools}"
 
 
 def test_exclusive_workers_start_afresh_without_the_memory_of_the_session_before(tmp_path):

@@ -72,6 +72,19 @@ def test_it_has_no_name_and_lives_as_long_as_somebody_maps_it():
     assert Path("/proc/self/maps").read_text().count(f"memfd:{NAME}") == held - 1
 
 
+def test_a_closed_arena_is_unmapped_though_somebody_holds_it_and_not_before_the_last_array():
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(f"memfd:{NAME}")
+
+    before, own = mapped(), OwnArena(1, 10, SESSION)
+    part = own.bytes[-2:]
+    part[:] = 5
+    own.close()
+    assert part.tolist() == [5, 5] and mapped() == before + 1
+    del part
+    assert mapped() == before and own.number == 1
+
+
 def test_a_worker_that_knows_an_arenas_proof_cannot_offer_it_for_a_session_of_its_own(arena):
     """Any worker that says to be on this host is sent the proof, and its owner may have a client too."""
     seen = told(arena)
