@@ -38,7 +38,7 @@ def started() -> dict[int, str]:
     return found
 
 
-def wait_until(done: Callable[[], Any], seconds: float = 5.0) -> bool:
+def wait_until(done: Callable[[], Any], seconds: float = 20.0) -> bool:
     """Poll a condition that no message announces; the test that needs this says why."""
     pause, end = threading.Event(), time.monotonic() + limit(seconds)
     while not done():

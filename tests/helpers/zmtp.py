@@ -7,6 +7,7 @@ import socket
 import struct
 
 from gt.wire.access import auth, server_files
+from tests.helpers.limits import limit
 
 READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 
@@ -34,9 +35,7 @@ def password(port: int, token: str = "") -> bytes:
 
 
 def connect(port: int) -> socket.socket:
-    sock = socket.create_connection(("127.0.0.1", port), 5)
-    sock.settimeout(5)
-    return sock
+    return socket.create_connection(("127.0.0.1", port), limit(20))
 
 
 def read(sock: socket.socket, count: int) -> bytes:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from tests.helpers.limits import limit
 from tests.interrupts.engine import LAYOUTS, Engine
 from tests.interrupts.simulation import simulate
 
@@ -21,17 +18,14 @@ def test_values_are_of_the_ops_that_were_carried_out(seed: int) -> None:
 
 
 def test_random_interleavings_of_two_workers() -> None:
-    counts = simulate(SEED, 40, time.monotonic() + limit(5))
-    assert counts["interrupts"] > counts["cases"] > 3 and counts["dropped"]
+    counts = simulate(SEED, 20)
+    assert counts["interrupts"] > counts["cases"] and counts["dropped"]
 
 
 @pytest.mark.parametrize("name", ["one", "zero3", "pp"])
 def test_training_goes_on_from_a_prefix_of_the_program(name: str) -> None:
     layout = next(layout for layout in LAYOUTS if layout["name"] == name)
     with Engine(layout) as engine:
-        until, seed = time.monotonic() + limit(2), SEED
-        while time.monotonic() < until or not engine.counts["interrupted"]:
-            engine.run(seed)
-            seed += 1
-            assert seed < SEED + 40
-    assert engine.counts["cases"]
+        while engine.counts["cases"] < 3 or not engine.counts["interrupted"]:
+            engine.run(SEED + engine.counts["cases"])
+            assert engine.counts["cases"] < 40

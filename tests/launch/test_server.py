@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -71,7 +70,7 @@ def test_a_signal_stops_it_cleanly_and_clients_are_told(number):
     with running() as (process, address):
         session = Session(address)
         process.send_signal(number)
-        assert process.wait(limit(5)) == 0
+        assert process.wait(limit(20)) == 0
         with pytest.raises(DispatcherLost, match=f"has stopped: it got {number.name}"):
             for _ in range(1000):
                 session.stats()
@@ -120,17 +119,16 @@ def test_the_token_is_compared(tmp_path):
         Session(address, token="s3cret").close()
 
 
-@pytest.mark.parametrize(("number", "heartbeat", "within"), [(signal.SIGKILL, 10.0, 2.0), (signal.SIGSTOP, 1.0, 4.0)])
-def test_a_killed_or_stopped_server_ends_waiting_and_later_calls(number, heartbeat, within):
+@pytest.mark.parametrize(("number", "heartbeat"), [(signal.SIGKILL, 3600.0), (signal.SIGSTOP, 1.0)])
+def test_a_killed_or_stopped_server_ends_waiting_and_later_calls(number, heartbeat):
+    """A killed one is known by its connection's end, which waits for no heartbeat."""
     with running() as (process, address):
         session = Session(address, heartbeat=heartbeat)
         process.send_signal(number)
-        start = time.monotonic()
         with pytest.raises(DispatcherLost, match="was lost"):
             session.inspect(1)
         with pytest.raises(DispatcherLost, match="was lost"):
             session.submit([], [], [])
-        assert time.monotonic() - start < limit(within)
         session.close()
 
 
@@ -142,14 +140,15 @@ def test_a_killed_or_stopped_client_is_noticed(number):
     core, lost = ToyCore(), threading.Event()
     handle = core.handle
     core.handle = lambda event: (isinstance(event, PeerLost) and lost.set(), handle(event))[1]
-    server = Server(core=core, heartbeat=0.25)  # nobody looks at a client's process
+    # nobody looks at a client's process
+    server = Server(core=core, heartbeat=3600.0 if number == signal.SIGKILL else 0.25)
     thread = threading.Thread(target=server.run, name="gt-test-server")
     thread.start()
     client = subprocess.Popen([sys.executable, "-c", CLIENT, server.address], stdout=subprocess.PIPE, stderr=-3)
     try:
         assert client.stdout.readline() == b"up\n"
         client.send_signal(number)
-        assert lost.wait(limit(2.0 if number == signal.SIGKILL else 4.0))
+        assert lost.wait(limit(20))
     finally:
         client.kill()
         client.communicate()
@@ -182,7 +181,7 @@ def test_the_instruction_log_has_columns(tmp_path):
         Session(address).close()
         Session(address).close()  # once this one is welcome, the first one's end has been seen
         process.terminate()
-        process.wait(limit(5))
+        process.wait(limit(20))
     kinds = [row.split()[2] for row in path.read_text().splitlines()]
     assert "CONNECT" in kinds and "DISCONNECT" in kinds
 

@@ -287,7 +287,7 @@ def test_another_token_is_refused() -> None:
     thread.start()
     try:
         with (
-            RecordStream(server.address, "another-token-of-some-length", wait=2.0) as stream,
+            RecordStream(server.address, "another-token-of-some-length", wait=20.0) as stream,
             pytest.raises((Refused, DispatcherLost)),
         ):
             stream.next()

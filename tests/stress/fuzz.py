@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import logging
+import math
 import random
 import resource
 import socket
@@ -57,7 +58,7 @@ def bodies(seed: int) -> Iterator[bytes]:
         yield codec._local.packer.pack(mutated(rng, [rng.randrange(30), *rng.sample([w for w in WILD if w == w], 3)]))
 
 
-def fuzz_codec(seed: int, cases: int, until: float) -> dict[str, Any]:
+def fuzz_codec(seed: int, cases: int, until: float = math.inf) -> dict[str, Any]:
     refused = done = 0
     for body in bodies(seed):
         try:
@@ -73,7 +74,7 @@ def fuzz_codec(seed: int, cases: int, until: float) -> dict[str, Any]:
 # ---- messages into the core
 
 
-def fuzz_core(seed: int, cases: int, until: float, each: int = 5000) -> dict[str, Any]:
+def fuzz_core(seed: int, cases: int, until: float = math.inf, each: int = 5000) -> dict[str, Any]:
     """Fields of `each` cases: a fresh server now and then finds more than an old one."""
     total = {"cases": 0, "refused": 0, "internal_errors": 0, "peers": 0, "slowest_event_s": 0.0}
     while total["cases"] < cases and time.monotonic() < until:
@@ -141,7 +142,7 @@ class Socket:
                     self.frame(next(some))
 
 
-def fuzz_sockets(seed: int, cases: int, until: float) -> dict[str, Any]:
+def fuzz_sockets(seed: int, cases: int, until: float = math.inf) -> dict[str, Any]:
     """Raw connections and links that send anything, beside a program whose values are compared."""
     rng, done = random.Random(seed), 0
     with serving() as server:

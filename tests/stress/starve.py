@@ -11,6 +11,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from gt.ir.template import Out, T, Template
 from gt.launch import local
 from tests.helpers.streams import Stream
 
+CLOCK_OF_PROCESS = 2  # CPUCLOCK_SCHED: the kernel's number of a process's CPU time, in nanoseconds
 PART = 128 << 20  # bytes of one tensor
 SPEC = contiguous((PART // 4,), "float32")
 ONE = contiguous((), "float32")
@@ -50,19 +52,22 @@ def upload(address: str, parts: int) -> None:
     session.close()
 
 
-def measure(address: str, token: str, parts: int) -> dict[str, Any]:
-    """Round trips of a client that does ten ops and waits for a value, before and during the uploads of another."""
+def measure(address: str, token: str, parts: int, pids: Sequence[int] = ()) -> dict[str, Any]:
+    """Round trips of a client that does ten ops and waits for a value, before and during the uploads of another.
+
+    pids: processes of the server, whose CPU time is told: what they do in a round trip, whatever else the machine does.
+    """
     eager = Stream(address, token=token)
     command = [sys.executable, "-m", "tests.stress.starve", "--upload", address, "--parts", str(parts)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdin is not None
     try:
         assert process.stdout.readline() == "ready\n"
-        alone = trips(eager, lambda: len(eager_times) < 300, eager_times := [])
+        alone, _ = trips(eager, lambda: len(eager_times) < 300, eager_times := [])
         process.stdin.write("go\n")
         process.stdin.flush()
         done = process.stdout
-        during = trips(eager, lambda: not select.select([done], [], [], 0)[0], [])
+        during, work = trips(eager, lambda: not select.select([done], [], [], 0)[0], [], pids)
         seconds = float(done.readline())
     finally:
         process.kill()
@@ -77,16 +82,26 @@ def measure(address: str, token: str, parts: int) -> dict[str, Any]:
         "during_p50_ms": at(during, 0.5),
         "during_p99_ms": at(during, 0.99),
         "during_max_ms": at(during, 1.0),
+        "during_work_p99_ms": at(work, 0.99),
     }
 
 
-def trips(eager: Stream, going: Any, times: list[float]) -> list[float]:
+def trips(
+    eager: Stream, going: Callable[[], bool], times: list[float], pids: Sequence[int] = ()
+) -> tuple[list[float], list[float]]:
+    """Seconds of each round trip, and of the CPU time of these processes in each, sorted."""
+    work: list[float] = []
     while going():
-        start = time.perf_counter()
+        start, before = time.perf_counter(), cpu_seconds(pids)
         eager.random_ops(10)
         eager.check()
         times.append(time.perf_counter() - start)
-    return sorted(times)
+        work.append(cpu_seconds(pids) - before)
+    return sorted(times), sorted(work)
+
+
+def cpu_seconds(pids: Sequence[int]) -> float:
+    return sum(time.clock_gettime((~pid << 3) | CLOCK_OF_PROCESS) for pid in pids)
 
 
 def at(times: list[float], share: float) -> float:

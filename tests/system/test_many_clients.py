@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -20,19 +19,17 @@ from gt.wire.messages import CHUNK, Data, Done, Fetch, Ops, Run, TorchSettings, 
 from tests.dispatcher.test_hostile import asked
 from tests.helpers.core_bench import CoreBench
 from tests.helpers.hostile import TEMPLATES, row, spec
-from tests.helpers.limits import limit
-from tests.helpers.processes import wait_until
+from tests.helpers.processes import children, wait_until
 from tests.helpers.serving import serving
 from tests.helpers.streams import CONFIGS, NEG, Stream
 from tests.stress import starve
 
 
-def streams(server, number: int, seconds: float) -> Stream:
+def streams(server, number: int) -> Stream:
     """One client's life: its own config and groups, random ops, every value compared."""
     config, groups = CONFIGS[number % len(CONFIGS)]
     stream = Stream(server.address, config, groups, seed=number)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    for _ in range(60):
         stream.random_ops(25)
         stream.check(3)
     return stream
@@ -42,9 +39,9 @@ def live(stream: Stream) -> int:
     return sum(worker["live_tensors"] for worker in stream.session.stats()["workers"])
 
 
-def four(server, seconds: float) -> list[Stream]:
+def four(server) -> list[Stream]:
     done: list[Stream] = []
-    threads = [threading.Thread(target=lambda n=n: done.append(streams(server, n, seconds))) for n in range(4)]
+    threads = [threading.Thread(target=lambda n=n: done.append(streams(server, n))) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -58,8 +55,8 @@ def test_four_clients_with_groups_of_their_own_never_see_each_others_values(back
     with serving(3, backend) as server:
         watcher = Stream(server.address)
         before = live(watcher)
-        done = four(server, limit(4))
-        assert min(stream.checked for stream in done) > 30
+        done = four(server)
+        assert min(stream.checked for stream in done) > 100
         assert live(watcher) > before
         for stream in done:
             stream.session.close()
@@ -182,13 +179,13 @@ def test_switches_go_with_the_session_whose_runs_follow():
 
 
 def test_an_upload_does_not_starve_anothers_eager_steps():
+    """What the dispatcher and the worker do in a step's time is counted: a step's time itself is the machine's too."""
     started = local.start(1, backend="numpy")
     try:
-        found = starve.measure(started.address, started.token, 4)
+        found = starve.measure(started.address, started.token, 4, children(started._process.pid))
     finally:
         started.stop()
-    assert found["round_trips"] > 20
-    assert found["during_p99_ms"] < limit(100), found  # 10 to 17 on two idle cores: python -m tests.stress.starve
+    assert found["during_work_p99_ms"] < 100, found
 
 
 def test_one_clients_failed_op_is_not_anothers():

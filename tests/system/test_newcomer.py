@@ -124,7 +124,7 @@ def test_a_wait_for_workers_is_announced(monkeypatch: pytest.MonkeyPatch, caplog
     thread = threading.Thread(target=server.run, name="gt-test-server")
     thread.start()
     try:
-        with pytest.raises(DispatcherLost, match="does not answer"):
+        with pytest.raises(DispatcherLost):  # as none answers in time, or as none could be reached in time
             session.Session(server.address, wait=0.1)
     finally:
         server.stop()
@@ -214,7 +214,7 @@ def test_a_misspelled_group_is_told_to_the_program(session, caplog: pytest.LogCa
     for _ in range(2):
         with gt.signal.context("tp_colpra"):
             assert torch.ones(3, device="remote").sum().item() == 3
-    (text,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    (text,) = [record.getMessage() for record in caplog.records if "tp_colpra" in record.getMessage()]
     assert "test_newcomer.py:" in text
     assert text.endswith("the config has no group 'tp_colpra': ops run as outside it; did you mean 'tp_colpar'?")
 

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.limits import limit
+from tests.helpers.processes import wait_until
+
+HEARTBEAT = 3600.0  # seconds: whoever waited for one would wait for ever
+
 
 
 @pytest.fixture
-def own():
+def own(monkeypatch):
     """Two CPU workers of this test's own, to be harmed: name in ps -> pid."""
     import gt
     from gt import api
+    from gt.launch import local
 
+    monkeypatch.setattr(local, "start", partial(local.start, heartbeat=HEARTBEAT))
     gt.cpu_workers(2, config="")
     nursery = api._Started.local._process.pid
     pids = Path(f"/proc/{nursery}/task/{nursery}/children").read_text().split()
@@ -33,12 +39,10 @@ def test_a_killed_worker_is_worker_lost_with_its_name(own):
     names = gt.stats()["workers"]
     for title in ("gt.worker 0", "gt.worker 1"):
         os.kill(own[title], signal.SIGKILL)
-    start = time.monotonic()
     with pytest.raises(gt.WorkerLost, match=rf"worker {names[0]['name']} is lost"):
         x.sum().item()
     with pytest.raises(gt.WorkerLost):
         x.sum().item()
-    assert time.monotonic() - start < limit(2)
 
 
 def test_a_worker_that_is_killed_while_a_call_is_held_back_is_told(own):
@@ -59,9 +63,8 @@ def test_a_worker_that_is_killed_while_a_call_is_held_back_is_told(own):
     step = gt.compile(double, backend="cudagraphs")
     with pytest.raises(gt.WorkerLost, match="is lost"):
         step(x).sum().item()
-    deadline, found = time.monotonic() + limit(10), 0.0
-    while not found:
-        assert time.monotonic() < deadline
+    found = 0.0
+    while not found:  # until another worker has the place
         try:
             found = step(gt.ones(3, 3)).sum().item()
         except gt.WorkerLost:
@@ -76,9 +79,8 @@ def test_killed_workers_are_started_again_and_serve_what_is_new(own):
     assert kept.sum().item() == 16
     for title in ("gt.worker 0", "gt.worker 1"):
         os.kill(own[title], signal.SIGKILL)
-    deadline, found = time.monotonic() + limit(10), 0.0
+    found = 0.0
     while not found:
-        assert time.monotonic() < deadline
         try:
             found = gt.full((3, 3), 2.0).sum().item()
         except gt.WorkerLost:
@@ -98,11 +100,9 @@ def test_a_killed_dispatcher_is_dispatcher_lost(own):
     x = gt.ones(4, 4)
     assert x.sum().item() == 16
     os.kill(own["gt.server"], signal.SIGKILL)
-    start = time.monotonic()
     for _ in range(2):
         with pytest.raises(gt.DispatcherLost, match="was lost"):
             x.sum().item()
-    assert time.monotonic() - start < limit(2)
 
 
 def test_a_new_start_after_a_loss(own):
@@ -116,20 +116,21 @@ def test_a_new_start_after_a_loss(own):
 
 def test_ctrl_c_while_a_worker_is_stuck(own):
     import gt
+    from gt.client.trace import current_session
 
     x = gt.ones(4, 4)
     assert x.sum().item() == 16
     for title in ("gt.worker 0", "gt.worker 1"):
         os.kill(own[title], signal.SIGSTOP)
-    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    start = time.monotonic()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            x.sum().item()
-    finally:
-        signal.signal(signal.SIGALRM, previous)
-    assert time.monotonic() - start < limit(1)
+    session = current_session.current().session
+    main = threading.main_thread().ident
+    press = threading.Thread(
+        target=lambda: wait_until(lambda: session.waiting) and signal.pthread_kill(main, signal.SIGINT), name="test-press"
+    )
+    press.start()
+    with pytest.raises(KeyboardInterrupt):
+        x.sum().item()
+    press.join()
     for title in ("gt.worker 0", "gt.worker 1"):
         os.kill(own[title], signal.SIGCONT)
     assert x.sum().item() == 16

@@ -29,6 +29,7 @@ from gt.wire.link import hello
 from gt.wire.messages import CHUNK, Stats
 from gt.wire.router import Arrived, Gone, Router
 from tests.helpers import zmtp
+from tests.helpers.limits import limit
 
 
 @pytest.fixture
@@ -54,10 +55,10 @@ def enter(ours: Router):
     return found[0]
 
 
-def until(ours: Router, kind: type, seconds: float = 10.0) -> list:
+def until(ours: Router, kind: type) -> list:
     """Everything received until one item is of this kind."""
     found: list = []
-    end = time.monotonic() + seconds
+    end = time.monotonic() + limit(20)
     while not any(isinstance(item, kind) for item in found):
         assert time.monotonic() < end, found
         found += ours.poll(0.05)
@@ -132,7 +133,7 @@ def test_messages_that_end_between_the_poll_and_the_count_of_bytes_are_received_
         if not late:
             late.append(fd)
             peer.sendall(message * chunks)
-            end = time.monotonic() + 10
+            end = time.monotonic() + limit(20)
             while count(fd)[0] - count(fd)[1] < chunks * CHUNK:
                 assert time.monotonic() < end
         return count(fd)
@@ -179,7 +180,7 @@ def test_a_peer_taken_for_dead_is_told(ours):
     peer.sendall(zmtp.frame(codec.pack(Stats(1))))
     while not ours._dead[came.peer]:
         assert ours.poll(0.05) == []
-    peer.settimeout(5)
+    peer.settimeout(limit(20))
     assert router.OUT.encode() in peer.recv(4096)
     peer.close()
 
@@ -280,7 +281,7 @@ def test_endless_parts_end_that_peer_alone(ours, more):
 
     thread = threading.Thread(target=pour)
     thread.start()
-    end = time.monotonic() + 20
+    end = time.monotonic() + limit(20)
     while thread.is_alive() and time.monotonic() < end:
         for item in ours.poll(0.01):
             if isinstance(item, Arrived) and item.fault:
@@ -303,7 +304,7 @@ def test_a_long_command_is_never_held(ours):
     ends = [threading.Thread(target=zmtp.ended, args=(sock,)) for sock in (first, second)]
     for thread in ends:
         thread.start()
-    end = time.monotonic() + 10
+    end = time.monotonic() + limit(20)
     while any(thread.is_alive() for thread in ends) and time.monotonic() < end:
         assert ours.poll(0.01) == []
     assert not any(thread.is_alive() for thread in ends)

@@ -399,15 +399,15 @@ def test_an_instruction_costs_a_few_microseconds():
     bench.executor.define([Define(16, "op", op("aten.add.Tensor", [T(0), T(1)], 2, [new(torch.ones(4, 4))])).wire()])
     code = [16, 0, 1, 2, 3] * n
     bench.executor.run(code, 0)
-    start = time.perf_counter()
+    start = time.thread_time()
     bench.executor.run(code, 0)
-    ours = time.perf_counter() - start
+    ours = time.thread_time() - start
     x, y, add = bench[1], bench[2], torch.ops.aten.add.Tensor
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(n):
         add(x, y)
-    plain = time.perf_counter() - start
-    assert (ours - plain) / n < limit(20e-6)  # measured: under 1
+    plain = time.thread_time() - start
+    assert (ours - plain) / n < 20e-6  # seconds of the CPU; measured: under 1
 
 
 class Reached(DeadPlane):

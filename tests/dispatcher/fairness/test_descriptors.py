@@ -9,7 +9,6 @@ import resource
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -58,9 +57,7 @@ def test_idle_strangers_make_room_for_who_comes():
         host, _, port = address.rpartition(":")
         for _ in range(2 * LIMIT):
             stack.enter_context(socket.create_connection((host, int(port)), 5))
-        start = time.monotonic()
-        first.stats()
-        assert time.monotonic() - start < 5  # those who are connected notice nothing
+        first.stats()  # those who are connected notice nothing
         Session(address, wait=60).close()
     assert f"a connection is ended: more than {LIMIT // 4} connections have said nothing" in said[0]
     assert said[0].count("no file descriptors left, of 64") <= 1  # it may not come to that

@@ -186,8 +186,9 @@ def test_a_long_turn_is_measured_and_told_with_its_message_and_session(caplog):
     finally:
         server.stop()
         thread.join()
-    (said,) = [record.getMessage() for record in caplog.records if "nobody was heard" in record.getMessage()]
-    assert re.search(r"busy for 1\.\d s, .* with Fetch of \w+", said)
+    said = [record.getMessage() for record in caplog.records if "nobody was heard" in record.getMessage()]
+    (told,) = [text for text in said if " with Fetch of " in text]  # a machine that is stopped makes other turns long too
+    assert re.search(r"busy for [1-9]\d*\.\d s, .* with Fetch of \w+", told)
     assert server._pace.lag.counters()["loop_lag_max"] > 1
 
 

@@ -115,14 +115,14 @@ def test_regions_of_a_heap_do_not_overlap():
 
 def test_nothing_is_left_open():
     def descriptors():
-        return sorted(os.listdir("/proc/self/fd"))
+        return set(os.listdir("/proc/self/fd"))
 
     before = descriptors()
     with planes.world(3) as world:
         planes.together(world, lambda index, plane: carry_out(index, plane, crossings(1, 3, 30)))
         for plane in world:
             plane.close()  # and once more at the end
-    assert descriptors() == before
+    assert descriptors() <= before  # what tests before this one left may be collected meanwhile
 
 
 @pytest.mark.parametrize("mib", [4, 256, 512, 2048, 4096])

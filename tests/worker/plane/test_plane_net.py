@@ -16,6 +16,7 @@ from gt.worker.plane.base import PeerGone, Unreachable
 from gt.worker.plane.net import chain, handshake, lane, strangers, stream, wire
 from gt.worker.plane.net.plane import NetPlane
 from gt.worker.plane.net.wire import DATA, HEADER, Wire
+from tests.helpers.limits import limit
 from tests.worker.plane import planes
 
 KEY = "00ff" * 16
@@ -160,7 +161,7 @@ def test_a_frame_that_nobody_waits_for_any_more_is_sent_to_its_end():
         reader = threading.Thread(target=lambda: [far.read() for _ in iter(lambda: len(sink.payloads) < 2, False)])
         reader.start()
         near.send([header(2, 3), memoryview(b"bbb")], lambda: None)
-        reader.join(10)
+        reader.join(limit(20))
         assert sink.payloads == [(1, 1 << 20, b"a"), (2, 3, b"b")]
 
 
@@ -270,7 +271,7 @@ def test_the_end_of_an_earlier_worlds_connection_breaks_no_later_one(monkeypatch
         first.send(channel(1), b"then")
         second.recv(channel(0), into)
         tell((first, second), first.rows, ways(2, epoch=2))
-        assert over.wait(10)
+        assert over.wait(limit(20))
         first.send(channel(1), b"here")
         second.recv(channel(0), into)
         assert into == b"here"
@@ -312,9 +313,8 @@ def test_abort_ends_a_wait_at_once():
 
 def test_strangers_and_other_keys_are_not_let_in():
     with hosts(2) as (first, second):
-        with socket.create_connection(("127.0.0.1", first.network.port), 5) as sock:
+        with socket.create_connection(("127.0.0.1", first.network.port), limit(20)) as sock:
             sock.sendall(b"GET / HTTP/1.1\r\n" + b"x" * 200)
-            sock.settimeout(5)
             with contextlib.suppress(ConnectionResetError):
                 assert sock.recv(1) == b""
         rows = first.rows
@@ -324,13 +324,13 @@ def test_strangers_and_other_keys_are_not_let_in():
         first.on_link_failed = lambda *failure: said.set()
         first.introduce(rows, ways(2, epoch=2), KEY, 0)
         first.world(rows, ways(2, epoch=2))
-        assert said.wait(10)
+        assert said.wait(limit(20))
         with pytest.raises(Unreachable, match="what listens there is no worker of this world"):
             first.recv(channel(1), bytearray(1))
 
 
 def connect(plane):
-    return socket.create_connection(("127.0.0.1", plane.network.port), 10)
+    return socket.create_connection(("127.0.0.1", plane.network.port), limit(20))
 
 
 def test_silent_strangers_do_not_keep_a_worker_out(monkeypatch):
@@ -403,7 +403,7 @@ def test_a_worker_that_is_late_to_know_the_world_is_asked_again(monkeypatch):
         first.on_link_failed = lambda *failure: said.append(failure)
         first.introduce(first.rows, ways(2, epoch=2), KEY, 0)
         first.world(first.rows, ways(2, epoch=2))
-        assert refused.wait(10)
+        assert refused.wait(limit(20))
         second.introduce(first.rows, ways(2, epoch=2), KEY, 1)
         second.world(first.rows, ways(2, epoch=2))
         first.send(channel(1), b"late")
