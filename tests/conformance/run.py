@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gt
 from gt.errors import SystemFailure
+from tests.helpers.limits import limit
 
 from . import modules
 from .compare import EQUAL, UNSUPPORTED, WRONG, difference, host, outcome
@@ -37,7 +38,7 @@ COUNTED = ("function", "train forward")  # forms whose gathers are counted
 GATHERS = ("all_gather", "all_to_all")
 SLACK = 10  # times torch's tolerances, where sums are of terms of several workers
 DOUBLE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
-PATIENCE, SLOWER = 30, 20  # seconds for a sample in one placement, and times what plain torch took: longer is a hang
+PATIENCE, SLOWER = int(limit(30)), 20  # seconds for a sample in one placement, and times what plain torch took: longer is a hang
 REFUSALS = 8  # of an op's samples that torch refuses, at most
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from tests.helpers import ROOT
 from tests.helpers.limits import limit
 
 MARK = "GT_TEST_RUN"  # conftest sets this variable, and every process that the run starts inherits it
+# What GT's processes say of a machine that is slow, a line each
+SLOW = re.compile(r"^(waiting for the server at|slow:|the dispatcher was busy for|gt: \d+ of \d+ workers are connected,) .*\n", re.M)
 of_the_server: set[int] = set()  # processes of the shared server: they live as long as the run
 
 
@@ -59,6 +62,11 @@ def resident(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
     except (OSError, IndexError):
         return 0
+
+
+def unhurried(stderr: str) -> str:
+    """Standard error of processes without what they say of a machine that is slow."""
+    return SLOW.sub("", stderr)
 
 
 def run_program(prelude: str, program: str, seconds: float, **variables: str) -> str:

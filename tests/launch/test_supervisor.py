@@ -42,14 +42,14 @@ def family(pid: int) -> dict[int, str]:
     return {p: Path(f"/proc/{p}/cmdline").read_bytes().rstrip(b"\0").decode() for p in pids}
 
 
-def gone(pids, seconds: float = 5.0) -> bool:
+def gone(pids) -> bool:
     """True if all of these processes end in time; waited for, not polled."""
     for pid in pids:
         try:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
             continue
-        ready = select.select([fd], [], [], seconds)[0]
+        ready = select.select([fd], [], [], limit(20))[0]
         os.close(fd)
         if not ready:
             return False

@@ -27,7 +27,7 @@ DURATIONS = ROOT / "tests" / "stress" / "durations.json"
 LOOPS = 20
 FACTOR = 12  # by which time limits grow: two processes of tests have about two twelfths of what they have alone
 GRACE = 60  # seconds in which a run that takes too long says what it has
-LIMIT = 120  # seconds of a test, as pyproject.toml says
+LIMIT = 120  # seconds of a test beside nothing
 UNKNOWN = 10.0  # seconds of a file that has never been timed
 
 

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from gt.wire import codec, connections, router
+from gt.wire import socket as wire_socket
 from gt.wire.connections import (
     ALL_EARLY,
     EARLY,
@@ -296,21 +297,23 @@ def test_endless_parts_end_that_peer_alone(ours, more):
     good.close()
 
 
-def test_a_long_command_is_never_held(ours):
+def test_a_long_command_is_never_held(monkeypatch):
     """A handshake's command may be as long as a frame: not as long as a body, and not for long."""
+    monkeypatch.setattr(wire_socket, "HANDSHAKE", 0.5)
+    ours = Router("127.0.0.1", 0)
     first, second = zmtp.connect(ours.port), zmtp.connect(ours.port)
-    first.sendall(zmtp.greeting() + zmtp.frame(bytes(100), command=True, claim=2 * CHUNK))
-    second.sendall(zmtp.greeting() + zmtp.frame(bytes(3 * EARLY), command=True, claim=CHUNK))
-    ends = [threading.Thread(target=zmtp.ended, args=(sock,)) for sock in (first, second)]
-    for thread in ends:
-        thread.start()
-    end = time.monotonic() + limit(20)
-    while any(thread.is_alive() for thread in ends) and time.monotonic() < end:
-        assert ours.poll(0.01) == []
-    assert not any(thread.is_alive() for thread in ends)
-    for thread, sock in zip(ends, (first, second)):
-        thread.join()
-        sock.close()
+    with contextlib.closing(ours), first, second:
+        first.sendall(zmtp.greeting() + zmtp.frame(bytes(100), command=True, claim=2 * CHUNK))
+        second.sendall(zmtp.greeting() + zmtp.frame(bytes(3 * EARLY), command=True, claim=CHUNK))
+        ended: list[bool] = []
+        ends = [threading.Thread(target=lambda sock=sock: ended.append(zmtp.ended(sock))) for sock in (first, second)]
+        for thread in ends:
+            thread.start()
+        while any(thread.is_alive() for thread in ends):
+            assert ours.poll(0.01) == []
+        for thread in ends:
+            thread.join()
+        assert ended == [True, True]
 
 
 # ---- messages in several parts

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
 
 from gt.errors import ConfigError
 from gt.wire.process_settings import uncollected
@@ -17,7 +16,8 @@ from gt.worker.engine.deferred_imports import REACHED, UNUSED, deferred, execute
 def import_torch_engine() -> None:
     """Import torch and its engine, without the modules that workers do not use."""
     first = "torch" not in sys.modules
-    with uncollected(), without_source_lines(), deferred(*UNUSED):
+    # A process with torch may have other threads, and what follows changes `inspect` for all of them
+    with uncollected(), without_source_lines() if first else nullcontext(), deferred(*UNUSED):
         import gt.worker.engine.torch  # noqa: F401
     if first:
         execute_when_reached(sys.modules["torch"], REACHED, UNUSED)
@@ -30,7 +30,7 @@ def without_source_lines() -> Iterator[None]:
     The first search for a line compares the paths of all modules, a tenth of the time of torch's import.
     """
     original = inspect.getframeinfo
-    inspect.getframeinfo = partial(original, context=0)
+    inspect.getframeinfo = lambda frame, context=0: original(frame, 0)  # inspect.stack() passes a context
     try:
         yield
     finally:

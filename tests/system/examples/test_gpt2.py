@@ -23,6 +23,7 @@ import torch
 import gt
 from tests.helpers import ROOT
 from tests.helpers.limits import limit
+from tests.helpers.processes import unhurried
 
 EXAMPLE = ROOT / "examples" / "gpt2"
 MODULES = ("model", "checkpoint", "train", "prepare_data")  # the tuning demo has some of these names too
@@ -642,5 +643,5 @@ def test_the_readmes_first_lines_run(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, *line[1:]], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=limit(90), check=False
         )
-        assert done.returncode == 0 and not done.stderr, f"{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0 and not unhurried(done.stderr), f"{done.stdout}\n{done.stderr}"
     assert re.search(r"^step   40/40: train loss \d", done.stdout, re.M) and done.stdout.count("generating:") == 2

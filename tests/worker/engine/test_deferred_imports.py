@@ -97,6 +97,23 @@ whole = inspect.getframeinfo
 with without_source_lines():
     here = torch._library.utils.get_source(1)
     assert inspect.getframeinfo(inspect.currentframe()).code_context is None
+    assert inspect.stack()[0].code_context is None
 assert here == "<string>:6" and inspect.getframeinfo is whole
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=limit(60))
+
+
+def test_a_process_that_has_torch_keeps_its_frames_sources() -> None:
+    """Workers that are threads of one process would restore one another's change."""
+    code = """
+import inspect, sys, torch
+from gt.worker.engine import registry
+whole, seen = inspect.getframeinfo, []
+class Finder:
+    def find_spec(self, name, path, target=None):
+        seen.append(inspect.getframeinfo is whole)
+sys.meta_path.insert(0, Finder())
+registry.import_torch_engine()
+assert seen and all(seen)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=limit(60))
