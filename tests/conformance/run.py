@@ -38,7 +38,7 @@ COUNTED = ("function", "train forward")  # forms whose gathers are counted
 GATHERS = ("all_gather", "all_to_all")
 SLACK = 10  # times torch's tolerances, where sums are of terms of several workers
 DOUBLE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
-PATIENCE, SLOWER = int(limit(30)), 20  # seconds for a sample in one placement, and times what plain torch took: longer is a hang
+PATIENCE, SLOWER = int(limit(30)), 20  # a sample's seconds in one placement, and times what plain torch took: more is a hang
 REFUSALS = 8  # of an op's samples that torch refuses, at most
 
 

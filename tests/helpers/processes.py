@@ -18,7 +18,7 @@ from tests.helpers.limits import limit
 
 MARK = "GT_TEST_RUN"  # conftest sets this variable, and every process that the run starts inherits it
 # What GT's processes say of a machine that is slow, a line each
-SLOW = re.compile(r"^(waiting for the server at|slow:|the dispatcher was busy for|gt: \d+ of \d+ workers are connected,) .*\n", re.M)
+SLOW = re.compile(r"^(waiting for the server at|slow:|the dispatcher was busy for|gt: \d+ of \d+ workers are) .*\n", re.M)
 of_the_server: set[int] = set()  # processes of the shared server: they live as long as the run
 
 
