@@ -25,6 +25,7 @@ from gt.wire.records import (
     SessionRecord,
     WorkerRecord,
 )
+from tests.helpers.counters import settled
 from tests.helpers.serving import serving
 
 
@@ -152,8 +153,7 @@ def test_once_prints_json_without_rich_and_its_figures_are_those_of_stats(
     with serving(2) as server:
         gt.connect(server.address, name=False, config="")
         float((torch.ones(8, 8, device=gt.device) @ torch.ones(8, 8, device=gt.device)).sum())
-        gt.stats()  # sends what has ended
-        stats = gt.stats()
+        stats = settled()
         assert main([server.address, "--once", "--json"], "") == 0
         shown = json.loads(capsys.readouterr().out)
         assert {"workers", "sessions", "links"} <= set(shown)

@@ -26,6 +26,7 @@ from gt.observe.dashboard.page_server import FILES, PageServer
 from gt.observe.dashboard.predicted_schedule import PredictedSchedules
 from gt.observe.live_view import LiveView
 from gt.observe.record_stream import RecordStream
+from tests.helpers.counters import settled
 from tests.helpers.limits import limit
 from tests.helpers.serving import serving
 from tests.observe.synthetic_records import SyntheticStream
@@ -215,8 +216,7 @@ def test_figures_are_those_of_stats() -> None:
             assert server.feed.events(shown)
             model = torch.nn.Linear(16, 16).to(gt.device)
             model(torch.ones(8, 16, device=gt.device)).sum().item()
-            gt.stats()  # sends what has ended
-            stats = gt.stats()
+            stats = settled()
             want = [(w["name"], w["instructions"], w["live_bytes"], w["live_tensors"]) for w in stats["workers"]]
             for _ in range(20):
                 events = server.feed.events(shown) or []

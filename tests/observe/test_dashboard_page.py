@@ -14,6 +14,7 @@ import gt
 from gt.observe.dashboard import feed as feed_module
 from gt.observe.record_stream import RecordStream
 from gt.wire.records import ServerRecord
+from tests.helpers.counters import settled
 from tests.helpers.limits import limit
 from tests.helpers.serving import serving
 from tests.observe.browser import Browser, chromium
@@ -209,8 +210,7 @@ def test_a_programs_figures_on_the_page_are_those_of_stats(browser: Browser) -> 
             while not browser.run("Boolean(document.querySelector('#sessions .bar'))"):  # roles are told with a batch of ops
                 model(torch.ones(8, 64, device=gt.device)).sum().item()
             gt.log(loss=0.125)
-            gt.stats()
-            stats = gt.stats()
+            stats = settled()
             ops = f"{stats['dispatcher']['ops_planned']:,}"
             browser.wait(f"document.querySelector('#sessions tbody').rows[0].cells[5].innerText === '{ops}'")
             browser.wait("document.querySelector('#sessions').innerText.includes('loss=0.125')")

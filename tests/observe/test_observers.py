@@ -38,6 +38,7 @@ from gt.wire.messages import (
     TensorRoles,
     Watched,
 )
+from tests.helpers.counters import settled
 from tests.helpers.serving import serving
 
 STATS = {"instructions": 7, "live_bytes": 64, "session_bytes": {"0": 64}, "bytes_sent": {"w1": 5}, "busy_seconds": 0.5}
@@ -257,7 +258,7 @@ def test_records_equal_stats_of_the_same_moment() -> None:
             gt.log(loss=y[0, 0], lr=1)  # somebody observes by now
             float(y.sum())
             view.update(stream.next())
-            stats = gt.stats()
+            stats = settled()
             state = view.update(stream.next())
         assert first["sessions"][0]["ops_per_second"] is None and state["sessions"][0]["ops_per_second"] is not None
         for worker, told in zip(state["workers"], stats["workers"], strict=True):
@@ -370,7 +371,7 @@ def test_roles_are_checked_and_give_bytes_and_layouts() -> None:
                 memory["weights"] == sum(piece["bytes"] for piece in where["pieces"]) and memory["gradients"] <= 2 * 32 * 64 * 4
             )
             assert set(weight["boxes"]) == {piece["worker"] for piece in where["pieces"]}
-            stats = {w["name"]: w["live_bytes"] for w in gt.stats()["workers"]}
+            stats = {w["name"]: w["live_bytes"] for w in settled()["workers"]}
             state = view.update(stream.next())
             for worker in state["workers"]:
                 assert sum(worker["memory"]["uses"]["0"].values()) == worker["live_bytes"] == stats[worker["name"]]

@@ -16,6 +16,7 @@ from gt.client import current_session
 from gt.ir.text import parse
 from tests.dispatcher.programs.test_compile_memory import ROWS, peak, peaks  # noqa: F401 - a fixture
 from tests.helpers import CONFIGS
+from tests.helpers.counters import settled
 from tests.helpers.models import accumulating, mini
 
 PARTS = 4
@@ -32,7 +33,7 @@ def training(steps: int, schedule: str = "", after: Callable[[], None] = lambda:
     for _ in range(steps):
         x, y = torch.randint(64, (2, 8, 16))
         loss = run(x, y) if schedule else run(x.to("remote"), y.to("remote"))
-        assert loss.item() >= 0  # waits until workers have done all
+        assert loss.item() >= 0
         after()
     return model, optimizer, loss
 
@@ -67,7 +68,7 @@ def test_planned_bytes_and_collectives_are_those_of_a_run(config: str, session: 
     plan = planned(config, 4)
     steady(session, config)
     stats: list[dict] = []
-    training(4, "", lambda: stats.append(gt.stats()))
+    training(4, "", lambda: stats.append(settled()))
     measured = counted(stats[-2], stats[-1])
     assert plan["memory"]
     for row in plan["memory"]:

@@ -17,6 +17,7 @@ from gt.dispatcher.events import Log, Received, Send
 from gt.dispatcher.schedule.measure import measured
 from gt.observe import timeline
 from gt.wire.messages import Report, Stats
+from tests.helpers.counters import settled
 from tests.helpers.planned import planned
 from tests.observe.test_plan import CONFIGS, training
 
@@ -102,8 +103,9 @@ def test_a_replays_bubble_is_in_stats_and_in_the_trace(session: Callable, tmp_pa
     with pytest.raises(gt.GTError, match="no replay in a schedule"):
         gt.trace_replay(tmp_path / "none.json")
     training(6, "1f1b")
+    counters = settled()
     order = gt.trace_replay(tmp_path / "out.json")
-    assert order == gt.stats()["schedule"]
+    assert order == counters["schedule"]
     timeline_ = schedule.simulate(schedule.parse(order["rows"]), schedule.Costs.from_wire(order["costs"]))
     assert order["name"] == "1f1b" and order["predicted"]["idle"] == pytest.approx(timeline_.idle, abs=1e-3)
     assert len(order["measured"]["bubble"]) == 2 and all(0 < b < 1 for b in order["measured"]["bubble"])
@@ -121,11 +123,11 @@ def test_a_replay_of_another_session_is_not_in_it(session: Callable) -> None:
     gt.shutdown()
     session(CONFIGS / "pp2.yaml")
     training(2)
-    assert not any(worker["actions"] for worker in gt.stats()["workers"])
+    assert not any(worker["actions"] for worker in settled()["workers"])
     training(6, "1f1b")
-    gt.zeros(()).item()
-    rows = [[action for action, _, _ in worker["actions"]] for worker in gt.stats()["workers"]]
-    assert [",".join(row) for row in rows if row] == gt.stats()["schedule"]["rows"].split()
+    counters = settled()
+    rows = [[action for action, _, _ in worker["actions"]] for worker in counters["workers"]]
+    assert [",".join(row) for row in rows if row] == counters["schedule"]["rows"].split()
 
 
 def test_the_command_runs_a_script_and_says_its_bubble(

@@ -18,6 +18,7 @@ from torch import nn
 import gt
 from gt.errors import OpFailed
 from tests.helpers import CONFIGS
+from tests.helpers.counters import settled
 from tests.helpers.models import mini
 
 functional = nn.functional
@@ -373,8 +374,7 @@ def test_tensors_end_as_in_eager_calls() -> None:
     alive: list[int] = []
     for x, _ in batches(10):
         step(x[:4, :4].contiguous().to("remote"))
-        torch.remote.synchronize()
-        alive.append(sum(worker["live_tensors"] for worker in gt.stats()["workers"]))
+        alive.append(sum(worker["live_tensors"] for worker in settled()["workers"]))
     assert max(alive) <= min(alive) + 3, alive  # those that have ended since the last batch
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
-import gt
 from tests.client.device.test_client_training import OPTIMIZERS, train
 from tests.client.device.test_client_training import same as same_training
 from tests.client.device.test_client_traps import APPROXIMATE, ROWS, plain, same
+from tests.helpers.counters import settled
 
 pytestmark = pytest.mark.usefixtures("plain_threads", "one")
 
@@ -41,7 +39,4 @@ def test_the_cpu_counts_integers_as_gpus_do() -> None:
 
 def test_workers_forget_what_the_program_forgets() -> None:
     train("remote", OPTIMIZERS["adamw"], steps=2)
-    gc.collect()
-    torch.zeros(1, device="remote").item()
-    gt.stats()  # frees travel with the next batch
-    assert sum(w["live_tensors"] for w in gt.stats()["workers"]) <= 1
+    assert sum(w["live_tensors"] for w in settled()["workers"]) <= 1

@@ -12,6 +12,7 @@ import torch
 from torch.cuda import _memory_viz
 
 import gt
+from tests.helpers.counters import settled
 
 pytestmark = pytest.mark.usefixtures("plain_threads")
 
@@ -34,9 +35,10 @@ def test_uses_and_lines_add_up_to_the_workers_own_count(session: Callable, captu
         step = gt.compile(lambda x: model(x).square())
         for _ in range(4):
             kept.append(step(x))
+    counters = settled()
     summary = gt.memory_summary()
     number = str(gt.client.current_session.current().session.number)
-    for worker, row in zip(summary.workers, gt.stats()["workers"], strict=True):
+    for worker, row in zip(summary.workers, counters["workers"], strict=True):
         assert sum(worker.by_use().values()) + worker.more == worker.session == row["session_bytes"].get(number, 0)
     first = summary.workers[0]
     parameters = 4 * (256 * 64 + 64)

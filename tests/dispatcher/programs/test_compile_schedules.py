@@ -10,6 +10,7 @@ import torch
 
 import gt
 from tests.helpers import CONFIGS
+from tests.helpers.counters import settled
 from tests.helpers.models import accumulating, mini
 
 CALLS, PARTS = 5, 4
@@ -62,7 +63,7 @@ def test_every_schedule_has_the_bits_of_eager_mode(config: str, name: str, sessi
         assert torch.equal(a, b)
     planned = [line.split(",") for line in order["rows"].split()]
     count = len(planned) * WIDTHS.get(config, 1)  # of this session
-    ran = [[row[0] for row in worker["actions"]] for worker in gt.stats()["workers"]][:count]
+    ran = [[row[0] for row in worker["actions"]] for worker in settled()["workers"]][:count]
     assert all(ran.count(row) == count // len(planned) for row in planned), ran
 
 
@@ -153,7 +154,7 @@ def test_a_weight_that_two_stages_share_is_sent_once_a_step(name: str, session: 
         return run, [t.detach().cpu() for t in (*losses, *held)]
 
     def sent() -> int:
-        first, second = gt.stats()["workers"][:2]
+        first, second = settled()["workers"][:2]
         return first["bytes_sent"].get(second["name"], 0)
 
     _, want = train(None)

@@ -144,6 +144,7 @@ def test_a_call_holds_less_from_the_first_one_on(connect: Callable, monkeypatch:
     monkeypatch.setattr(TorchEngine, "bind", counting)
     found = []
     for compile in (partial(gt.compile, backend="inductor"), WHOLE):
+        made.clear()  # what the one before left may be alive
         most[0] = 0
         trained(compile, steps=1, size=64)
         found.append(most[0])

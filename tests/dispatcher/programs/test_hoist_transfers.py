@@ -15,6 +15,7 @@ from gt.dispatcher.programs.reorder_check import CannotReorder, DataFlow, check_
 from gt.ir.instr import Define
 from gt.ir.spec import contiguous
 from tests.dispatcher.programs.test_bucket_reductions import op
+from tests.helpers.counters import settled
 from tests.helpers.passes import context
 
 SPEC = contiguous((8,), "float32").wire()
@@ -105,11 +106,11 @@ def test_the_last_stage_does_both_as_one(schedule: str, session) -> None:
 
     want = trained("")
     assert all(map(torch.equal, trained("eager"), want))
-    names = [[name for name, _, _ in worker["actions"]] for worker in gt.stats()["workers"][:2]]
+    names = [[name for name, _, _ in worker["actions"]] for worker in settled()["workers"][:2]]
     assert not any("+" in name for row in names for name in row)
     for a, b in zip(trained("cudagraphs"), want, strict=True):  # which here is "inductor"
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    first, last = ([name for name, _, _ in worker["actions"]] for worker in gt.stats()["workers"][:2])
+    first, last = ([name for name, _, _ in worker["actions"]] for worker in settled()["workers"][:2])
     back = "B" if schedule == "1f1b" else "I"
     assert [name for name in last if "F" in name] == [f"1F{n}+1{back}{n}" for n in range(4)]
     assert not any("+" in name for name in first)

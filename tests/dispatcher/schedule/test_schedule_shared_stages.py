@@ -25,6 +25,7 @@ from gt.dispatcher.schedule import Costs, ScheduleRequest, check, make, parse, s
 from gt.dispatcher.schedule.placement import spread
 from gt.errors import ConfigError
 from tests.dispatcher.schedule.schedules import in_order, random_costs
+from tests.helpers.counters import settled
 from tests.helpers.serving import serving
 
 NAMES = ("gpipe", "1f1b", "zb-h1", "auto")
@@ -194,7 +195,7 @@ def test_a_step_with_shared_stages_is_plain_torchs(p: int, groups: list[str], cl
         assert run._programs[0].replays >= 3, run.explain()
     assert all(one == found[None] for one in found.values())
     assert max(abs(a - b) / b for a, b in zip(found[None], want, strict=True)) < 1e-5
-    said = gt.stats()["schedule"]
+    said = settled()["schedule"]
     assert len(said["measured"]["bubble"]) == len(said["predicted"]["bubble"]) == p
 
 

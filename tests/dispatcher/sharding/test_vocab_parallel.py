@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gt
-from tests.helpers.processes import wait_until
+from tests.helpers.counters import settled
 
 VOCABULARY, WIDTH, BATCH, LENGTH, SKIPPED = 50257, 8, 4, 64, -100  # a vocabulary that nothing divides
 
@@ -83,7 +82,7 @@ def wanted() -> dict[bool, list]:
 
 
 def gathers() -> int:
-    return sum(worker["collectives"].get("all_gather", 0) for worker in gt.stats()["workers"])
+    return sum(worker["collectives"].get("all_gather", 0) for worker in settled()["workers"])
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -159,17 +158,14 @@ def test_a_gradient_that_a_hook_changes_has_its_own_sums(change: Callable, sessi
 
 
 def test_nothing_is_left_of_a_step(session: Callable[..., None]) -> None:
-    """Freed tensors are sent to workers with the next request."""
     session(PLACES["dp2tp2"][0])
 
     def left() -> int:
-        torch.ones(1, device="remote").item()
-        return max(worker["live_tensors"] for worker in gt.stats()["workers"][:4])
+        return max(worker["live_tensors"] for worker in settled()["workers"][:4])
 
     for _ in range(2):
         trained("remote", "aaa", True, steps=1)
-    gc.collect()
-    assert wait_until(lambda: left() < 2), left()
+    assert left() < 2
 
 
 def in_schedule(schedule: str, groups: str) -> tuple[list[float], str]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import gt
+from tests.helpers.counters import settled
 
 WIDTH, LAYERS, STEPS = 128, 3, 4
 
@@ -41,17 +42,14 @@ def values(kept):
 
 
 def counted():
-    gc.collect()
-    torch.remote.synchronize()
-    gt.stats()
-    rows = [row for row in gt.stats()["workers"] if row["live_bytes"]]
+    rows = [row for row in settled()["workers"] if row["live_bytes"]]
     return [(row["live_bytes"], row["offloaded"], row["restored_bytes"]) for row in rows]
 
 
 def moved(worker=0):
     """Bytes of offloaded state that have come back to a worker's device, and all bytes to the host and to the device."""
     torch.ones(1).to("remote").add(1).cpu()
-    row = gt.stats()["workers"][worker]
+    row = settled()["workers"][worker]
     return Counter({key: row[key] for key in ("restored_bytes", "bytes_to_host", "bytes_to_device")})
 
 
@@ -184,7 +182,7 @@ def test_a_learning_rate_that_changes_is_not_planned_again(session):
         optimizer.zero_grad()
         weight.square().sum().backward()
         optimizer.step()
-        return float(weight.sum().detach()) and gt.stats()["workers"][0]["definitions"]
+        return float(weight.sum().detach()) and settled()["workers"][0]["definitions"]
 
     counts = [definitions(1 / (n + 1)) for n in range(8)]
     assert len(set(counts[4:])) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gt
+from tests.helpers.counters import settled
 
 STEPS, ROWS, WORDS, WIDTH = 20, 16, 33, 16
 CLOSE = 1e-5
@@ -123,10 +123,7 @@ NUMBERS = LAYERS * WIDE * (WIDE + 1)  # elements of the weights below, of 4 byte
 
 def held(workers):
     """Bytes of tensors on each worker, once everything that has ended is freed."""
-    gc.collect()
-    torch.remote.synchronize()
-    gt.stats()
-    return [row["live_bytes"] for row in gt.stats()["workers"][:workers]]
+    return [row["live_bytes"] for row in settled()["workers"][:workers]]
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8])

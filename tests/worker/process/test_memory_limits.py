@@ -171,7 +171,16 @@ def test_memory_that_torch_takes_within_an_op_is_bounded(server, worker):
 
 
 @pytest.fixture
-def budget() -> Iterator[Budget]:
+def steady() -> Iterator[None]:
+    """Nothing that other tests left is freed meanwhile: budgets measure all memory of this process."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def budget(steady: None) -> Iterator[Budget]:
     made = Budget()
     made.open(64 * MIB)
     made.share(1)
@@ -200,6 +209,7 @@ def test_unplanned_memory_is_bounded_and_the_bound_ends_with_the_budget(budget):
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
+@pytest.mark.usefixtures("steady")
 def test_a_session_has_its_own_limit_on_a_worker():
     budget = Budget()
     budget.open(512 * MIB)
@@ -229,6 +239,7 @@ def test_a_session_has_its_own_limit_on_a_worker():
         budget.close()
 
 
+@pytest.mark.usefixtures("steady")
 def test_an_upload_that_exceeds_its_sessions_limit_leaves_nothing():
     budget, sent = Budget(), []
     budget.open(512 * MIB)
@@ -257,6 +268,7 @@ def test_cpu_workers_share_the_hosts_memory_and_one_by_hand_has_its_own():
         Budget().open(MIB)
 
 
+@pytest.mark.usefixtures("steady")
 def test_ops_before_a_worker_knows_its_share_have_the_whole_limit():
     budget = Budget()
     budget.open(64 * MIB)

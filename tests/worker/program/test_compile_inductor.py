@@ -21,6 +21,7 @@ from gt.wire.messages import OpError
 from gt.worker.engine.numpy import NumpyEngine
 from tests.helpers import CONFIGS
 from tests.helpers.compiled_parts import Script, inputs, program, replay, report, same
+from tests.helpers.counters import settled
 from tests.helpers.models import GPT, accumulating, mini
 from tests.helpers.serving import serving
 
@@ -431,7 +432,7 @@ def test_steps_on_two_workers(config: str, schedule: str | None, optimizer: Call
                 for a, b in zip(got, want, strict=True):
                     assert torch.equal(a, b)
                 assert run._programs[0].replays >= 2, run.explain()
-                plans = [worker["plans"][0] for worker in gt.stats()["workers"]]
+                plans = [worker["plans"][0] for worker in settled()["workers"]]
                 assert all(plan["compiled"] == plan["segments"] > 10 for plan in plans), plans
                 forms[count, parts] = [plan["distinct"] for plan in plans]
             assert forms[4, 3] == forms[4, 5] == forms[6, 3] and max(forms[4, 3]) <= 20, forms
