@@ -16,8 +16,8 @@ from gt.errors import SystemFailure
 from gt.launch import job_agents
 from tests.helpers import ROOT
 from tests.helpers.limits import limit
-from tests.helpers.processes import unhurried
-from tests.launch.test_job import SSH, TOKEN, end, environment, free_port, python, script
+from tests.helpers.processes import free_ports, unhurried
+from tests.launch.test_job import SSH, TOKEN, end, environment, python, script
 
 GID = "0000:0000:0000:0000:0000:ffff:c0a8:6401"
 VERSIONS = {"gt": "0.1.0", "torch": "2.13.0", "nccl": "2.30.7"}
@@ -171,7 +171,7 @@ def test_all_of_it_over_ssh(tmp_path: Path) -> None:
 
 
 def test_all_of_it_by_the_processes_of_a_job() -> None:
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports()[0])}
     doctor = ["-m", "gt", "doctor", "--hosts", "env", "--most", "16KiB"]
     started = [python(*doctor, RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in (1, 0)]
     (code, said, errors), (other, nothing, _) = reversed(end(*started))

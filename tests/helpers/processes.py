@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import resource
+import socket
 import subprocess
 import sys
 import threading
@@ -54,6 +57,18 @@ def wait_until(done: Callable[[], Any], seconds: float = 20.0) -> bool:
 def children(pid: int) -> list[int]:
     """Children of a process, whichever of its threads forked them; [] if the process is gone."""
     return sorted(int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in read(file).split())
+
+
+def free_ports(count: int = 1) -> list[int]:
+    """Ports for processes that bind them later, below those that the kernel gives to whoever connects meanwhile."""
+    end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    draw, ports = random.SystemRandom(), set[int]()
+    while len(ports) < count:
+        port = draw.randrange(end // 2, end)
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+            ports.add(port)
+    return list(ports)
 
 
 def resident(pid: int) -> int:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from tests.helpers import ROOT
-from tests.helpers.processes import wait_until
+from tests.helpers.processes import free_ports, wait_until
 
 NODES = 3
 NEEDED = ("slurmctld", "slurmd", "munged", "unshare")
@@ -68,17 +68,6 @@ def why_not() -> str:
         return "it needs root"
     missing = [name for name in NEEDED if shutil.which(name) is None]
     return f"not installed: {', '.join(missing)}" if missing else ""
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
 
 
 class Slurm:

@@ -116,7 +116,7 @@ def test_a_new_start_after_a_loss(own):
 
 def test_ctrl_c_while_a_worker_is_stuck(own):
     import gt
-    from gt.client.trace import current_session
+    from gt.client import current_session
 
     x = gt.ones(4, 4)
     assert x.sum().item() == 16

@@ -216,6 +216,7 @@ def test_ctrl_c_leaves_the_queue(pair, caplog):
     import gt
 
     holder = pair.session()
+    caplog.clear()  # of its own wait, if workers of the session before are not back yet
     main = threading.main_thread().ident
     press = threading.Thread(
         target=lambda: wait_until(lambda: "place 1 in its queue" in caplog.text) and signal.pthread_kill(main, signal.SIGINT)

@@ -23,6 +23,7 @@ from gt.wire.messages import Reject
 from gt.wire.socket import host_and_port
 from tests.helpers import zmtp
 from tests.helpers.limits import limit
+from tests.helpers.processes import free_ports
 from tests.helpers.toy_core import ToyCore
 
 LOCAL, AWAY = "127.0.0.1", "10.1.2.3"
@@ -256,9 +257,7 @@ def test_without_the_file_a_token_opens_a_server_that_encrypts(folder, monkeypat
 def test_a_worker_waits_for_a_server_and_finds_the_next_ones_secret(folder, monkeypatch):
     monkeypatch.setattr(approach, "LONGEST", 0.03)
     heard, lost = threading.Event(), threading.Event()
-    with socket.socket() as free:
-        free.bind((LOCAL, 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports()
     first = Running(port=port)
     first.__exit__()
     link = Dealer(first.address, lambda *_: heard.set(), lambda reason: lost.set(), timeouts=LinkTimeouts(connect=None))
@@ -303,7 +302,7 @@ class Fake:
             except TimeoutError:
                 continue
             with sock:
-                sock.settimeout(0.5)
+                sock.settimeout(limit(0.5))
                 sock.sendall(zmtp.greeting(self._mechanism)[:32] + b"\x01" + bytes(31))
                 try:
                     self.heard += zmtp.read(sock, 64)
@@ -323,7 +322,7 @@ class Fake:
 @pytest.mark.parametrize("mechanism", [PLAIN, NULL, CURVE])
 @pytest.mark.parametrize("token", ["", "the token that people gave"])
 def test_a_process_that_takes_the_port_first_learns_nothing_that_opens_a_server(folder, mechanism, token):
-    fake = Fake(mechanism)
+    fake = Fake(mechanism, port=free_ports()[0])
     with pytest.raises((DispatcherLost, Refused)):
         Session(f"{LOCAL}:{fake.port}", ("config: text", ""), token=token, wait=0.6)
     heard = fake.close()
