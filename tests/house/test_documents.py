@@ -237,59 +237,69 @@ def test_every_option_in_the_documents_exists() -> None:
     assert unknown == [] and {"server", "worker", "plan", "doctor"} <= set(helps)
 
 
-def test_server_workers_and_program_by_hand(tmp_path: Path) -> None:
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Starts a line of a shell, in a folder of its own. All that still run in the end are killed."""
+    made: list[subprocess.Popen] = []
+
+    def start(line: str, **pipes: Any) -> subprocess.Popen:
+        command = ["bash", "-c", f"exec env {line}"]
+        made.append(subprocess.Popen(command, cwd=tmp_path, env=environment(), text=True, **pipes))
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def test_server_workers_and_program_by_hand(tmp_path: Path, shell: Callable[..., subprocess.Popen]) -> None:
     """The three shells of the quickstart, on a free port."""
     program("docs/quickstart.md", tmp_path)
     lines = [c for c in commands("docs/quickstart.md") if re.fullmatch(BY_HAND, c)]
     assert [line.split("gt.")[-1].split()[0] for line in lines[:2]] == ["server", "worker"] and len(lines) == 3
-
-    def shell(line: str, **pipes: Any) -> subprocess.Popen:
-        return subprocess.Popen(["bash", "-c", f"exec env {line}"], cwd=tmp_path, env=environment(), text=True, **pipes)
-
     server = shell(lines[0].replace("12345", "0"), stdout=subprocess.PIPE)
-    try:
-        port = server.stdout.readline().strip().rpartition(":")[2]
-        workers = [shell(lines[1].replace("12345", port), stderr=subprocess.PIPE) for _ in range(2)]
-        asking = shell(lines[2].replace("12345", port), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        done = asking.communicate(timeout=limit(60))
-        assert done[0] == "4.0\n" and unhurried(done[1]) == "", [done, *(w.poll() for w in workers)]
-        shown = shell("bash -c 'ps aux | grep gt.worker'", stdout=subprocess.PIPE).communicate(timeout=limit(20))[0]
-        assert len([line for line in shown.splitlines() if f"-p {port}" in line]) >= 2, shown
-    finally:
-        server.terminate()
-        assert server.communicate(timeout=limit(20))[0] == ""
+    port = server.stdout.readline().strip().rpartition(":")[2]
+    workers = [shell(lines[1].replace("12345", port), stderr=subprocess.PIPE) for _ in range(2)]
+    asking = shell(lines[2].replace("12345", port), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    done = asking.communicate(timeout=limit(60))
+    assert done[0] == "4.0\n" and unhurried(done[1]) == "", [done, *(w.poll() for w in workers)]
+    shown = shell("bash -c 'ps aux | grep gt.worker'", stdout=subprocess.PIPE).communicate(timeout=limit(20))[0]
+    assert len([line for line in shown.splitlines() if f"-p {port}" in line]) >= 2, shown
+    server.terminate()
+    assert server.communicate(timeout=limit(20))[0] == ""
     for worker in workers:
         said = worker.communicate(timeout=limit(20))[1].splitlines()
         assert worker.returncode == 0 and len(said) == 2 and said[1].startswith("gt worker: connected as w")
 
 
-def test_server_worker_and_program_with_a_token(tmp_path: Path) -> None:
+def test_server_worker_and_program_with_a_token(tmp_path: Path, shell: Callable[..., subprocess.Popen]) -> None:
     """The quickstart's lines for other addresses, on a free port of this machine; `gt` is the module of that name."""
     program("docs/quickstart.md", tmp_path)
     key, server, worker, client = (c for c in commands("docs/quickstart.md") if re.fullmatch(WITH_TOKEN, c))
     port = "0"
 
-    def shell(line: str, **pipes: Any) -> subprocess.Popen:
+    def here(line: str, **pipes: Any) -> subprocess.Popen:
         for name, value in (("~/.gt-token", "key"), ("server.example", "localhost"), ("12345", port)):
             line = line.replace(name, value)
-        return subprocess.Popen(["bash", "-c", f"exec env {line}"], cwd=tmp_path, env=environment(), text=True, **pipes)
+        return shell(line, **pipes)
 
-    made = shell(key.replace("gt key", "python -c 'import sys; from gt.cli import main; sys.exit(main())' key"), stdout=-3)
+    made = here(key.replace("gt key", "python -c 'import sys; from gt.cli import main; sys.exit(main())' key"), stdout=-3)
     assert made.wait(limit(60)) == 0 and (tmp_path / "key").stat().st_mode & 0o777 == 0o600
-    serving = shell(server, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        port = serving.stdout.readline().strip().rpartition(":")[2]
-        working = shell(worker, stderr=subprocess.PIPE)
-        done = shell(client, stdout=subprocess.PIPE, stderr=subprocess.PIPE).communicate(timeout=limit(60))
-        assert done[0] == "4.0\n" and unhurried(done[1]) == "", done
-        without = shell(client.replace("GT_TOKEN=", "GT_UNSET="), stdout=-3, stderr=subprocess.PIPE)
-        assert "wants a token: set GT_TOKEN" in without.communicate(timeout=limit(60))[1]
-    finally:
-        serving.terminate()
-        out, err = serving.communicate(timeout=limit(20))
-        assert out + unhurried(err) == ""
+    serving = here(server, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    port = serving.stdout.readline().strip().rpartition(":")[2]
+    working = here(worker, stderr=subprocess.PIPE)
+    done = here(client, stdout=subprocess.PIPE, stderr=subprocess.PIPE).communicate(timeout=limit(60))
+    assert done[0] == "4.0\n" and unhurried(done[1]) == "", done
+    without = here(client.replace("GT_TOKEN=", "GT_UNSET="), stdout=-3, stderr=subprocess.PIPE)
+    assert "wants a token: set GT_TOKEN" in without.communicate(timeout=limit(60))[1]
+    serving.terminate()
+    out, err = serving.communicate(timeout=limit(20))
+    assert out + unhurried(err) == ""
     assert working.wait(limit(20)) == 0
-    working.stderr.close()
 
 
 def test_the_log_and_its_greps(tmp_path: Path) -> None:
