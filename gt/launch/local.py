@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 from gt import env
 from gt.errors import SystemFailure
+from gt.launch.process import how_ended
 from gt.wire.access import auth
 from gt.wire.liveness import Vigil, home
 
@@ -152,7 +152,7 @@ def _wait(process: subprocess.Popen, total: int, start: Start) -> tuple[int, int
             continue
         data = os.read(process.stdout.fileno(), 1 << 16)
         if not data:
-            died = f"the process that starts dispatcher and workers died (exit code {process.wait()})"
+            died = f"the process that starts dispatcher and workers died{how_ended(process.wait())}"
             raise SystemFailure(f"{died}: run with GT_VERBOSE=1 to see why")
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
@@ -169,8 +169,7 @@ def _last_report(text: bytes, process: subprocess.Popen) -> str:
     for line in text.split(b"\n")[:-1]:
         if why := json.loads(line).get("ended"):
             return why
-    name = f"process {process.pid}, which started dispatcher and workers,"
-    return f"{name} was killed by signal {signal.Signals(-process.returncode).name}" if (process.returncode or 0) < 0 else ""
+    return f"process {process.pid}, which started dispatcher and workers, died{how_ended(process.returncode or 0)}"
 
 
 def _missing(known: dict[str, Any], total: int) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from gt import env, logs
 from gt.launch import machine
-from gt.launch.process import ending, fork
+from gt.launch.process import ending, fork, how_ended
 from gt.launch.ssh import RemoteHost
 from gt.wire.liveness import POLLS, Vigil, home, sight
 
@@ -181,8 +181,8 @@ class Supervisor:
                 self._vigils.pop(pid, None)
                 if not self._ready:
                     self._drain()
-                    raise RuntimeError(f"the dispatcher died while starting{_how(code)}")
-                self._report(ended=f"the dispatcher died{_how(code)}")
+                    raise RuntimeError(f"the dispatcher died while starting{how_ended(code)}")
+                self._report(ended=f"the dispatcher died{how_ended(code)}")
             elif pid in self._hosts:
                 host = self._hosts.pop(pid)
                 if not self._stopping:
@@ -408,8 +408,4 @@ def _signal(pid: int, number: int) -> None:
 
 def _last_words(number: int, code: int, words: deque[str]) -> str:
     last_lines = ": " + " | ".join(words) if words else ", and said nothing: run with GT_VERBOSE=1 to see why"
-    return f"worker {number} died while starting{'' if code in (LOST, UNREACHED) else _how(code)}{last_lines}"
-
-
-def _how(code: int) -> str:
-    return f" (signal {signal.Signals(-code).name})" if code < 0 else f" (exit code {code})" if code else ""
+    return f"worker {number} died while starting{'' if code in (LOST, UNREACHED) else how_ended(code)}{last_lines}"
