@@ -108,12 +108,19 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
     text, path = config_of(config)
     token = env.token() if token is None else token
     session = Session(address, (text, path), switches=switches, token=token, wait=wait)
+    session.why_lost = lambda: _why_lost(address)
     recorder = current_session.connect(session, text, path)
     recorder.when_watched = lambda: _report_roles(recorder)
     if _Started.trace is not None:
         _Started.trace.begin(session)
     for doubt in doubts(load(text, path)):
         log.warning("%s", doubt)
+
+
+def _why_lost(address: str) -> str:
+    """What ended the server at this address, if this program has started it; "" if that is not known."""
+    local = _Started.local
+    return local.why_ended() if local is not None and local.address == address else ""
 
 
 def _report_roles(recorder: Any) -> None:

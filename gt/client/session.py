@@ -103,6 +103,7 @@ class Session:
         self.failure: GTError | None = None
         # The I/O thread calls it about every 10 ms, to submit stale ops. It must not wait for anything.
         self.on_idle: Callable[[], None] | None = None
+        self.why_lost: Callable[[], str] = str  # what ended a server that this program started; may wait a moment
         self._pid = os.getpid()
         self._pending: dict[int, _Pending] = {}
         self._pieces: dict[int, _Pending] = {}  # key of an incomplete piece -> its fetch
@@ -487,6 +488,8 @@ class Session:
 
     def _on_lost(self, reason: str) -> None:
         if self._greeting.done.is_set():
+            why = self.why_lost()
+            reason += f" ({why})" * bool(why)
             reason += ", and with it all remote tensors: connect to a running server, or call gt.shutdown() and start again"
         self._fail_all(DispatcherLost(reason))
 
@@ -494,7 +497,7 @@ class Session:
         """The error for an Exit: the one that the server has announced, or a lost dispatcher."""
         if self._last_unsolicited is not None and str(self._last_unsolicited) == reason:
             return self._last_unsolicited
-        return DispatcherLost(f"the server at {self.address} has stopped: {reason}")
+        return DispatcherLost(f"the server at {self.address} has stopped: {self.why_lost() or reason}")
 
     def _fail_all(self, failure: GTError) -> None:
         """Fail all waits and all later calls with this error; the first one stays."""

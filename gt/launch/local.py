@@ -18,6 +18,7 @@ from typing import Any
 
 from gt import env
 from gt.errors import SystemFailure
+from gt.launch.process import how_ended
 from gt.wire.access import auth
 from gt.wire.liveness import Vigil, home
 
@@ -27,6 +28,7 @@ START_SECONDS = 120.0  # until all processes have to be up: an import of torch f
 STOP = 6.0
 REPORT_SECONDS = 15.0  # between reports of missing workers
 MAX_NAMES = 8  # workers that a report names
+WORD = 1.0  # seconds that a supervisor has for its last report
 LOOK, STILL = 1.0, 5  # seconds between looks at the supervisor, and looks in a row that find it stopped until that is an error
 
 
@@ -47,6 +49,22 @@ class Local:
         if self._pid == os.getpid():
             atexit.unregister(self.stop)
             _end(self._process)
+
+    def why_ended(self, seconds: float = WORD) -> str:
+        """What ended the dispatcher, as its supervisor reports within so many seconds; "" while nothing did, or in a child."""
+        if self._pid != os.getpid() or self._process.stdout is None or self._process.stdout.closed:
+            return ""
+        deadline, text = time.monotonic() + seconds, b""
+        while select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            data = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not data:  # it has ended, or was killed and its children with it
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(seconds)
+                return _last_report(text, self._process)
+            text += data
+            if b'"ended"' in text:
+                return _last_report(text, self._process)
+        return ""
 
 
 def start(
@@ -134,7 +152,7 @@ def _wait(process: subprocess.Popen, total: int, start: Start) -> tuple[int, int
             continue
         data = os.read(process.stdout.fileno(), 1 << 16)
         if not data:
-            died = f"the process that starts dispatcher and workers died (exit code {process.wait()})"
+            died = f"the process that starts dispatcher and workers died{how_ended(process.wait())}"
             raise SystemFailure(f"{died}: run with GT_VERBOSE=1 to see why")
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
@@ -145,6 +163,13 @@ def _wait(process: subprocess.Popen, total: int, start: Start) -> tuple[int, int
             published = True
             start.on_port(known["port"])
     return known["port"], known["gpus"]
+
+
+def _last_report(text: bytes, process: subprocess.Popen) -> str:
+    for line in text.split(b"\n")[:-1]:
+        if why := json.loads(line).get("ended"):
+            return why
+    return f"process {process.pid}, which started dispatcher and workers, died{how_ended(process.returncode or 0)}"
 
 
 def _missing(known: dict[str, Any], total: int) -> str:

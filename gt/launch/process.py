@@ -57,6 +57,11 @@ def ending(pid: int) -> bool:
     return bool(_stat(pid)[8] & _PF_EXITING)  # field 9 of proc(5), counted from 1
 
 
+def how_ended(code: int) -> str:
+    """How a child ended, in brackets after a space; "" for exit code 0. code: negative ones are signals."""
+    return f" (signal {signal.Signals(-code).name})" if code < 0 else f" (exit code {code})" if code else ""
+
+
 def rename(title: str) -> None:
     """Set the title in `ps` and `top`, by overwriting this process's argument area, which limits its length."""
     stat = _stat(os.getpid())

@@ -22,7 +22,7 @@ from typing import Any
 
 from gt import env, logs
 from gt.launch import machine
-from gt.launch.process import ending, fork
+from gt.launch.process import ending, fork, how_ended
 from gt.launch.ssh import RemoteHost
 from gt.wire.liveness import POLLS, Vigil, home, sight
 
@@ -64,7 +64,7 @@ class Supervisor:
         self._words: dict[int, deque[str]] = {}
         self._again: dict[int, deque[float]] = {}  # number -> times of its restarts
         self._start: Callable[[int], None] = lambda number: None
-        self._ready = self._stopping = self._silent = False
+        self._ready = self._stopping = self._silent = self._terminated = False
         self._port = 0  # once the dispatcher has reported it
         self._status = b""  # of the dispatcher: an incomplete line
         self._total = order.get("total") or order["workers"]
@@ -181,7 +181,8 @@ class Supervisor:
                 self._vigils.pop(pid, None)
                 if not self._ready:
                     self._drain()
-                    raise RuntimeError(f"the dispatcher died while starting{_how(code)}")
+                    raise RuntimeError(f"the dispatcher died while starting{how_ended(code)}")
+                self._report(ended=f"the dispatcher died{how_ended(code)}")
             elif pid in self._hosts:
                 host = self._hosts.pop(pid)
                 if not self._stopping:
@@ -200,7 +201,7 @@ class Supervisor:
             self._lost_worker(number)
 
     def _on_sigterm(self, number: int, frame: object) -> None:
-        self._stopping = True
+        self._stopping = self._terminated = True
 
     def _end_stopped(self) -> None:
         """End workers that the dispatcher has given up, even if they could continue. RuntimeError at the start."""
@@ -225,6 +226,8 @@ class Supervisor:
         """End the workers: by the dispatcher's Exit, then by SIGTERM, then by SIGKILL."""
         if 0 in self._select.get_map():
             self._select.unregister(0)
+        if self._terminated:
+            self._report(ended=f"process {os.getpid()}, which started dispatcher and workers, received SIGTERM")
         left = {self._dispatcher, *self._workers, *self._hosts} - {0}
         stop = STOP_SIGNAL if self._patient else signal.SIGTERM
         _signal(self._dispatcher, stop)
@@ -330,7 +333,7 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
     except errors.GTError as error:
         announce(failed=str(error))
         return
-    signal.signal(stop, lambda *_: server.stop("the program that started it has ended"))
+    signal.signal(stop, lambda *_: server.stop("the process that started it has ended"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server.on_workers = lambda count: announce(workers=server.worker_names)
     announce(port=server.port)
@@ -405,8 +408,4 @@ def _signal(pid: int, number: int) -> None:
 
 def _last_words(number: int, code: int, words: deque[str]) -> str:
     last_lines = ": " + " | ".join(words) if words else ", and said nothing: run with GT_VERBOSE=1 to see why"
-    return f"worker {number} died while starting{'' if code in (LOST, UNREACHED) else _how(code)}{last_lines}"
-
-
-def _how(code: int) -> str:
-    return f" (signal {signal.Signals(-code).name})" if code < 0 else f" (exit code {code})" if code else ""
+    return f"worker {number} died while starting{'' if code in (LOST, UNREACHED) else how_ended(code)}{last_lines}"

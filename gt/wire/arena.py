@@ -4,8 +4,10 @@ The client owns an arena, because it copies a tensor before anybody knows which 
 anonymous memory (memfd) of mode 0600. It has no name in a file system, so nothing is left when a process is killed. A worker
 opens it through /proc/PID/fd/FD, two numbers that the client states, and believes none of the client's words:
 
-- Path: only numbers enter it. The descriptor is first opened with O_PATH, which has no effect on a file of any kind.
-- Kind: it must be memory of this name, of the worker's own user, with no rights for others.
+- Path: only numbers enter it. The process must be the worker's own user's, whatever the worker may look into. The descriptor
+  is first opened with O_PATH, which has no effect on a file of any kind.
+- Kind: it must be memory of this name, of the worker's own user, with no rights for others. The name is read first: it asks no
+  file system, which might never answer.
 - Proof: it must begin with the proof that the dispatcher derives from the client's nonce and session. So a client on another
   host, in another pid namespace or of another user keeps using the socket. A proof opens no arena for another session.
 - Size: seals forbid any change of size. Pages are the usual ones, allocated before by a call that may fail. So no access ends
@@ -203,6 +205,8 @@ def _process(offer: OfferArena) -> Iterator[int]:
         raise OSError(f"the arena's owner is in {offer.home!r:.80}, this process in {liveness.home()!r}")
     process = os.open(f"/proc/{offer.pid:d}", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        if (owner := os.fstat(process).st_uid) != os.geteuid():
+            raise OSError(f"process {offer.pid} is of user {owner}, want own user {os.geteuid()}")
         yield process
     finally:
         os.close(process)
@@ -213,8 +217,9 @@ def _open_proved(offer: OfferArena, process: int) -> int:
     descriptor = os.open(f"fd/{offer.fd:d}", os.O_PATH | os.O_CLOEXEC, dir_fd=process)
     try:
         own = f"/proc/self/fd/{descriptor}"
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode) or not os.readlink(own).startswith(f"/memfd:{NAME} "):
+        named = os.readlink(own).startswith(f"/memfd:{NAME} ")
+        about = os.fstat(descriptor) if named else None
+        if about is None or not stat.S_ISREG(about.st_mode):
             raise OSError(f"descriptor {offer.fd} of process {offer.pid} is no arena")
         if about.st_uid != os.geteuid() or about.st_mode & 0o177:
             raise OSError(f"arena of user {about.st_uid}, mode {about.st_mode & 0o777:o}: want own user's, mode 600")

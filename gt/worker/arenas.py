@@ -2,11 +2,16 @@
 
 An arena is mapped when it is offered. A GPU's worker pins it at its first use, in the executing thread, since the driver blocks
 others meanwhile. The dispatcher names arenas by keys of its own, so that no session reaches another's.
+
+All sessions share the worker's address space and its descriptors. An arena or file beyond a share of these is not opened, and
+bytes are sent in messages instead. An arena counts until no block keeps it mapped.
 """
 
 from __future__ import annotations
 
 import logging
+import resource
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,6 +30,9 @@ from gt.worker.uploads import UploadBuffers
 
 log = logging.getLogger("gt.worker")
 MAX_PINNED_BYTES = 128 << 20  # of an arena that is pinned for a smaller tensor
+MAX_MAPPED_BYTES = 16 << 40  # of all arenas: an eighth of an address space of 47 bits
+MAX_MAPPED = 8192  # arenas: an eighth of the mappings that Linux gives a process
+DESCRIPTOR_SHARE = 0.5  # of the limit of descriptors: an arena takes one, a file up to two
 
 
 @dataclass(slots=True)
@@ -80,6 +88,7 @@ class WorkerArenas:
     uploads: UploadBuffers
     budget: Budget
     _arenas: dict[int, _OpenedArena] = field(default_factory=dict)
+    _mapped: weakref.WeakSet[PeerArena] = field(default_factory=weakref.WeakSet)  # those that are closed too
     _reads: dict[int, _TensorBlock | FileBlock] = field(default_factory=dict)  # by key of an upload
     _writes: dict[int, _TensorBlock | FileBlock] = field(default_factory=dict)  # by key of a fetched piece
 
@@ -98,17 +107,28 @@ class WorkerArenas:
         """Map an arena or open a file, if it is proved to be its client's."""
         try:
             if isinstance(message, OfferArena):
-                self._arenas[message.arena] = _OpenedArena(PeerArena(message))
+                self._check_room(message.nbytes)
+                arena = PeerArena(message)
+                self._mapped.add(arena)
+                self._arenas[message.arena] = _OpenedArena(arena)
             else:
                 owner = self._arenas.get(message.owner)
                 if owner is None:
                     raise OSError(f"the arena {message.owner} of the file's owner is not open")
+                self._check_room(0)
                 self.files.open(message.arena, PeerFile(owner.memory.offer, message))
         except (OSError, ValueError, OverflowError) as error:
             log.info("arena %d is not used: %s", message.arena, error)
             self.send(ArenaOpened(message.arena, False))
             return
         self.send(ArenaOpened(message.arena, True))
+
+    def _check_room(self, nbytes: int) -> None:
+        """OSError if another arena of this size, or a file, would leave too little for all else that this process does."""
+        mapped, files = [arena.nbytes for arena in self._mapped], len(self.files.opened)
+        descriptors = DESCRIPTOR_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if len(mapped) + 2 * files >= descriptors or len(mapped) >= MAX_MAPPED or sum(mapped) + nbytes > MAX_MAPPED_BYTES:
+            raise OSError(f"there is no room beside {files} files and {len(mapped)} arenas of {sum(mapped)} bytes in all")
 
     def _expect(self, message: UseBlock) -> None:
         """An instruction will read or write a block. What is wrong with it fails that instruction."""

@@ -22,7 +22,8 @@ from tests.attacks.beside import ROOT, Holder
 from tests.attacks.ground import Ground, alive, born, children
 
 SIGNALS = ("KILL", "STOP", "TERM", "SEGV")
-TARGETS = ("client", "dispatcher", "worker", "all workers")
+TARGETS = ("client", "dispatcher", "worker", "all workers", "supervisor")
+OF_SERVER = ("dispatcher", "supervisor")  # the server ends with these
 MOMENTS = (
     "starting",
     "idle",
@@ -40,7 +41,10 @@ MOMENTS = (
 )
 LIMIT = 60.0  # seconds until a cell is a hang
 ARRIVAL = 300.0  # seconds in which a client comes to the moment: a loaded machine uploads 1 GB twice
-CAUSES = ("worker w", "server at", "is stopped", "dispatcher", "is alive and", "signal SIG", "died", "exit code")
+CAUSES = (
+    "worker w", "server at", "is stopped", "dispatcher", "the process that starts", "is alive and", "signal SIG", "died",
+    "exit code",
+)  # fmt: skip
 COLUMNS = ("signal", "target", "moment", "seconds", "error", "names the cause", "goes on after", "a new one after", "left")
 
 
@@ -220,11 +224,11 @@ class Matrix:
         pids = self._targets(cell.target, victim.pid, before)
         self.pause.wait({"upload": 0.05, "fetch": 0.02}.get(cell.moment, 0.0))
         self._harm(cell, victim, pids)
-        if cell.target == "dispatcher" or (not ground.whole and cell.signal != "STOP" and cell.target == "all workers"):
+        if cell.target in OF_SERVER or (not ground.whole and cell.signal != "STOP" and cell.target == "all workers"):
             self._resume(pids)
         cell.again = self._newcomer(cell)
         self._resume(pids)
-        if cell.target == "dispatcher":
+        if cell.target in OF_SERVER:
             victim.tell(json.dumps([ground.address, ground.token]))
             answer = victim.wait("again", 30.0)
             cell.again = answer["again"] if answer else cell.again
@@ -234,6 +238,9 @@ class Matrix:
         """Pids. The one worker is that which did most for the client: others may not be its concern."""
         if target == "client":
             return [client]
+        if target == "supervisor":
+            assert self.ground.local is not None
+            return [self.ground.local._process.pid]
         role = "gt.server" if target == "dispatcher" else "gt.worker"
         found = [pid for pid, name in self.ground.processes().items() if name.startswith(role)]
         return [max(found, key=lambda pid: at_work(pid) - before.get(pid, 0))] if target == "worker" else found
@@ -266,7 +273,7 @@ class Matrix:
 
     def _newcomer(self, cell: Cell) -> float:
         """Seconds until a new client's work succeeds."""
-        if cell.target == "dispatcher" or not self.ground.processes():
+        if cell.target in OF_SERVER or not self.ground.processes():
             self.ground.stop()
             self.ground.start()
         holder, start = Holder(), time.monotonic()
@@ -336,9 +343,11 @@ class Matrix:
         """Pids of the target as soon as there are any."""
         if target == "client":
             return [client]
-        role = "gt.server" if target == "dispatcher" else "gt.worker 0" if target == "worker" else "gt.worker"
+        role = {"dispatcher": "gt.server", "worker": "gt.worker 0"}.get(target, "gt.worker")
         deadline = time.monotonic() + LIMIT
         while time.monotonic() < deadline and alive(client):
+            if target == "supervisor" and (found := children(client)):
+                return found
             found = []
             for pid in self._family(client):
                 with contextlib.suppress(OSError):
@@ -354,7 +363,7 @@ class Matrix:
             cell.left += self._checkpoint()
         for sign in self.ground.look() if self.ground.local and cell.target == "client" else []:
             cell.left.append(f"{sign.kind}: {sign.text[:80]}")
-        if cell.target == "dispatcher" and self.ground.local:
+        if cell.target in OF_SERVER and self.ground.local:
             self.ground.stop()  # so that what is left afterwards is of the one that was harmed
         cell.left += sorted(footprint(self.runtime) - before) if not self.ground.local else []
 

@@ -6,7 +6,6 @@ An interrupt comes at a random time, or at a random line of the client's own cod
 from __future__ import annotations
 
 import _thread
-import contextlib
 import gc
 import random
 import sys
@@ -22,8 +21,10 @@ from typing import Any
 import torch
 
 import gt
-from gt.client import current_session
-from gt.errors import CheckpointError, GTError, OpFailed
+from gt import api
+from gt.errors import GTError, OpFailed
+from tests.attacks.beside import START, Trainers
+from tests.helpers.limits import limit
 from tests.interrupts.trainer import TOLERANCE, Kind, Trainer, Versions, common
 
 TP = "s: {workers: [0, 1]}\ns_colpar: {workers: [0, 1]}\ns_rowpar: {workers: [0, 1]}\n"
@@ -47,6 +48,16 @@ LAYOUTS: list[dict[str, Any]] = [
     {"name": "tp", "workers": 2, "config": TP, "groups": SHARDS},
     {"name": "pp", "workers": 2, "config": PP, "groups": STAGES, "micro": 4},
     {"name": "pp with zero", "workers": 4, "config": PPDP, "groups": STAGES, "micro": 2},
+    {"name": "draws", "workers": 2, "config": "gt: {data_parallel: [0, 1]}", "draws": True},
+    {"name": "draws in tp", "workers": 2, "config": TP, "groups": SHARDS, "draws": True},
+    {"name": "draws in pp", "workers": 2, "config": PP, "groups": STAGES, "micro": 4, "draws": True},
+    {"name": "branches", "workers": 2, "config": "gt: {data_parallel: [0, 1]}", "mode": "branches"},
+    {"name": "branches in zero3", "workers": 2, "config": zero(3), "mode": "branches"},
+    {"name": "inductor", "mode": "captured", "backend": "inductor"},
+    {"name": "inductor in zero1", "workers": 2, "config": zero(1), "mode": "captured", "backend": "inductor"},
+    {"name": "files", "workers": 2, "config": zero(3), "tasks": ("save", "save twice", "load", "restore")},
+    {"name": "sessions", "workers": 2, "config": "gt: {data_parallel: [0, 1]}", "beside": True},
+    {"name": "sessions in pp", "workers": 2, "config": PP, "groups": STAGES, "micro": 4, "beside": True},
 ]
 MODES: list[dict[str, Any]] = [
     {"mode": "eager"},
@@ -56,6 +67,7 @@ MODES: list[dict[str, Any]] = [
     {"mode": "captured", "optimizer": "adam"},
     {"mode": "fragments"},
     {"mode": "fragments", "optimizer": "adam", "micro": 2},
+    {"mode": "branches", "optimizer": "plain"},
 ]
 
 
@@ -99,7 +111,7 @@ def draw(layout: dict[str, Any], seed: int) -> Case:
     delay = rng.choice([0.002, 0.02, 0.1, 0.3]) * rng.random()
     return Case(
         kind, seed, rng.choice([0, 1, 2, 4, 6]), rng.choice([1, 3, 8, 20]), line, delay,
-        rng.choice([1, 1, 1, 2, 4]), rng.choice([0, 200, 400]), rng.choice(["train"] * 5 + ["save", "fetch", "upload", "load"]),
+        rng.choice([1, 1, 1, 2, 4]), rng.choice([0, 200, 400]), rng.choice(kind.tasks),
     )  # fmt: skip
 
 
@@ -170,21 +182,43 @@ class Engine:
         self.layout = layout
         self.counts: Counter[str] = Counter()
         self.folder = tempfile.TemporaryDirectory()
+        self.path = Path(self.folder.name) / "state"
+        self.beside = Trainers(Path(self.folder.name)) if layout.get("beside") else None
 
     def __enter__(self) -> Engine:
         gt.cpu_workers(self.layout.get("workers", 1), self.layout.get("config"))
         (torch.ones(3).to("remote") + 1).sum().item()
+        if self.beside is not None:
+            self.beside.start()
+            self._look_beside(START)
         return self
 
     def __exit__(self, *_: object) -> None:
-        gt.shutdown()
-        self.folder.cleanup()
+        try:
+            if self.beside is not None:
+                self._look_beside(START)
+                self.counts["losses beside"] = self.beside.losses
+        finally:
+            if self.beside is not None:
+                self.beside.stop()
+            gt.shutdown()
+            self.folder.cleanup()
+
+    def _look_beside(self, seconds: float = 0.0) -> None:
+        """What other sessions on this server have trained is right to the bit, whatever is interrupted here."""
+        assert self.beside is not None and api._Started.local is not None
+        self.beside.ask(api._Started.local)
+        signs = self.beside.collect(seconds, limit=limit(START))
+        if signs:
+            raise Wrong("; ".join(f"{sign.kind}: {sign.text}" for sign in signs))
 
     def run(self, seed: int) -> Case:
         case = draw(self.layout, seed)
         try:
             patiently(lambda: None)
             self._run(case)
+            if self.beside is not None:
+                self._look_beside()
         except Exception as error:
             raise Wrong(f"{case}: {type(error).__name__}: {error}") from error
         self.counts["cases"] += 1
@@ -197,30 +231,22 @@ class Engine:
     # ---- one case
 
     def _run(self, case: Case) -> None:
-        kind = case.kind
-        remote = Trainer(kind, case.seed, "remote", case.ballast)
+        remote = Trainer(case.kind, case.seed, "remote", case.ballast)
+        remote.seed(case.seed, 0)
         if case.warm:
             remote.train(case.warm).item()
-        path = Path(self.folder.name) / "state"
+        if case.task in ("save", "save twice", "load", "restore"):
+            remote.keep(self.path)
         saved: Any = None
-        saved_at = 0
-        if case.task in ("save", "load"):
-            gt.save(remote.tensors(), path)
+        saves = [remote.steps]  # steps before each save that may be in the folder
         try:
             with Presser(case):
                 remote.train(case.steps)
-                if case.task == "save":
-                    saved_at = remote.steps
-                    saved = gt.save(remote.tensors(), path, wait=False)
+                if case.task.startswith("save"):
+                    saves.append(remote.steps)
+                    saved = gt.save(remote.tensors(), self.path, wait=False)
                     remote.train(case.steps)
-                elif case.task == "load":
-                    gt.load(path)
-                elif case.task == "fetch":
-                    for tensor in remote.tensors().values():
-                        tensor.cpu()
-                elif case.task == "upload":
-                    rows = [torch.full((3000, 50), float(n)).to("remote") for n in range(6)]
-                    [row.sum().item() for row in rows]
+                self._do(case, remote, saves)
                 remote.train(1).item()
         except KeyboardInterrupt:
             case.interrupted = True
@@ -228,21 +254,34 @@ class Engine:
         # Ctrl-C in torch.no_grad().__enter__ leaves this off, on every device
         self.counts["grad mode off"] += not torch.is_grad_enabled()
         torch.set_grad_enabled(True)
-        versions, plain = self._plain(case, remote.steps)
+        versions, plain = patiently(lambda: self._plain(case, remote))
         at = patiently(lambda: self._check(case, remote, versions))
-        if saved is not None:
-            self._check_saved(case, saved, path, versions, saved_at)
-        if saved is None and case.task in ("save", "load"):
-            with contextlib.suppress(CheckpointError, OpFailed):
-                gt.load(path)
+        if "keep" in remote.history:
+            self._check_saved(case, saved, versions, saves)
         self._go_on(case, remote, plain, versions, at)
 
-    def _plain(self, case: Case, steps: int) -> tuple[Versions, Trainer]:
+    def _do(self, case: Case, remote: Trainer, saves: list[int]) -> None:
+        """The task of a case that is more than training."""
+        if case.task == "save twice":
+            saves.append(remote.steps)
+            gt.save(remote.tensors(), self.path)
+        elif case.task == "load":
+            gt.load(self.path)
+        elif case.task == "restore":
+            remote.restore(self.path)
+        elif case.task == "fetch":
+            for tensor in remote.tensors().values():
+                tensor.cpu()
+        elif case.task == "upload":
+            rows = [torch.full((3000, 50), float(n)).to("remote") for n in range(6)]
+            [row.sum().item() for row in rows]
+
+    def _plain(self, case: Case, remote: Trainer) -> tuple[Versions, Trainer]:
         plain = Trainer(case.kind, case.seed, "cpu")
+        plain.seed(case.seed, remote.steps)
         with Versions(plain) as versions:
             versions.note()
-            if steps:
-                plain.train(steps)
+            plain.repeat(remote.history, self.path)
             versions.note()
         return versions, plain
 
@@ -276,22 +315,27 @@ class Engine:
             raise Wrong(f"without an interrupt ops were dropped: {case.failed}")
         return at
 
-    def _check_saved(self, case: Case, saved: Any, path: Path, versions: Versions, steps: int) -> None:
-        """A save that succeeds has the values of the program's place."""
-        try:
-            patiently(saved.wait)
-        except (GTError, RuntimeError) as error:
-            if not case.interrupted:
-                raise
-            case.failed.append(f"save: {error}")
-            return
-        loaded = patiently(lambda: {name: t.cpu() for name, t in gt.load(path, device="cpu").items()})
+    def _check_saved(self, case: Case, saved: Any, versions: Versions, saves: list[int]) -> None:
+        """The folder has one whole checkpoint with values of the place of its save. A save that succeeded is not lost."""
+        if saved is not None:
+            try:
+                patiently(saved.wait)
+                saves = saves[1:]
+            except (GTError, RuntimeError) as error:
+                if not case.interrupted:
+                    raise
+                case.failed.append(f"save: {error}")
+        if not case.interrupted:
+            saves = saves[-1:]
+        loaded = patiently(lambda: {name: t.cpu() for name, t in gt.load(self.path, device="cpu").items()})
         marks = [versions.intervals(name, value) for name, value in loaded.items()]
-        whole = [at for at, value in versions.seen["counter"] if int(value) == steps]
-        if not all(marks) or common(marks) is None or not whole:
-            raise Wrong(f"a checkpoint has values of no prefix: {[bool(m) for m in marks]}, {steps}")
-        if int(loaded["counter"]) != steps:
-            raise Wrong(f"a checkpoint after step {steps} has values of step {int(loaded['counter'])}")
+        if not all(marks) or common(marks) is None:
+            raise Wrong(f"a checkpoint has values of no prefix: {[bool(m) for m in marks]}, {saves}")
+        if int(loaded["counter"]) not in saves:
+            raise Wrong(f"a checkpoint has values of step {int(loaded['counter'])}, want one of {saves}")
+        beside = [path.name for path in self.path.parent.iterdir() if path.name.startswith(".state")]
+        if beside:
+            raise Wrong(f"saves have left {beside}")
 
     def _go_on(self, case: Case, remote: Trainer, plain: Trainer, versions: Versions, at: int) -> None:
         """Two steps more, from the state that there is, on workers and by plain torch."""
@@ -326,6 +370,8 @@ class Engine:
             for name, tensor in plain.tensors().items():
                 if name in current and (name.startswith("weight") or name in ("counter", "mean")):
                     tensor.copy_(current[name])
+        patiently(lambda: plain.seed(case.seed + 1, 2))
+        remote.seed(case.seed + 1, 2)
         wanted = plain.train(2)
         got = remote.train(2).cpu()
         if not torch.allclose(got, wanted, **TOLERANCE):
@@ -350,9 +396,3 @@ def _held(trainer: Trainer, parameter: torch.Tensor, key: str) -> bool:
 
 def layouts(names: list[str]) -> Iterator[dict[str, Any]]:
     return (layout for layout in LAYOUTS if not names or layout["name"] in names)
-
-
-def live_tensors() -> int:
-    """Tensors that workers hold of this session."""
-    current_session.current().flush_ops()
-    return sum(worker["live_tensors"] for worker in gt.stats()["workers"])

@@ -22,7 +22,7 @@ def test_random_interleavings_of_two_workers() -> None:
     assert counts["interrupts"] > counts["cases"] and counts["dropped"]
 
 
-@pytest.mark.parametrize("name", ["one", "zero3", "pp"])
+@pytest.mark.parametrize("name", ["one", "zero3", "pp", "draws", "files"])
 def test_training_goes_on_from_a_prefix_of_the_program(name: str) -> None:
     layout = next(layout for layout in LAYOUTS if layout["name"] == name)
     with Engine(layout) as engine:

@@ -1,6 +1,7 @@
 """A small training program that runs alike on the CPU and on remote workers, and the values of its tensors after each op.
 
-All is float64: so sums in another order differ by far less than the values of two neighbouring ops.
+All is float64: so sums in another order differ by far less than the values of two neighbouring ops. Random numbers of remote
+workers are not torch's: the program on the CPU takes those that workers draw alone, from the same seed.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +19,16 @@ import gt
 
 WIDTH, HIDDEN, OUT, ROWS = 24, 32, 8, 16
 TOLERANCE = {"rtol": 1e-8, "atol": 1e-11}
+TASKS = ("train",) * 5 + ("save", "fetch", "upload", "load")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of training. workers, config: of the server; mode: eager, captured, fragments; micro: micro-batches of a step."""
+    """A kind of training.
+
+    workers, config: of the server. mode: eager, captured, fragments, branches. micro: micro-batches of a step. draws: the step
+    draws random numbers. beside: other programs train on the same workers. tasks: one of them is done when Ctrl-C is pressed.
+    """
 
     name: str
     workers: int = 1
@@ -32,6 +39,49 @@ class Kind:
     groups: tuple[str, str] = ("", "")
     schedule: str = ""
     backend: str = ""
+    draws: bool = False
+    beside: bool = False
+    tasks: tuple[str, ...] = TASKS
+
+
+class Noise:
+    """The random numbers of a program: a dropout and a generator's, for each micro-batch."""
+
+    def __init__(self, micro: int, device: str) -> None:
+        self.rows, self.device = ROWS // micro, device
+        self._generator = torch.Generator(device)
+        self._drawn: Iterator[tuple[torch.Tensor, torch.Tensor]] = iter(())
+
+    def seed(self, seed: int, count: int = 0) -> None:
+        """Begin with this seed. count: micro-batches, whose numbers a program on the CPU takes from workers."""
+        if self.device == "cpu":
+            self._drawn = iter(_drawn(seed, count, self.rows))
+        else:
+            torch.manual_seed(seed)
+            self._generator.manual_seed(seed)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.device == "cpu":
+            mask, noise = next(self._drawn)
+            return x * mask + noise
+        return _drop(x) + _draw(x.shape[0], self._generator)
+
+
+def _drop(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.dropout(x, 0.25)
+
+
+def _draw(rows: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(rows, HIDDEN, generator=generator, dtype=torch.float64, device="remote") * 0.1
+
+
+def _drawn(seed: int, count: int, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Masks of dropout and noise, as workers draw them."""
+    torch.manual_seed(seed)
+    generator = torch.Generator("remote").manual_seed(seed)
+    ones = torch.ones(rows, HIDDEN, dtype=torch.float64, device="remote")
+    pairs = [(_drop(ones), _draw(rows, generator)) for _ in range(count)]
+    return list(zip(*(torch.stack(part).cpu() for part in zip(*pairs)))) if pairs else []
 
 
 class Moments(torch.optim.Optimizer):
@@ -76,7 +126,10 @@ class Trainer:
             self.optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9, foreach=False)
         else:
             self.optimizer = Moments(parameters, {"lr": 0.01})
+        self.noise = Noise(kind.micro, device) if kind.draws else None
         self.steps = 0
+        self.history: list[str] = []  # of what it has begun
+        self.kept: dict[str, torch.Tensor] = {}
         self.run = self._capture() if device == "remote" and kind.mode != "eager" else self.step
 
     def _capture(self) -> Any:
@@ -97,6 +150,7 @@ class Trainer:
         for part in self._parts(batch):
             with self._group(0):
                 x = self.layers[0](part).tanh()
+                x = x if self.noise is None else self.noise(x)
             with self._group(1):
                 x = self.layers[1](x)
                 loss = x.square().mean()
@@ -105,19 +159,65 @@ class Trainer:
             loss.backward()
         if self.kind.mode == "fragments":
             loss.item()
+        elif self.kind.mode == "branches":
+            self._branch()
         self.optimizer.step()
         self.counter.add_(1)
         with torch.no_grad():
             self.mean.lerp_(x.detach().mean(0), 0.5)
         return loss.detach()
 
+    @torch.no_grad()
+    def _branch(self) -> None:
+        """What is computed depends on values that are read."""
+        norm = sum(p.grad.square().sum() for p in self.layers.parameters() if p.grad is not None).item()
+        if norm > 0.01:
+            for parameter in self.layers.parameters():
+                parameter.grad.mul_(0.1 / norm**0.5)  # type: ignore[union-attr]
+        if int(self.counter.item()) % 3 == 1:
+            self.mean.mul_(0.5)
+
+    def seed(self, seed: int, steps: int) -> None:
+        """Draw the numbers of this seed from now on. steps: how many of them will be drawn."""
+        if self.noise is not None:
+            self.noise.seed(seed, steps * self.kind.micro)
+
     def train(self, count: int) -> torch.Tensor:
         """So many steps more; the last one's loss."""
         for _ in range(count):
             batch = self.remote_batches[self.steps % 4]
             self.steps += 1
+            self.history.append("step")
             loss = self.run(batch)
         return loss
+
+    def keep(self, path: Path) -> None:
+        """Save the state: on the CPU in this object."""
+        self.history.append("keep")
+        if self.device == "remote":
+            gt.save(self.tensors(), path)
+            self.kept = self.tensors()
+        else:
+            self.kept = {name: tensor.clone() for name, tensor in self.tensors().items()}
+
+    def restore(self, path: Path) -> None:
+        """Go back to the state that was kept."""
+        self.history.append("restore")
+        if self.device == "remote":
+            gt.load(path, self.kept)
+            return
+        with torch.no_grad():
+            for name, tensor in self.tensors().items():
+                if name in self.kept:
+                    tensor.copy_(self.kept[name])
+
+    def repeat(self, history: list[str], path: Path) -> None:
+        """Do what another has begun."""
+        for what in history:
+            if what == "step":
+                self.train(1)
+            else:
+                getattr(self, what)(path)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Lasting tensors: weights, the optimizer's state, a counter and a running mean."""

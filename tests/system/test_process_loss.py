@@ -101,8 +101,27 @@ def test_a_killed_dispatcher_is_dispatcher_lost(own):
     assert x.sum().item() == 16
     os.kill(own["gt.server"], signal.SIGKILL)
     for _ in range(2):
-        with pytest.raises(gt.DispatcherLost, match="was lost"):
+        with pytest.raises(gt.DispatcherLost, match=r"was lost \(the dispatcher died \(signal SIGKILL\)\), and with it"):
             x.sum().item()
+
+
+@pytest.mark.parametrize(
+    ("number", "says"), [(signal.SIGKILL, r"died \(signal SIGKILL\)"), (signal.SIGTERM, "received SIGTERM")]
+)
+def test_a_supervisor_that_is_ended_is_named(own, number, says):
+    """Its dispatcher ends with it, which is no news to the user of the program."""
+    import gt
+    from gt import api
+
+    assert gt.ones(4, 4).sum().item() == 16
+    supervisor = api._Started.local._process.pid
+    os.kill(supervisor, number)
+    with pytest.raises(gt.DispatcherLost, match=f"process {supervisor}, which started dispatcher and workers, {says}"):
+        while True:
+            gt.ones(3).sum().item()
+    gt.shutdown()
+    gt.cpu_workers(1, config="")
+    assert gt.ones(3).sum().item() == 3
 
 
 def test_a_new_start_after_a_loss(own):

@@ -193,6 +193,25 @@ def test_a_file_a_pipe_and_a_terminal_are_not_even_opened(tmp_path):
         os.close(fd)
 
 
+def test_a_file_system_is_asked_for_nothing_by_an_offer_of_its_file(tmp_path, monkeypatch):
+    """It may be the client's own, which never answers: the worker's I/O thread would wait for ever."""
+    asked: list[int] = []
+    stated = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda fd: asked.append(fd) or stated(fd))
+    with (tmp_path / "file").open("wb") as file, pytest.raises(OSError, match="is no arena"):
+        PeerArena(OfferArena(1, os.getpid(), file.fileno(), PAGE_BYTES, "0" * 32, home()))
+    assert len(asked) == 1  # of the process's folder in /proc
+
+
+def test_a_process_of_another_user_is_not_looked_into(arena, monkeypatch):
+    """A worker of root could: it would read files for whoever has the server's token."""
+    offer, other = told(arena), os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    monkeypatch.setattr(os, "readlink", lambda *args, **kwargs: pytest.fail("a descriptor was looked at"))
+    with pytest.raises(OSError, match=f"process {os.getpid()} is of user {other - 1}, want own user {other}"):
+        PeerArena(offer)
+
+
 def test_its_owner_cannot_take_memory_away_from_who_has_mapped_it(arena):
     fd = arena.offer().fd
     for size in (0, arena.nbytes - PAGE_BYTES, arena.nbytes + PAGE_BYTES):

@@ -62,6 +62,7 @@ class OpStream:
         self._begun = -1  # the last op that one of the others has begun
         self.stale: list[tuple[Sequence[int], int]] = []  # workers and id of copies that an interrupt may have prevented
         self.ops = 0  # planned
+        self._next_look = 0  # at all tensors, once so many ops are planned
         self.in_thread = False  # work of this session goes on in a thread
         self.told_stuck = False  # the client knows that workers are, since batches were last acknowledged
 
@@ -219,6 +220,9 @@ class OpStream:
         if last is not None:
             self.told_stuck = False
             self._context.failures.forget(last.end)
+            if self._context.failures.troubled and self.ops >= self._next_look and self._context.tape is None:
+                self._context.failures.recover()
+                self._next_look = self.ops + len(self._context.table.rows)  # so that looks at all tensors cost little an op
             if 0 <= self.interrupted <= last.seq:
                 self.end_interrupt()
                 self._make_views()

@@ -15,6 +15,7 @@ from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.redistribute import Order, RedistributionStep
 from gt.dispatcher.sharding.rules import decide_along
 from gt.dispatcher.state.context import SessionContext
+from gt.dispatcher.state.failures import Moved
 from gt.dispatcher.state.records import Bound
 from gt.dispatcher.state.tensors import Storage, Tensor
 from gt.ir.layout import Layout, Mesh, Partial, R, Shard, local_shape
@@ -148,13 +149,13 @@ class Redistributor:
         root = next(t for t in storage.tensors.values() if t.base is None)
         emitter = self._emitter
         assert root.layout is not None
-        storage.moved = emitter.seq
         if self._shards:
             pieces = storage.rest
             if pieces is None and tensor is not None and want is not None:
                 pieces = zero.root_of_view(root.spec, tensor.spec, want)
             if pieces is not None and self._scatter(storage, root, pieces):
                 return
+        self._note_move(storage)
         for axis, place in enumerate(root.layout.placements):
             if not isinstance(place, Partial):
                 continue
@@ -188,6 +189,7 @@ class Redistributor:
             self._scatters[key] = step, self._emitter.bind(step.orders)
         step, bound = self._scatters[key]
         emitter, made = self._emitter, self._emitter.temporary()
+        self._note_move(storage)
         emitter.step(step, bound, root.id, made)
         emitter.line(made, root.spec.text(), step.layout, step.text, (root.id,), self._context.note(f"{step.nbytes} B"))
         self._replace_root(storage, root, made, want)
@@ -229,6 +231,7 @@ class Redistributor:
         if root.layout == want:
             return
         old = root.layout
+        self._note_move(storage, stays=set(old.mesh.workers) <= set(want.mesh.workers))
         made = self.convert(root.id, root, old, want)
         for view in storage.tensors.values():
             self.drop_copies(view)
@@ -239,7 +242,6 @@ class Redistributor:
 
     def _replace_root(self, storage: Storage, root: Tensor, made: int, want: Layout) -> None:
         """A storage's root is `made` from now on, in layout `want`; every live view is made again."""
-        storage.moved = self._emitter.seq
         if row_major(root.spec):
             self._alias(made, root.id, want)
         else:
@@ -248,6 +250,11 @@ class Redistributor:
         for view in sorted(storage.tensors.values(), key=lambda t: t.id):
             if view.base is not None:
                 self._remake(view)
+
+    def _note_move(self, storage: Storage, stays: bool = True) -> None:
+        """The storage is about to move. stays: no worker that has a piece of it frees that."""
+        self._context.journal.moves.append(Moved.before(self._emitter.seq, storage, stays))
+        storage.moved = self._emitter.seq
 
     def _alias(self, source: int, target: int, layout: Layout) -> None:
         emitter = self._emitter

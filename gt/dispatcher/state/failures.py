@@ -62,6 +62,37 @@ class Placed(Planned):
         return True
 
 
+@dataclass(slots=True, eq=False)
+class Moved:
+    """A move of a storage, or the sum of its terms, with what was known of it before.
+
+    earlier: number of the op that moved it before. stays: each worker that had a piece of it still has that, if it skips this.
+    """
+
+    seq: int
+    storage: Storage
+    earlier: int
+    layouts: dict[int, Layout | None]
+    rest: Layout | None
+    default: bool
+    undecided: bool
+    stays: bool
+
+    @classmethod
+    def before(cls, seq: int, storage: Storage, stays: bool) -> Moved:
+        """The storage is about to move for this op."""
+        layouts = {i: tensor.layout for i, tensor in storage.tensors.items()}
+        return cls(seq, storage, storage.moved, layouts, storage.rest, storage.default, storage.undecided, stays)
+
+    def undo(self) -> None:
+        """The storage is where it was. A view made since is made again anyway, since the op that made it was dropped too."""
+        storage = self.storage
+        for i, tensor in storage.tensors.items():
+            tensor.layout = self.layouts.get(i, tensor.layout)
+        storage.moved, storage.rest = self.earlier, self.rest
+        storage.default, storage.undecided = self.default, self.undecided
+
+
 @dataclass(slots=True)
 class Sealed(Planned):
     """An op of a program, with the layout of its newest result when it was recorded."""
@@ -109,6 +140,7 @@ class OpJournal:
 
     def __init__(self) -> None:
         self.rows: deque[Planned] = deque()
+        self.moves: deque[Moved] = deque()  # for these ops
         self.marks: dict[Storage, list[Mark]] = {}  # of what has failed or healed, by number of the op
         self._tape: list[Planned] | None = None
         self._layouts: dict[int, Layout | None] = {}
@@ -146,6 +178,8 @@ class OpJournal:
         rows = self.rows
         while rows and rows[0].seq < upto:
             rows.popleft()
+        while self.moves and self.moves[0].seq < upto:
+            self.moves.popleft()
         for storage, marks in [*self.marks.items()]:
             kept = self.marks[storage] = [mark for mark in marks if mark.seq >= upto]
             if not kept:
@@ -192,6 +226,17 @@ class OpJournal:
         kept = [row for row in self.rows if row.seq not in seqs]
         self.rows.clear()  # in place: `add` appends to it
         self.rows.extend(kept)
+
+    def undo_moves(self, seqs: Collection[int]) -> None:
+        """These ops were not begun: what they would have moved stays where it was, if it is still there."""
+        gone: set[Storage] = set()
+        for move in reversed(self.moves):
+            storage = move.storage
+            if move.seq in seqs and storage.moved == move.seq and storage.recipe is None and storage not in gone:
+                if move.stays:
+                    move.undo()
+                else:
+                    gone.add(storage)
 
     def taint(self, seqs: Collection[int], cause: Cause) -> None:
         """Mark what these ops made and wrote, and all that was computed from it since; a whole overwrite heals."""
@@ -243,6 +288,7 @@ class Failures:
         self._losses: dict[int, Cause] = {}  # of workers that are lost now
         self._lost: Cause | None = None  # the last of them, also when all are back
         self._failed_ops: set[int] = set()
+        self._dropped_ops: set[int] = set()  # those among them that were not begun
         self.dropped = False  # an interrupt has dropped ops
         self.unviewed: set[Storage] = set()  # of which views were not made
         self.first_dropped = UNDROPPED  # number of the first of them, since an interrupt ended last
@@ -251,6 +297,7 @@ class Failures:
         """No worker will report an op before this one any more."""
         self._journal.forget(end)
         self._failed_ops = {seq for seq in self._failed_ops if seq >= end}
+        self._dropped_ops = {seq for seq in self._dropped_ops if seq >= end}
 
     def regain(self, worker: Worker) -> None:
         """A new process has a lost worker's place."""
@@ -296,6 +343,7 @@ class Failures:
         self.troubled = self.dropped = True
         seqs = set(seqs) - self._failed_ops  # each worker of the mesh reports them
         self._failed_ops |= seqs
+        self._dropped_ops |= seqs
         self.first_dropped = min((self.first_dropped, *seqs))
         self._journal.unmark(seqs)
         unplaced = [row for row in self._journal.rows if row.seq in seqs and isinstance(row, Placed) and row.undo()]
@@ -308,8 +356,9 @@ class Failures:
                     else:
                         self._journal.fail(row.seq, storage, cause)
                         storage.unallocated = True
+        self._journal.undo_moves(self._dropped_ops)  # some workers may have reported earlier ones before
         for storage in {id(tensor.storage): tensor.storage for tensor in self._table.rows.values()}.values():
-            if storage.moved in seqs and storage.recipe is None:  # nobody moved its pieces, or added up its terms
+            if storage.moved in self._dropped_ops and storage.recipe is None:  # its pieces are on their way from what is freed
                 op = self._journal.find(storage.moved)
                 error = not_begun(op) if op is not None else OpFailed(NOT_MOVED)
                 self._journal.fail(storage.moved, storage, Cause(error, seq=storage.moved))

@@ -12,7 +12,8 @@ from gt.dispatcher.planning.op_stream import NEVER
 from gt.dispatcher.state.failures import Cause, Launched, Placed, Planned
 from gt.dispatcher.state.tensors import RecipeStep, Storage, Tensor
 from gt.errors import OpFailed
-from gt.ir.instr import DISCARD, RECORD
+from gt.ir.instr import DISCARD, FREE, RECORD
+from gt.ir.layout import Layout, Mesh, Partial, R, Shard, replicated
 from gt.wire.messages import Ack, Done, Failed, Fetch, Interrupt, OpError, Ops, Paused, Run, Skip, Value
 from tests.helpers.core_bench import CoreBench
 from tests.helpers.hostile import TEMPLATES
@@ -150,6 +151,61 @@ def test_a_tensor_whose_terms_were_not_added_up_fails(bench):
     assert storage.failed is None
     session.drop({7, 8})
     assert storage.failed is not None and "interrupt" in str(storage.failed.error)
+
+
+MESH = Mesh((("n", 2),), (0, 1))
+
+
+@pytest.mark.parametrize("terms", [True, False])
+def test_a_tensor_that_was_not_moved_stays_where_it_was(bench, terms):
+    """Among the same workers: each has its old piece until the new one is there."""
+    session = bench.core.sessions[b"c"]
+    intern, redistributor = session.context.intern, session.op_stream._redistributor
+    tensor = session.table.rows[1]
+    have = tensor.layout = intern(Layout(MESH, (Partial("sum") if terms else Shard(0),)))
+    session.outbox.begin_run()
+    first = session.emitter.seq
+    redistributor.relayout(tensor.storage, intern(Layout(MESH, (R,))))
+    assert tensor.layout is not have and tensor.storage.moved == first
+    session.emitter.end_op()
+    redistributor.relayout(tensor.storage, intern(Layout(MESH, (Shard(0),))))
+    second = tensor.storage.moved
+    session.drop({second})
+    assert tensor.layout.replicated and tensor.storage.failed is None
+    session.drop({first, second})  # what one worker alone was to do, it reports alone
+    assert tensor.layout is have and tensor.storage.failed is None and tensor.storage.moved < 0
+
+
+def test_a_tensor_that_was_to_leave_its_worker_fails(bench):
+    """That frees it, also if it skips the rest."""
+    session = bench.core.sessions[b"c"]
+    tensor = session.table.rows[1]
+    session.outbox.begin_run()
+    session.op_stream._redistributor.relayout(tensor.storage, session.context.intern(replicated(Mesh((), (1,)))))
+    session.drop({tensor.storage.moved})
+    assert tensor.layout.mesh.workers == (1,) and "interrupt" in str(tensor.storage.failed.error)
+
+
+def test_care_ends_once_nothing_that_failed_is_left(bench):
+    """Without care plans are looked up; while it lasts, every op is looked at."""
+    session, (run,) = bench.core.sessions[b"c"], bench.to(b"w0", Run)
+    bench.give(b"c", Interrupt(0))
+    for worker in (b"w0", b"w1"):
+        bench.give(worker, Paused(0, -1))
+    neg = session.journal.rows[-1].seq
+    bench.give(b"w0", OpError(neg, "interrupted", "", {}, [neg]))
+    bench.give(b"w0", Done(run.seq))
+
+    def care_after(batch: int, code: list[int]) -> bool:
+        bench.give(b"c", Ops(batch, [], [], code))
+        for sent in bench.to(b"w0", Run):
+            bench.give(b"w0", Done(sent.seq))
+        return session.failures.troubled
+
+    assert session.table.rows[2].storage.failed is not None
+    assert [care_after(n, [17, 1, 1, 2 + n]) for n in (1, 2, 3)] == [True] * 3
+    care_after(4, [FREE, 1, 2])
+    assert [care_after(n, [17, 1, 1, 2 + n]) for n in range(5, 15)][-1] is False
 
 
 def test_a_lost_worker_ends_the_interrupt(bench):
