@@ -40,7 +40,7 @@ class Meeting:
     def members(self, size: int, seconds: float = MEET_SECONDS) -> dict[int, socket.socket]:
         """The connections of ranks 1 to size - 1, by rank; after so many seconds those that there are."""
         until = time.monotonic() + seconds
-        threads = []
+        threads: list[threading.Thread] = []
         while len(self._socks) < size - 1 and (left := until - time.monotonic()) > 0:
             self._sock.settimeout(min(left, AGAIN_SECONDS))
             with contextlib.suppress(TimeoutError):
