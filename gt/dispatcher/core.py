@@ -197,7 +197,7 @@ class Core:
     def send(self, peer: Peer, message: Message, frames: tuple = ()) -> None:
         self.sent += 1
         self._actions.append(Send(peer, message, frames))
-        if (self.logging or self.observers.news.wanted) and not isinstance(message, (Run, Records)):
+        if (self.logging or self.observers.recent.wanted) and not isinstance(message, (Run, Records)):
             self.log_line("SEND", self.name(peer), type(message).__name__, bytes=sum(len(f) for f in frames))
 
     def close(self, peer: Peer) -> None:
@@ -207,12 +207,12 @@ class Core:
         self._actions += actions
 
     def log_line(self, kind: str, peer: str, text: str = "", **fields: object) -> None:
-        if self.logging or self.observers.news.wanted:
+        if self.logging or self.observers.recent.wanted:
             self._turn_page()
             entry = Log(kind, peer, text, fields)
             self._actions += [entry] if self.logging else ()
-            if self.observers.news.wanted:
-                self.observers.news.add_entry(entry, self.now)
+            if self.observers.recent.wanted:
+                self.observers.recent.add_entry(entry, self.now)
 
     def _turn_page(self) -> None:
         """Put out the lines that scribes have written, before any other line."""
@@ -220,8 +220,8 @@ class Core:
             text = "".join(self.page)
             self._actions += [Lines(text)] if self.logging else ()
             self.page.clear()
-            if self.observers.news.wanted:
-                self.observers.news.add_lines(text, self.now)
+            if self.observers.recent.wanted:
+                self.observers.recent.add_lines(text, self.now)
 
     def write_log(self, wanted: bool) -> None:
         """Begin to write the instruction log for observers, or end it. One that is kept in a file goes on either way."""
@@ -301,7 +301,7 @@ class Core:
             log.warning("%s: %s", self.name(peer), error)
         self.log_line("ERROR", self.name(peer), str(error))
         number = self.sessions[peer].number if peer in self.sessions else -1
-        self.observers.news.add_error(self.now, number, self.name(peer), str(error))
+        self.observers.recent.add_error(self.now, number, self.name(peer), str(error))
         lease = self.lending.of(peer)
         for worker in lease.cluster.workers if lease is not None else ():
             worker.discard()
@@ -493,7 +493,7 @@ class Core:
             failed = row.at(message.seq)
             self.log_line("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)
             full = message.kind == "memory"
-            self.observers.news.add_error(
+            self.observers.recent.add_error(
                 self.now, session.number, worker.name, str(error), failed.known.template.op, failed.origin
             )
             self.guarded(session, "a failed op", session.failures.trouble, message.seq, error, message.others, full)

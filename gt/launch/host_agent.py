@@ -158,10 +158,12 @@ def _rate(sock: socket.socket) -> float:
         size *= 2
 
 
-def exactly(sock: socket.socket, count: int) -> bytes:
-    """So many bytes. ConnectionResetError if the connection ends before."""
+def exactly(sock: socket.socket, count: int, until: float | None = None) -> bytes:
+    """So many bytes. ConnectionResetError if the connection ends before, TimeoutError if they are not there at that time."""
     data = b""
     while len(data) < count:
+        if until is not None:
+            sock.settimeout(max(until - time.monotonic(), 1e-3))
         chunk = sock.recv(count - len(data))
         if not chunk:
             raise ConnectionResetError("the other end closed the connection")

@@ -17,9 +17,10 @@ from collections.abc import Callable
 from gt.errors import SystemFailure
 from gt.launch import host_agent
 from gt.wire import tcp
+from gt.worker.plane.net.strangers import Strangers
 
 MEET_SECONDS = 120.0  # until all processes are there
-SECONDS = 5.0  # for a proof
+SECONDS = 5.0  # for a proof, however slowly its bytes arrive
 AGAIN_SECONDS = 0.2
 NONCE_BYTES = PROOF_BYTES = 32
 _OFFER = struct.Struct("!I32s32s")  # rank, nonce, proof
@@ -33,36 +34,46 @@ class Meeting:
         self._sock = socket.create_server((host, port), family=socket.AF_INET6 if six else socket.AF_INET, dualstack_ipv6=six)
         self.port: int = self._sock.getsockname()[1]
         self._token = token.encode()
-        self._changed = threading.Condition()
         self._socks: dict[int, socket.socket] = {}  # by rank
+        self._strangers = Strangers()  # whoever reaches the port can connect
 
     def members(self, size: int, seconds: float = MEET_SECONDS) -> dict[int, socket.socket]:
         """The connections of ranks 1 to size - 1, by rank; after so many seconds those that there are."""
         until = time.monotonic() + seconds
-        threads = []
+        threads: list[threading.Thread] = []
         while len(self._socks) < size - 1 and (left := until - time.monotonic()) > 0:
             self._sock.settimeout(min(left, AGAIN_SECONDS))
             with contextlib.suppress(TimeoutError):
-                threads.append(threading.Thread(target=self._admit, args=(self._sock.accept()[0], size), daemon=True))
+                sock = self._sock.accept()[0]
+                self._strangers.add(sock)
+                threads = [thread for thread in threads if thread.is_alive()]
+                threads.append(threading.Thread(target=self._admit, args=(sock, size), daemon=True))
                 threads[-1].start()
         self._sock.close()
+        self._strangers.end()
         for thread in threads:
             thread.join()
         return dict(sorted(self._socks.items()))
 
     def _admit(self, sock: socket.socket, size: int) -> None:
+        until = time.monotonic() + SECONDS
         try:
             sock.settimeout(SECONDS)
             nonce = os.urandom(NONCE_BYTES)
             sock.sendall(nonce)
-            rank, theirs, proof = _OFFER.unpack(host_agent.exactly(sock, _OFFER.size))
+            rank, theirs, proof = _OFFER.unpack(host_agent.exactly(sock, _OFFER.size, until))
             if not 0 < rank < size or not hmac.compare_digest(proof, _proof(self._token, rank, nonce, theirs)):
                 raise PermissionError("it has not the token of this job")
+            if not self._strangers.remove(sock):
+                raise ConnectionAbortedError("it was ended: there were too many, or all are there")
             sock.sendall(_proof(self._token, 0, theirs, nonce))
             sock.settimeout(None)
             tcp.watch(sock)
-            self._socks[rank] = sock
+            older, self._socks[rank] = self._socks.get(rank), sock
+            if older is not None:  # its process has tried again
+                older.close()
         except OSError:
+            self._strangers.remove(sock)
             sock.close()
 
 
@@ -90,11 +101,12 @@ def answer(host: str, port: Callable[[], int], rank: int, token: str, seconds: f
 def _offer(host: str, port: int, rank: int, token: bytes) -> socket.socket:
     """A connection to rank 0, which has proved itself. PermissionError if it cannot, OSError if it is not there."""
     sock = socket.create_connection((host, port), SECONDS)
+    until = time.monotonic() + 2 * SECONDS
     try:
-        theirs, nonce = host_agent.exactly(sock, NONCE_BYTES), os.urandom(NONCE_BYTES)
+        theirs, nonce = host_agent.exactly(sock, NONCE_BYTES, until), os.urandom(NONCE_BYTES)
         sock.sendall(_OFFER.pack(rank, nonce, _proof(token, rank, theirs, nonce)))
         try:
-            proof = host_agent.exactly(sock, PROOF_BYTES)
+            proof = host_agent.exactly(sock, PROOF_BYTES, until)
         except ConnectionError:
             raise PermissionError("rank 0 does not take this process for one of its job") from None
         if not hmac.compare_digest(proof, _proof(token, 0, nonce, theirs)):

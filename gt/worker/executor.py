@@ -272,9 +272,7 @@ class Executor:
             for number in ids:
                 self._compiled.pop(number, None)
         else:
-            for i in ids:
-                self.tensors.pop(i, None)
-            self.tensors.drop(ids)
+            self.tensors.free(ids)
         return last
 
     def _close_programs(self, programs: Sequence[CompiledProgram]) -> None:

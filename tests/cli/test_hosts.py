@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -197,3 +198,15 @@ def test_a_process_with_another_token_is_no_rank_and_is_told_so() -> None:
         with right.members(2)[1] as sock:
             sock.sendall(b'{"do": "work"}\n')
             assert other.result(limit(30)) is True
+
+
+def test_a_stranger_who_says_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_agents, "SECONDS", limit(120))
+    meeting = job_agents.Meeting("127.0.0.1", 0, TOKEN)
+    with ThreadPoolExecutor() as pool, socket.create_connection(("127.0.0.1", meeting.port)) as stranger:
+        stranger.sendall(b"\0")
+        members = pool.submit(meeting.members, 2, limit(30))
+        other = pool.submit(job_agents.answer, "127.0.0.1", lambda: meeting.port, 1, TOKEN)
+        with members.result(limit(60))[1]:
+            pass
+        assert other.result(limit(30)) is False and stranger.recv(100)[job_agents.NONCE_BYTES :] == b""

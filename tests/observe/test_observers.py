@@ -13,8 +13,8 @@ from gt.client.groups.role_reports import RoleReports, roles
 from gt.client.trace.recorder import Recorder
 from gt.dispatcher.cluster.health import stamps
 from gt.dispatcher.cluster.look_budget import MAX_PAUSE
-from gt.dispatcher.cluster.news import MAX_SENT_LINES, News
 from gt.dispatcher.cluster.observers import MAX_OBSERVERS, MAX_UNREAD
+from gt.dispatcher.cluster.recent_records import MAX_SENT_LINES, RecentRecords
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import MARK, Close, PeerLost, Received, Send, Tick
 from gt.dispatcher.server import Server
@@ -332,16 +332,16 @@ def test_the_log_is_written_while_an_observer_wants_it() -> None:
     late = [s for s in field.core.sessions.values() if s is not session]
     assert late[0].emitter.scribe is not None  # a session that begins while somebody follows
     field.take(field.core.handle(PeerLost(b"p", "gone", field.now)))
-    assert all(s.emitter.scribe is None for s in field.core.sessions.values()) and not field.core.observers.news.wanted
+    assert all(s.emitter.scribe is None for s in field.core.sessions.values()) and not field.core.observers.recent.wanted
 
 
 def test_lines_that_are_too_many_are_counted() -> None:
-    news = News()
-    news.add_lines("".join(f"{MARK} line {n}\n" for n in range(MAX_SENT_LINES + 7)), 1.5)
-    told = news.lines_from(0)
+    recent = RecentRecords()
+    recent.add_lines("".join(f"{MARK} line {n}\n" for n in range(MAX_SENT_LINES + 7)), 1.5)
+    told = recent.lines_from(0)
     assert told is not None and (told.missed, len(told.lines)) == (7, MAX_SENT_LINES)
     assert told.lines[-1].split() == ["1.500000", "line", str(MAX_SENT_LINES + 6)]
-    assert news.lines_from(told.number) is None
+    assert recent.lines_from(told.number) is None
 
 
 def test_roles_are_checked_and_give_bytes_and_layouts() -> None:

@@ -165,7 +165,7 @@ class Membership:
             client.hello.switches.get("stall_timeout", STALL_SECONDS),
             lambda worker: shared_out(switches, used_workers(config), cluster, worker),
             self._core.pace,
-            self._core.page if self._core.logging or self._core.observers.news.wanted else None,
+            self._core.page if self._core.logging or self._core.observers.recent.wanted else None,
         )
         context = self._core.context(self._next_session, client.peer, config, cluster, self._core.send, terms)
         session = ClientSession(context)
@@ -214,7 +214,7 @@ class Membership:
         error = str(worker_lost(worker.name, worker.lost))
         self._core.log_line("ERROR", worker.name, error)
         if reason != GOODBYE:
-            self._core.observers.news.add_error(self._core.now, -1, worker.name, error)
+            self._core.observers.recent.add_error(self._core.now, -1, worker.name, error)
         for other in workers(lease):
             self._core.send(other.peer, Abort(worker.index, worker.lost))
         for session in list(lease.sessions.values()):

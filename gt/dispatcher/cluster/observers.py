@@ -14,7 +14,6 @@ from typing import Protocol
 from gt.dispatcher.cluster.admission import Admission
 from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared
 from gt.dispatcher.cluster.look_budget import LookBudget
-from gt.dispatcher.cluster.news import News
 from gt.dispatcher.cluster.observation import (
     Answers,
     WorkerAnswer,
@@ -25,6 +24,7 @@ from gt.dispatcher.cluster.observation import (
     schedule_record,
 )
 from gt.dispatcher.cluster.peer_info import MAX_NAME_CHARACTERS
+from gt.dispatcher.cluster.recent_records import RecentRecords
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.events import Peer
 from gt.dispatcher.fairness.time_slices import Pace
@@ -87,7 +87,7 @@ class Observers:
     def __init__(self, core: ObserversHost) -> None:
         self._core = core
         self.peers: dict[Peer, Observer] = {}
-        self.news = News()
+        self.recent = RecentRecords()
         self._answers: Answers = {}
         self._schedules: dict[int, ScheduleRecord] = {}  # by session
         self._asked: dict[Peer, int] = {}  # worker -> request that it has not answered
@@ -135,7 +135,7 @@ class Observers:
         observer.seen = message.seen
         observer.interval = max(MIN_INTERVAL, min(message.interval / 1000, MAX_INTERVAL))
         if observer.log != message.log:
-            observer.log, observer.lines = message.log, self.news.next_line
+            observer.log, observer.lines = message.log, self.recent.next_line
             self._follow_log()
         if not observer.sent:  # its first Records do not wait for a pause
             self._next = min(self._next, self._began + MIN_INTERVAL)
@@ -146,10 +146,10 @@ class Observers:
     def _follow_log(self) -> None:
         """Have the instruction log written, as long as an observer wants its lines."""
         wanted = any(observer.log for observer in self.peers.values())
-        if wanted != self.news.wanted:
+        if wanted != self.recent.wanted:
             self._core.write_log(wanted)
-            self.news.end_lines()
-            self.news.wanted = wanted
+            self.recent.end_lines()
+            self.recent.wanted = wanted
 
     def _tell_clients(self, peers: Iterable[Peer]) -> None:
         for peer in peers:
@@ -243,9 +243,9 @@ class Observers:
         told = [record for s in self._core.sessions.values() if (record := s.roles.layouts) is not None]
         layouts: list[LayoutRecord] = [r for r in told if observer.layouts.get(r.session) != r.number]
         observer.layouts = {record.session: record.number for record in told}
-        errors = self.news.newer_errors(observer.errors)
+        errors = self.recent.newer_errors(observer.errors)
         observer.errors = errors[-1].number if errors else observer.errors
-        lines = self.news.lines_from(observer.lines) if observer.log else None
+        lines = self.recent.lines_from(observer.lines) if observer.log else None
         observer.lines = lines.number if lines is not None else observer.lines
         return [*schedules, *layouts, *errors, *([lines] if lines is not None else [])]
 

@@ -1,15 +1,18 @@
-"""Ops that are carried out as several: a mean over split rows, and what works along a dim that is split."""
+"""Execution of an op as several: a mean over split rows, and ops along a dim that is split.
+
+The several ops are templates of `sharding/op_chain.py` and `sharding/vocab_parallel.py`.
+"""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from gt.dispatcher.planning.redistributor import Redistributor
-from gt.dispatcher.sharding.decomposition import ChainOp, Name, parts_of, quotient, share, sums
+from gt.dispatcher.sharding.layout_changes import Order
 from gt.dispatcher.sharding.localize import payload
 from gt.dispatcher.sharding.losses import mean_backward
+from gt.dispatcher.sharding.op_chain import ChainOp, Name, parts_of, quotient, share, sums
 from gt.dispatcher.sharding.op_schema import OpSchema
-from gt.dispatcher.sharding.redistribute import Order
 from gt.dispatcher.sharding.vocab_parallel import LOWERINGS, SUMS, Starts, embedding_backward
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.records import OpPlan, Origin

@@ -11,9 +11,9 @@ from typing import Any
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.planning.op_binder import OpBinder
 from gt.dispatcher.sharding.base import Place
+from gt.dispatcher.sharding.layout_changes import spans
 from gt.dispatcher.sharding.localize import SIZES, dense, duplicate
 from gt.dispatcher.sharding.op_schema import OpSchema
-from gt.dispatcher.sharding.redistribute import spans
 from gt.dispatcher.sharding.rules import decide_along
 from gt.dispatcher.sharding.views import VIEWS
 from gt.dispatcher.state.context import SessionContext

@@ -1,4 +1,4 @@
-"""Sharding rules of losses: split as their elements are. The mean over split elements is decomposed, see decomposition.py."""
+"""Sharding rules of losses: split as their elements are. The mean over split elements is decomposed, see op_chain.py."""
 
 from __future__ import annotations
 

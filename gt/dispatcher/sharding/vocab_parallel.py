@@ -12,8 +12,8 @@ from typing import Any
 
 from gt.dispatcher.sharding.base import OF_PIECES, Place, settled
 from gt.dispatcher.sharding.cost import BYTES, added_up, gathered
-from gt.dispatcher.sharding.decomposition import MEAN, SUM, Chain, ChainOp, ChainValue, Placements, quotient, retyped
 from gt.dispatcher.sharding.localize import dense
+from gt.dispatcher.sharding.op_chain import MEAN, SUM, Chain, ChainOp, ChainValue, Placements, quotient, retyped
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.ir.layout import Layout, Mesh, P, R, Shard, boxes, local_shape
 from gt.ir.spec import Spec, contiguous

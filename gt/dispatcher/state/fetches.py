@@ -14,7 +14,7 @@ from math import prod
 from gt import errors
 from gt.dispatcher.planning.materializer import Materializer
 from gt.dispatcher.planning.redistributor import Redistributor
-from gt.dispatcher.sharding.redistribute import spans
+from gt.dispatcher.sharding.layout_changes import spans
 from gt.dispatcher.state.arenas import BlockPlace, SessionArenas
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.emitter import lost_in

@@ -70,11 +70,11 @@ class OffloadFile:
             self.close()
         return not self._slots
 
-    def write(self, start: int, buffer: mmap.mmap) -> Future:
-        """Write a buffer of `buffer_of`; it must not change until that is done."""
+    def write(self, start: int, unwritten: list[mmap.mmap]) -> Future:
+        """Write the buffer of `buffer_of` in this list, and empty the list. The buffer must not change until that is done."""
         while self._writes and (self._writes[0][0].done() or sum(n for _, n in self._writes) > MAX_WAITING_BYTES):
             self._writes.popleft()[0].exception()  # waits; the tensor's own note says why it failed
-        self._writes.append((self._threads.submit(self._written, start, buffer), len(buffer)))
+        self._writes.append((self._threads.submit(self._written, start, unwritten), len(unwritten[0])))
         return self._writes[-1][0]
 
     def read(self, start: int, nbytes: int) -> Future:
@@ -87,14 +87,19 @@ class OffloadFile:
             os.close(self._file)
             self._file = -1
 
-    def _written(self, start: int, buffer: mmap.mmap) -> None:
-        view = memoryview(buffer)
+    def _written(self, start: int, unwritten: list[mmap.mmap]) -> None:
+        view = memoryview(unwritten[0])
         at = 0
-        while at < len(view):
-            done = os.pwrite(self._file, view[at : at + CHUNK_BYTES], start + at)
-            if done <= 0:
-                raise OSError(f"{self.folder}: {at} of {len(view)} bytes could be written")
-            at += done
+        try:
+            while at < len(view):
+                done = os.pwrite(self._file, view[at : at + CHUNK_BYTES], start + at)
+                if done <= 0:
+                    raise OSError(f"{self.folder}: {at} of {len(view)} bytes could be written")
+                at += done
+        except OSError as error:
+            log.warning("offloaded tensors stay in memory: %s", error)
+            raise
+        unwritten.clear()
 
     def _read(self, start: int, nbytes: int) -> mmap.mmap:
         buffer = buffer_of(nbytes)
@@ -123,21 +128,11 @@ class InFile:
         self._start = file.take(self.nbytes)
         buffer = buffer_of(self.nbytes)
         memoryview(buffer)[: self.nbytes] = data
-        self._buffer: mmap.mmap | None = buffer
         self._reading: Future | None = None
-        self._writing: Future | None = None
-        self._write()
-
-    def _note_written(self, written: Future) -> None:
-        if written is not self._writing:
-            return  # another value is written since
-        if written.exception() is None:
-            self._buffer = None
-        else:
-            log.warning("offloaded tensors stay in memory: %s", written.exception())
+        self._write(buffer)
 
     def prefetch(self) -> None:
-        if self._buffer is None and self._reading is None:
+        if not self._unwritten and self._reading is None:
             self._reading = self._file.read(self._start, self.nbytes)
 
     def tensor(self) -> Any:
@@ -145,8 +140,7 @@ class InFile:
 
     def host(self) -> Any:
         if self._lowered is None:
-            if self._writing is not None:
-                self._writing.exception()  # a buffer does not change while it is written
+            self._writing.exception()  # a buffer does not change while it is written
             buffer = self._bytes()
             self._lowered = buffer, self._on_host(buffer)
         return self._lowered[1]
@@ -154,16 +148,14 @@ class InFile:
     def used(self, changed: bool) -> None:
         lowered, self._lowered = self._lowered, None
         if changed and lowered is not None:
-            self._buffer = lowered[0]
-            self._write()
+            self._write(lowered[0])
 
-    def _write(self) -> None:
-        assert self._buffer is not None
-        self._writing = self._file.write(self._start, self._buffer)
-        self._writing.add_done_callback(self._note_written)
+    def _write(self, buffer: mmap.mmap) -> None:
+        self._unwritten = [buffer]  # a list for each write: the end of an earlier one does not clear it
+        self._writing = self._file.write(self._start, self._unwritten)
 
     def _bytes(self) -> mmap.mmap:
-        buffer = self._buffer
+        buffer = next(iter(self._unwritten), None)
         if buffer is None:
             self.prefetch()
             reading, self._reading = self._reading, None
@@ -174,9 +166,8 @@ class InFile:
     def close(self) -> None:
         for under_way in (self._writing, self._reading):
             if under_way is not None:
-                with contextlib.suppress(Exception):
-                    under_way.result()
-        self._writing = self._reading = None
+                under_way.exception()
+        self._reading = None
         if self._file.give_back(self._start, self.nbytes):
             self._closed()
 

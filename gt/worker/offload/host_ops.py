@@ -27,12 +27,16 @@ class OpsInHostMemory:
     def run(self, call: Callable, ids: Sequence[int], values: Sequence, outs: Sequence[int], facts: tuple) -> None:
         """Carry out an op. facts: operands whose copies are made anew, and those that the op writes, by number."""
         fresh, writes = facts
+        operands: list[LaneOperand] = []
         try:
-            operands: list[LaneOperand] = [self._operand(i, n in fresh) for n, i in enumerate(ids)]
+            for n, i in enumerate(ids):
+                operands.append(self._operand(i, n in fresh))
             results = self._lane.run(call, operands, values, len(outs))
             for n, operand in enumerate(operands):
                 self._note_used(ids[n], operand, n in writes)
         except Exception:
+            for operand in operands:
+                operand.used(False)
             for i in ids:
                 self.drop(i)
             raise

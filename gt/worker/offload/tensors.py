@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from gt.ir.instr import BASE_BITS
@@ -121,8 +121,14 @@ class OffloadedTensors(dict[int, Any]):
         if i in self._away:
             self._away[i][0].prefetch()
 
+    def free(self, ids: Sequence[int]) -> None:
+        """Forget these tensors. Ids that no tensor has are ignored."""
+        for i in ids:
+            self.pop(i, None)
+        self.drop(ids)
+
     def drop(self, ids: Iterable[int]) -> None:
-        """These have been freed."""
+        """These have been freed: forget where they rest, and their host copies."""
         for i in ids if self._away or self._spaces or self.host_copies else ():
             self._spaces.pop(i, None)
             self.host_copies.pop(i, None)

@@ -56,8 +56,7 @@ class Segment:
             self._runner.run_rows(self.rows)
             return
         bound = self.bound
-        for tensor in bound.dropped:
-            tensors.pop(tensor, None)
+        tensors.free(bound.dropped)
         if bound.before:
             self._runner.run_rows(bound.before)
         try:
@@ -71,8 +70,7 @@ class Segment:
             self._fail(compiled, code, at, error)
         else:
             tensors.update(zip(bound.outputs, outputs, strict=True))
-        for tensor in bound.ended:
-            tensors.pop(tensor, None)
+        tensors.free(bound.ended)
 
     def _fail(self, compiled: CompiledSegment, code: list, at: int, error: Exception) -> None:
         """Compiled code failed. If it cannot have written to inputs, the instructions are carried out instead."""

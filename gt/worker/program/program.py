@@ -46,12 +46,8 @@ def bind_rows(code: Sequence, steps: StepTable, tensors: OffloadedTensors) -> li
 
 
 def _free_step(ids: tuple[int, ...], tensors: OffloadedTensors) -> Step:
-    release: Callable = tensors.pop
-
     def step(code: list, at: int) -> None:
-        for i in ids:
-            release(i, None)
-        tensors.drop(ids)
+        tensors.free(ids)
 
     return step
 

@@ -38,6 +38,7 @@ class CodeGenerator:
         # Globals of the functions: the objects that ops need, and by function the place in the program of each line.
         tensors = runner.tensors
         self.scope: dict[str, Any] = {"held": tensors, "forget": tensors.pop, "places": {}}
+        self.scope |= {"host_copies": tensors.host_copies, "drop": tensors.drop}
         self._source = runner.context.engine.source
         self._forms: dict[int, str] = {}
         self._numbers = count()
@@ -168,6 +169,7 @@ class SourceWriter:
         local = [self.names[i] for i in dict.fromkeys(ids) if i in self._local]
         self.lines += [f"del {', '.join(local)}"] if local else []
         self.lines += [f"forget({i:d}, None)" for i in ids]
+        self.lines.append(f"if host_copies: drop({tuple(ids)})")
         self._local.difference_update(ids)
 
     def _name(self, i: int) -> str:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from gt.dispatcher.sharding import vocab_parallel
-from gt.dispatcher.sharding.decomposition import ChainOp
 from gt.dispatcher.sharding.localize import payload
+from gt.dispatcher.sharding.op_chain import ChainOp
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.rules import decide, whole
 from gt.dispatcher.sharding.vocab_parallel import LOWERINGS, embedding_backward

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from gt.ir.template import T as Operand
 from gt.worker.engine.torch import TorchEngine
 from gt.worker.engine.torch.gpu.host_lane import GpuHostLane
 from gt.worker.engine.torch.gpu.pinned_copies import PinnedCopy
@@ -14,6 +16,9 @@ from gt.worker.instructions import compute
 from gt.worker.offload.host_ops import OpsInHostMemory
 from gt.worker.offload.spaces import Spaces
 from gt.worker.offload.tensors import OffloadedTensors
+from tests.helpers.compiled_parts import Script, program, replay
+from tests.helpers.limits import limit
+from tests.helpers.worker_parts import Bench
 
 PARAMETER, GRADIENT, STATE, RESULT = 1, 2, 3, 4
 
@@ -120,3 +125,50 @@ def test_what_is_freed_is_forgotten(worker):
     assert not worker.tensors.host_copies
     worker.tensors.drop_range(0, 10)
     assert worker.tensors.stats()["offloaded"] == {}
+
+
+def test_a_failed_op_on_state_is_told_to_who_looks_the_state_up(worker):
+    """Also after a later op on the same state that would not fail by itself."""
+    hold(worker, 1.0, 2.0, 3.0)
+    if worker.engine.lane() is not None and not isinstance(worker.engine.lane(), GpuHostLane):
+        pytest.skip("its ops fail where they are carried out")
+    worker.tensors[GRADIENT] = torch.ones(7)
+    bad = host_op(worker, "aten.add_.Tensor", 2, T, writes=[0], fresh=[1], outs=[SAME])
+    good = host_op(worker, "aten.neg_.default", 1, T[:1], writes=[0], outs=[SAME])
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        bad([STATE, GRADIENT], 0)
+        good([STATE], 0)
+        worker.tensors[STATE]
+    worker.tensors[STATE]
+    worker.tensors.drop([STATE])
+
+
+def test_a_view_of_a_parameter_has_the_new_value(worker):
+    hold(worker, 1.0, 2.0, 3.0)
+    view = worker.tensors[PARAMETER].view(64, 64)
+    release = threading.Event()
+    if isinstance(worker.engine.lane(), GpuHostLane):
+        worker.engine.lane().submit(lambda: release.wait(limit(20)))
+    threading.Timer(0.05, release.set).start()  # the lane is late
+    move = host_op(worker, "aten.sub_.Tensor", 2, T, writes=[0], fresh=[0], outs=[SAME])
+    move([PARAMETER, STATE], 0)
+    assert view.eq(1.0 - 3.0).all()
+    assert worker.tensors[PARAMETER].eq(1.0 - 3.0).all()
+    worker.tensors.drop([PARAMETER, STATE])
+
+
+def test_host_copies_end_with_tensors_that_generated_code_frees():
+    """A program's gradients: a copy that outlived them would keep their memory until the next step."""
+    gradient = torch.ones(4096)
+    script = Script({GRADIENT: gradient, STATE: torch.ones(4096)})
+    for _ in range(4):  # rows enough for a function
+        script.op("aten.neg_.default", [Operand()], [STATE])
+    script.free(GRADIENT)
+    bench = Bench()
+    bench.put(_2=gradient, _3=torch.ones(4096))
+    program(bench, script, "eager")
+    lane = bench.executor.worker.host_ops
+    lane.run(torch.neg, [GRADIENT], [], [RESULT], (frozenset([0]), frozenset()))
+    assert GRADIENT in bench.executor.tensors.host_copies
+    replay(bench)
+    assert not bench.executor.tensors.host_copies and GRADIENT not in bench.executor.tensors

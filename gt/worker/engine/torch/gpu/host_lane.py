@@ -22,7 +22,7 @@ class GpuHostLane:
     def __init__(self, device: torch.device, host: Any) -> None:
         self.device, self._host = device, host
         self._thread = ThreadPoolExecutor(1, "gt.host_lane")
-        self.bind, self.in_memory = host.bind, host.in_memory
+        self.bind, self.in_memory, self.shared = host.bind, host.in_memory, host.shared
 
     def submit(self, work: Callable[[], Any]) -> Future:
         return self._thread.submit(work)
@@ -31,9 +31,12 @@ class GpuHostLane:
         return DeviceCopy(self, tensor)
 
     def run(self, call: Callable, operands: Sequence[Any], values: Sequence, outs: int) -> list[Any]:
-        """An op that fails is known where its results or its targets are looked up."""
+        """An op that fails is known where its results or its targets are looked up. A later op on its targets fails too."""
+        before = [operand.computed for operand in operands if getattr(operand, "computed", None) is not None]
 
         def work() -> Sequence[torch.Tensor]:
+            for earlier in before:
+                earlier.result()
             with torch.no_grad():  # which is a setting of each thread
                 results = call(*[operand.host() for operand in operands], *values)
             return results if outs > 1 else [results] * outs
@@ -60,16 +63,20 @@ class DeviceCopy:
     def begin(self, tensor: torch.Tensor) -> None:
         if self.computed is not None:
             self.computed.exception()  # the lane may still read the copy of the value before
+            self.computed = None
         self._wait_until_sent()
         stream = copy_stream(self._lane.device, True)
         if stream is None:
             self._pinned.copy_(tensor)
             return
-        stream.wait_stream(torch.cuda.current_stream(self._lane.device))
+        computing = torch.cuda.current_stream(self._lane.device)
+        stream.wait_stream(computing)
         with torch.cuda.stream(stream):
             self._pinned.copy_(tensor, non_blocking=True)
-            self._copied = stream.record_event(torch.cuda.Event(blocking=True)).synchronize
-        tensor.record_stream(stream)
+            copied = stream.record_event(torch.cuda.Event(blocking=True))
+        self._copied = copied.synchronize
+        computing.wait_event(copied)  # a later op, or a replay of a graph, may write to this memory
+        tensor.record_stream(stream)  # whose allocation may be another stream's
 
     def host(self) -> torch.Tensor:
         self._copied()
@@ -83,8 +90,12 @@ class DeviceCopy:
     def used(self, changed: bool) -> None:
         """Its tensor is sent back by `send`."""
 
-    def send(self, tensor: torch.Tensor) -> OnItsWay:
-        return OnItsWay(self._lane, tensor, self, self._pinned)
+    def send(self, tensor: torch.Tensor) -> OnItsWay | None:
+        back = OnItsWay(self._lane, tensor, self, self._pinned)
+        if not self._lane.shared(tensor):
+            return back
+        back.tensor()  # whoever looks up a view of this memory would not wait
+        return None
 
 
 class OnItsWay:
@@ -123,6 +134,7 @@ class OnItsWay:
     def tensor(self) -> torch.Tensor:
         sending, self._sent = self._sent, None
         sent = None if sending is None else sending.result()  # raises once: the next look-up finds the value from before
+        self._sent = sending
         if sent is not None:
             torch.cuda.current_stream(self._lane.device).wait_event(sent)
         return self._tensor

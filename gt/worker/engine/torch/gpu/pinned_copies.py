@@ -65,6 +65,9 @@ class PinnedCopy:
         self._back = tensor, done
 
     def tensor(self) -> torch.Tensor:
+        computed, self.computed = self.computed, None
+        if computed is not None:
+            computed.result()  # raises once, as that of a tensor which the lane sends back
         self.prefetch()
         assert self._back is not None
         tensor, done = self._back

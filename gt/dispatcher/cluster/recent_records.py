@@ -1,4 +1,4 @@
-"""News for observers that are no figures: the last errors, kept always, and lines of the instruction log, kept if wanted."""
+"""Recent records for observers: the last errors, kept always, and lines of the instruction log, kept while somebody asks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_SENT_LINES = 500  # at once
 MAX_LINE_CHARACTERS, MAX_ERROR_CHARACTERS = 400, 1000
 
 
-class News:
+class RecentRecords:
     """errors: the newest, by number. wanted: somebody asks for lines."""
 
     def __init__(self) -> None:

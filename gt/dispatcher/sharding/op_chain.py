@@ -1,4 +1,4 @@
-"""Decomposition: one op as several that have sharding rules of their own.
+"""Decomposition of one op into a chain of ops that have sharding rules of their own.
 
 First the means of losses: over split rows, a mean is the quotient of two sums. Then `Chain`, with which the decompositions of
 `vocab_parallel.py` are written. Templates only: `planning/decompose.py` plans and executes them.
