@@ -247,7 +247,13 @@ def test_keys_act_while_the_server_is_silent(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(sys, "stdin", screen)
         monkeypatch.setattr(sys, "stdout", io.StringIO())
         stream = Scripted(moment(1.0))
-        os.write(controller, b"sq")
+        take = stream.take
+
+        def typed(seconds: float) -> Any:
+            os.write(controller, b"s" if stream.answers else b"q")
+            return take(seconds)
+
+        monkeypatch.setattr(stream, "take", typed)
         given = argparse.Namespace(token_file=None, interval=0.5, sort="name", session=-1)
         assert _live(stream, LiveView(), given) == 0 and stream.closed  # type: ignore[arg-type]
     os.close(controller)
