@@ -8,16 +8,21 @@ import os
 import select
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from gt.cli import observing
+from gt.errors import DispatcherLost
+from gt.logs import plain
 from gt.observe import top_view
 from gt.observe.live_view import LiveView
-from gt.observe.record_stream import RecordStream
+from gt.observe.record_stream import ANSWER_SECONDS, RecordStream
 
 KEYS = "keys: s sorts workers, 0-9 shows one session, a all, q ends"
+SHORT_KEYS = "s sort, 0-9 session, a all, q end"
+KEY_SECONDS = 0.2  # until a key is noticed, at most
 NO_RICH = "gt top: the live view needs rich: pip install rich; this is the view of one moment, as with --once"
 
 
@@ -68,16 +73,69 @@ def _live(stream: RecordStream, view: LiveView, given: argparse.Namespace) -> in
     from rich.text import Text
 
     order, session = given.sort, given.session
-    with _keys(), Live(screen=True, auto_refresh=False) as live:
+    state: dict[str, Any] | None = None
+    drawn: tuple = ()
+    with _keys(), Live(screen=True, auto_refresh=False) as live, Following(stream, view, given) as following:
         while True:
-            state = view.update(stream.next())
-            for key in _pressed():
+            news, keys = following.state(KEY_SECONDS), _pressed()
+            for key in keys:
                 if key == "q":
                     return 0
                 order, session = after_key(key, order, session)
-            width, height = live.console.size
-            rows = top_view.lines(state, order, session, max(width - 1, 20), height - 1)[: height - 1]
-            live.update(Text("\n".join([*rows, KEYS[:width]]), no_wrap=True), refresh=True)
+            state, frame = state if news is None else news, (order, session, following.problem, *live.console.size)
+            if news is not None or frame != drawn:
+                live.update(Text("\n".join(_screen(state, *frame)), no_wrap=True), refresh=True)
+                drawn = frame
+
+
+def _screen(state: dict[str, Any] | None, order: str, session: int, problem: str, width: int, height: int) -> list[str]:
+    """Rows of the whole terminal. problem: why they are of some time ago."""
+    keys, width = KEYS if len(KEYS) <= width else SHORT_KEYS, max(width - 1, 20)
+    above = textwrap.wrap(plain(f"{problem}; connecting again"), width)[: max(height // 3, 1)] if problem else []
+    room = max(height - 1 - len(above), 1)
+    rows = ["waiting for the first records"] if state is None else top_view.lines(state, order, session, width, room)
+    return [*above, *rows[:room], keys[:width]]
+
+
+class Following:
+    """A context manager: the newest state of a server. A link that ends is made again once, after which its end is an error.
+
+    That of an observer who was stopped has ended, as has that to a server that is restarted.
+    """
+
+    def __init__(self, stream: RecordStream, view: LiveView, given: argparse.Namespace) -> None:
+        self._stream, self._view, self._given = stream, view, given
+        self._waited = 0.0  # counted, not by the clock: while this process is stopped it does not wait
+        self.problem = ""  # the link has ended, for this reason
+
+    def __enter__(self) -> Following:
+        return self
+
+    def __exit__(self, *why: object) -> None:
+        self._stream.close()
+
+    def state(self, seconds: float) -> dict[str, Any] | None:
+        """A new state, None if there is none within so many seconds. Raises GTError for the end of a second link."""
+        try:
+            records = self._stream.take(seconds)
+            self._waited = 0.0 if records is not None else self._waited + seconds
+            if self._waited >= ANSWER_SECONDS:
+                raise DispatcherLost(f"the server at {self._stream.address} has sent no records for {ANSWER_SECONDS:g} s")
+        except DispatcherLost as error:
+            if self.problem:
+                raise DispatcherLost(f"{self.problem}; {error}") from error
+            self._again(str(error))
+            return None
+        if records is None:
+            return None
+        self.problem = ""
+        return self._view.update(records)
+
+    def _again(self, why: str) -> None:
+        self._stream.close()
+        self.problem, self._view, self._waited = why, LiveView(), 0.0
+        token = observing.token(self._given.token_file)
+        self._stream = RecordStream(self._stream.address, token, self._given.interval)
 
 
 def after_key(key: str, order: str, session: int) -> tuple[str, int]:

@@ -14,6 +14,7 @@ from gt.wire.messages import Records as RecordsMessage
 from gt.wire.records import ONCE, Record, records
 
 ANSWER_SECONDS = 30.0  # for Records of a server that is up
+SHORT_SECONDS = 1.0
 ONCE_ROWS = [[code] for code in ONCE]
 MAX_KEPT = 64  # rows sent once, of Records that nobody took in time
 
@@ -43,10 +44,20 @@ class RecordStream:
         self.close()
 
     def next(self, seconds: float = ANSWER_SECONDS) -> list[Record]:
-        """Records that were not taken before; waits for them. DispatcherLost if none arrive, or the link has ended."""
+        """Records that were not taken before; waits for them. DispatcherLost if none arrive, or the link has ended.
+
+        The wait is counted in short ones: a process that was stopped meanwhile has not waited.
+        """
+        for _ in range(max(1, round(seconds / SHORT_SECONDS))):
+            if (found := self.take(min(seconds, SHORT_SECONDS))) is not None:
+                return found
+        raise DispatcherLost(f"the server at {self.address} has sent no records for {seconds:g} s: check that it runs")
+
+    def take(self, seconds: float) -> list[Record] | None:
+        """Records that were not taken before, None if none arrive within so many seconds. Raises what has ended the link."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._fresh() or self._failure is not None, seconds):
-                raise DispatcherLost(f"the server at {self.address} has sent no records for {seconds:g} s: check that it runs")
+                return None
             if self._newest is None or not self._fresh():
                 assert self._failure is not None
                 raise self._failure

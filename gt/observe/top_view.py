@@ -10,6 +10,7 @@ from gt.ir.text import UNITS, counted
 from gt.logs import plain
 
 MAX_LINES, MAX_LINKS, MAX_ERRORS = 5, 8, 3  # rows of these tables
+WIDE = 72  # columns of the wide form of tables; with fewer, as on a phone, rows have fewer columns and more rows
 ERROR_ROWS = 3  # of one error
 UNKNOWN = "-"
 Row = dict[str, Any]
@@ -41,17 +42,19 @@ def lines(state: dict[str, Any], order: str = "name", session: int = -1, width: 
     hosts = {worker["host"] for worker in state["workers"]}
     at = f" on {next(iter(hosts)):.12}" if len(hosts) == 1 else ""
     title = f"{server.get('sharing', '')} server{at}, up {server.get('at', 0):.0f} s: {count}; by {order}"
-    tables = [_workers(workers, len(hosts) > 1), _sessions(sessions, width)]
+    titles = textwrap.wrap(plain(title), width)
+    tables = [_workers(workers, len(hosts) > 1, width), _sessions(sessions, width)]
     if state["queue"]:
-        tables.append(["queue  " + "; ".join(f"{q['place']} {q['user']} {q['program']}" for q in state["queue"])])
-    tables += [_links(links), _lines(samples)]
+        waiting = "queue  " + "; ".join(f"{q['place']} {q['user']} {q['program']}" for q in state["queue"])
+        tables.append(textwrap.wrap(waiting, width, subsequent_indent=" " * 7))
+    tables += [_links(links, width), _lines(samples, width)]
     errors = [error for error in state["errors"] if session < 0 or error["session"] in (session, -1)]
     if errors:
         tables.append(["errors"] + [row for error in errors[-MAX_ERRORS:] for row in _error(error, width)])
     tables += [_pipeline(one, width) for one in sessions if one["schedule"] is not None]
     if height:
-        tables = fit(tables, height - 1 - len(tables))
-    text = [title, *(row for table in tables for row in ("", *table))]
+        tables = fit(tables, height - len(titles) - len(tables))
+    text = [*titles, *(row for table in tables for row in ("", *table))]
     return [plain(line)[:width] for line in text]
 
 
@@ -69,18 +72,36 @@ def fit(tables: Sequence[list[str]], height: int) -> list[list[str]]:
     ]
 
 
-def _workers(workers: Sequence[Row], hosts: bool) -> list[str]:
+def _workers(workers: Sequence[Row], hosts: bool, width: int) -> list[str]:
     """hosts: they are on several, so that each row names its own."""
     if not workers:
         return ["no workers"]
+    if width < WIDE:
+        head = f"{'worker':8}{'state':11}{'busy':>5}{'tensors':>9}"
+        return [head, *(row for worker in workers for row in _narrow_worker(worker, hosts, width))]
     host = f"{'host':8}" if hosts else ""
     head = f"{'worker':8}{host}{'state':11}{'busy':>5}{'ops/s':>8}{'tensors':>9}{'taken':>9}{'limit':>9}  now"
-    return [head, *(_worker(worker, hosts) for worker in workers)]
+    rows = []
+    for worker in workers:
+        rows += [_worker(worker, hosts), *([] if worker["current"] else _under(worker["reason"], width))]
+    return [head, *rows]
+
+
+def _narrow_worker(w: Row, hosts: bool, width: int) -> list[str]:
+    at = f"on {w['host']}" if hosts else ""
+    now = f"at {_op(w['current']['op'])} {_place(w['current'])}" if w["current"] else w["reason"]
+    first = f"{w['name'][:7]:8}{w['state']:11}{_share(w['busy_share']):>5}{_size(w['live_bytes']):>9}"
+    return [first, *_under(", ".join(filter(None, (at, now))), width)]
+
+
+def _under(text: str, width: int) -> list[str]:
+    """Rows under the one that they say more of."""
+    return textwrap.wrap(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
 
 
 def _worker(w: Row, hosts: bool) -> str:
     taken = w["memory"].get("process", w["memory"].get("peak"))
-    now = f"{_op(w['current']['op'])} {_place(w['current'])}" if w["current"] else w["reason"]
+    now = f"{_op(w['current']['op'])} {_place(w['current'])}" if w["current"] else ""
     host = f"{w['host'][:7]:8}" if hosts else ""
     return (
         f"{w['name'][:7]:8}{host}{w['state']:11}{_share(w['busy_share']):>5}{_rate(w['ops_per_second']):>8}"
@@ -92,36 +113,42 @@ def _worker(w: Row, hosts: bool) -> str:
 def _sessions(sessions: Sequence[Row], width: int) -> list[str]:
     if not sessions:
         return ["no sessions"]
-    rows = [f"{'session':8}{'user':9}{'program':18}{'ops/s':>8}{'steps/s':>9}  {'waits for':10} logged"]
+    wide = width >= WIDE
+    rows = [f"{'session':8}{'user':9}{'program':18}" + f"{'ops/s':>8}{'steps/s':>9}  {'waits for':10} logged" * wide]
     for s in sessions:
-        values = " ".join(f"{name}={_number(value)}" for name, value in s["values"].items())
-        rows.append(
-            f"{s['number']:<8}{s['user'][:8]:9}{s['program'][:17]:18}{_rate(s['ops_per_second']):>8}"
-            f"{_rate(s['steps_per_second']):>9}  {s['waits'] or UNKNOWN:10} {values or UNKNOWN}"
-        )
+        values = " ".join(f"{name}={_number(value)}" for name, value in s["values"].items()) or UNKNOWN
+        ops, steps, waits = _rate(s["ops_per_second"]), _rate(s["steps_per_second"]), s["waits"] or UNKNOWN
+        row = f"{s['number']:<8}{s['user'][:8]:9}{s['program'][:17]:18}"
+        if wide:
+            rows.append(f"{row}{ops:>8}{steps:>9}  {waits:10} {values}")
+        else:
+            rows += [row, *_under(f"ops/s {ops}, steps/s {steps}, waits for {waits}, logged {values}", width)]
         if s["memory"] is not None:
             held = "holds " + ", ".join(f"{use} {_size(nbytes)}" for use, nbytes in s["memory"].items())
             rows += textwrap.wrap(held, width, initial_indent=" " * 8, subsequent_indent=" " * 14)
         if s["current"]:
-            rows.append(f"        at {_op(s['current']['op'])} {_place(s['current'])} {s['current']['group']}")
+            rows += _under(f"at {_op(s['current']['op'])} {_place(s['current'])} {s['current']['group']}", width)
     return rows
 
 
-def _links(links: Sequence[Row]) -> list[str]:
+def _links(links: Sequence[Row], width: int) -> list[str]:
     if not links:
-        return ["links: no worker has sent tensors to another"]
+        return textwrap.wrap("links: no worker has sent tensors to another", width)
     most = sorted(links, key=lambda link: -(link["bytes_per_second"] or 0.0) or -link["bytes"])
-    rows = [f"{'link':18}{'sent':>10}{'a second':>12}"]
+    column = 18 if width >= WIDE else 14
+    rows = [f"{'link':{column}}{'sent':>10}{'a second':>12}"]
     for link in most[:MAX_LINKS]:
         rate = link["bytes_per_second"]
         name = f"{link['source']} -> {link['target']}"
-        rows.append(f"{name[:17]:18}{_size(link['bytes']):>10}{UNKNOWN if rate is None else _size(int(rate)):>12}")
+        rows.append(
+            f"{name[: column - 1]:{column}}{_size(link['bytes']):>10}{UNKNOWN if rate is None else _size(int(rate)):>12}"
+        )
     return rows + ([f"and {len(links) - MAX_LINKS} links more"] if len(links) > MAX_LINKS else [])
 
 
-def _lines(samples: Sequence[Row]) -> list[str]:
+def _lines(samples: Sequence[Row], width: int) -> list[str]:
     if not samples:
-        return ["lines: no worker was seen at an op yet"]
+        return textwrap.wrap("lines: no worker was seen at an op yet", width)
     rows = [f"{'share':>6}  line that workers were seen at"]
     return rows + [f"{_share(line['share']):>6}  {_place(line)}  {_op(line['op'])}" for line in samples[:MAX_LINES]]
 
@@ -135,12 +162,13 @@ def _pipeline(session: Row, width: int) -> list[str]:
         f"measured, {predicted['idle']:.1%} predicted"
     )
     actions = {name: stamps for name, stamps in schedule["actions"].items() if stamps}
+    titles = textwrap.wrap(title, width)
     if not actions:
-        return [title, "its actions are too many to show" if not schedule["actions"] else "no worker has told its actions"]
+        return [*titles, "its actions are too many to show" if not schedule["actions"] else "no worker has told its actions"]
     begin = min(start for stamps in actions.values() for _, start, _ in stamps)
     end = max(stop for stamps in actions.values() for _, _, stop in stamps)
     columns = max(10, width - 9)
-    return [title, *(f"{name[:7]:8}{_bar(stamps, begin, end, columns)}" for name, stamps in actions.items())]
+    return [*titles, *(f"{name[:7]:8}{_bar(stamps, begin, end, columns)}" for name, stamps in actions.items())]
 
 
 def _bar(stamps: Sequence[Sequence], begin: float, end: float, columns: int) -> str:

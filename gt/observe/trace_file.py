@@ -18,7 +18,7 @@ from gt.wire.messages import TraceRows
 
 CLIENT, DISPATCHER, SCHEDULE, WORKERS = 1, 2, 3, 10  # processes of the trace: workers from 10 on
 PIDS_PER_SESSION = 1000
-HOST, DEVICE = 0, 1  # threads of a worker
+HOST = 0  # thread of a worker; streams of its GPU follow
 MAX_NUMBER = 1e15  # of an event: others are no times, and no JSON
 SECTION = 4  # numbers of an event, and of a sample
 
@@ -61,7 +61,7 @@ class WorkerTrace:
 
     name: str
     host: list[Slice] = field(default_factory=list)
-    device: list[Slice] = field(default_factory=list)
+    device: dict[str, list[Slice]] = field(default_factory=dict)  # by stream
     samples: list[tuple[float, int, int, int]] = field(default_factory=list)
     names: dict[int, tuple[str, str, int, list[int]]] = field(default_factory=dict)
 
@@ -94,7 +94,8 @@ class SessionRecording:
             if 0 <= row.worker < len(workers):
                 worker, clock = workers[row.worker], ahead[row.worker] if row.worker < len(ahead) else 0.0
                 worker.host += _slices(row.events, clock)
-                worker.device += _slices(row.device, clock)
+                for stream, found in _by_stream(row).items():
+                    worker.device.setdefault(stream, []).extend(_slices(found, clock))
                 worker.samples += [(t - clock, int(a), int(b), int(c)) for t, a, b, c in _sections(row.counters)]
                 worker.names.update(_names(row.names))
         return workers
@@ -195,9 +196,10 @@ def _worker(
 ) -> Iterator[dict[str, Any]]:
     yield _meta("process_name", pid, 0, name=f"worker {worker.name}")
     yield _meta("process_sort_index", pid, 0, sort_index=pid)
-    for tid, title, slices in ((HOST, "instructions", worker.host), (DEVICE, "GPU stream", worker.device)):
-        if slices or tid == HOST:
-            yield _meta("thread_name", pid, tid, name=title)
+    streams = ((f"GPU stream: {stream}", rows) for stream, rows in sorted(worker.device.items()))
+    for tid, (title, slices) in enumerate((("instructions", worker.host), *streams), HOST):
+        yield _meta("thread_name", pid, tid, name=title)
+        yield _meta("thread_sort_index", pid, tid, sort_index=tid)
         for row in slices:
             name, args = _described(worker, row, lines.get(row.seq), workers)
             yield _slice(name, args.pop("kind"), pid, tid, (row.start - since, row.end - since), args)
@@ -258,8 +260,17 @@ def _meta(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": args}
 
 
-def _sections(numbers: list) -> Iterable[tuple]:
-    rows = zip(*(numbers[n::SECTION] for n in range(SECTION)))
+def _by_stream(row: TraceRows) -> dict[str, list[float]]:
+    """Sections of a device's slices, by the name of their stream."""
+    found: dict[str, list[float]] = {}
+    for *section, stream in _sections(row.device, SECTION + 1):
+        if 0 <= stream < len(row.streams) and isinstance(name := row.streams[int(stream)], str):
+            found.setdefault(name, []).extend(section)
+    return found
+
+
+def _sections(numbers: list, size: int = SECTION) -> Iterable[tuple]:
+    rows = zip(*(numbers[n::size] for n in range(size)))
     return (row for row in rows if all(abs(number) < MAX_NUMBER for number in row))
 
 

@@ -383,16 +383,17 @@ class TraceRows(Message):
     """Worker -> dispatcher -> client: a part of a trace. Times are seconds of the sender's monotonic clock.
 
     worker: its index; -1 for the dispatcher's part. events: number, seq, start, end of each instruction; of the dispatcher's:
-    kind of the event by its place in `names`, 0, start, end. device: the same as a GPU has measured them. counters: time,
-    bytes of live tensors, bytes sent, bytes received, of each sample. names: of a worker [number, kind, op, bytes, peers] of
-    each definition; of the dispatcher see cluster/tracing. clock: when it was sent. dropped: events that had no
-    room. left: parts that follow.
+    kind of the event by its place in `names`, 0, start, end. device: number, seq, start, end as a GPU has measured them, and
+    the stream by its place in `streams`. streams: their names. counters: time, bytes of live tensors, bytes sent, bytes
+    received, of each sample. names: of a worker [number, kind, op, bytes, peers] of each definition; of the dispatcher see
+    cluster/tracing. clock: when it was sent. dropped: events that had no room. left: parts that follow.
     """
 
     request: int
     worker: int
     events: Numbers
     device: Numbers
+    streams: list
     counters: Numbers
     names: list
     clock: float

@@ -181,7 +181,7 @@ class Loop:
         if message.on:
             self.executor.begin_trace(message.session)
         parts = [] if message.on else list(self.executor.end_trace(message.session, message.request))
-        for part in parts or [TraceRows(message.request, 0, [], [], [], [], time.monotonic(), 0, 0)]:
+        for part in parts or [TraceRows(message.request, 0, [], [], [], [], [], time.monotonic(), 0, 0)]:
             self.send(part)
 
     def _receive_in_order(self, message: Run | TorchSettings | World | CloseArenas | Skip) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
+import os
 import sys
 from itertools import pairwise
 from typing import Any
@@ -11,9 +14,11 @@ import pytest
 import torch
 
 import gt
-from gt.cli.top import after_key, main
+from gt.cli.top import Following, _live, _screen, after_key, main
+from gt.errors import DispatcherLost
 from gt.observe import top_view
 from gt.observe.live_view import LiveView
+from gt.observe.record_stream import ANSWER_SECONDS
 from gt.wire.records import (
     ErrorRecord,
     HostRecord,
@@ -85,6 +90,36 @@ def test_rows_of_a_short_table_go_to_the_long_ones() -> None:
     assert top_view.fit([long, long], 0) == [["0", "and 8 rows more"]] * 2
 
 
+@pytest.mark.parametrize("width", [39, 60])
+def test_a_phone_shows_all_that_is_known(width: int) -> None:
+    now = state()
+    now["workers"][0]["host"] = "host-b"
+    now["workers"].append(dict(now["workers"][1], name="w2", state="lost", current={}, reason="its connection ended, so " * 3))
+    rows = top_view.lines(now, width=width)
+    text = " ".join(" ".join(rows).split())
+    assert max(map(len, rows)) <= width
+    words = (
+        "on host-b",
+        "ended, so its connection",
+        "50%",
+        "loss=0.5",
+        "steps/s 20",
+        "a second",
+        "45.0% measured",
+        "40.0% predicted",
+    )
+    for word in (*words, "optimizer 1.0 MiB", "it failed"):
+        assert word in text
+    for height in (24, 30):
+        assert len(top_view.lines(now, width=width, height=height)) <= height
+
+
+def test_a_lost_worker_says_why_in_full() -> None:
+    now, why = state(), "its connection ended: the process exited, was killed, or stopped answering"
+    now["workers"][1].update(state="lost", current={}, reason=why)
+    assert why in " ".join(" ".join(top_view.lines(now)).split())
+
+
 def test_rates_are_differences_and_unknown_at_first() -> None:
     first = LiveView().update(moment(1.0))
     assert first["workers"][0]["ops_per_second"] is None and first["sessions"][0]["steps_per_second"] is None
@@ -144,6 +179,85 @@ def test_keys() -> None:
     assert after_key("s", "name", 3) == ("busy", 3) and after_key("s", "ops", -1) == ("name", -1)
     assert after_key("4", "busy", -1) == ("busy", 4) and after_key("a", "busy", 4) == ("busy", -1)
     assert after_key("x", "busy", 4) == after_key("²", "busy", 4) == ("busy", 4)
+
+
+class Scripted:
+    """A stream of a server: lists of records are news, None is none, errors are raised."""
+
+    address = "here:1"
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers, self.closed = list(answers), False
+
+    def take(self, seconds: float) -> Any:
+        answer = self.answers.pop(0) if self.answers else None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def following(monkeypatch: pytest.MonkeyPatch, first: Scripted, *others: Scripted) -> Following:
+    left = list(others)
+    monkeypatch.setitem(_live.__globals__, "RecordStream", lambda address, token, interval: left.pop(0))
+    return Following(first, LiveView(), argparse.Namespace(token_file=None, interval=0.5))  # type: ignore[arg-type]
+
+
+def test_a_link_that_ends_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a terminal which was stopped has ended."""
+    first, second = (
+        Scripted(moment(1.0), DispatcherLost("it was dropped")),
+        Scripted(None, moment(9.0), DispatcherLost("again")),
+    )
+    third = Scripted(DispatcherLost("no server"))
+    with following(monkeypatch, first, second, third) as follower:
+        assert follower.state(0.2) is not None and follower.problem == ""
+        assert follower.state(0.2) is None and follower.problem == "it was dropped" and first.closed
+        assert follower.state(0.2) is None and follower.problem == "it was dropped"
+        again = follower.state(0.2)
+        assert again is not None and follower.problem == "" and again["workers"][0]["ops_per_second"] is None
+        assert follower.state(0.2) is None
+        with pytest.raises(DispatcherLost, match="again; no server"):
+            follower.state(0.2)
+    assert third.closed
+
+
+def test_a_silent_server_is_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with following(monkeypatch, Scripted(), Scripted(moment(1.0))) as follower:
+        for _ in range(int(ANSWER_SECONDS / 10)):
+            assert follower.problem == "" and follower.state(10.0) is None
+        assert "no records for 30 s" in follower.problem and follower.state(10.0) is not None and not follower.problem
+
+
+@pytest.mark.parametrize("size", [(40, 12), (40, 30), (80, 24), (120, 50)])
+@pytest.mark.parametrize("problem", ["", "the server has ended the connection: it got SIGTERM"])
+def test_the_screen_has_as_many_rows_as_the_terminal(size: tuple[int, int], problem: str) -> None:
+    for now in (None, state()):
+        rows = _screen(now, "name", -1, problem, *size)
+        assert len(rows) <= size[1] and max(map(len, rows)) <= size[0] and "q end" in rows[-1]
+        assert (problem[:20] in rows[0]) and ("waiting for" in "".join(rows)) == (now is None)
+
+
+def test_keys_act_while_the_server_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read from a real terminal: `q` ends the view though records come each ten seconds."""
+    pytest.importorskip("rich")
+    controller, terminal = os.openpty()
+    with os.fdopen(terminal, "r+b", buffering=0) as end, io.TextIOWrapper(end) as screen:
+        monkeypatch.setattr(sys, "stdin", screen)
+        monkeypatch.setattr(sys, "stdout", io.StringIO())
+        stream = Scripted(moment(1.0))
+        take = stream.take
+
+        def typed(seconds: float) -> Any:
+            os.write(controller, b"s" if stream.answers else b"q")
+            return take(seconds)
+
+        monkeypatch.setattr(stream, "take", typed)
+        given = argparse.Namespace(token_file=None, interval=0.5, sort="name", session=-1)
+        assert _live(stream, LiveView(), given) == 0 and stream.closed  # type: ignore[arg-type]
+    os.close(controller)
 
 
 def test_once_prints_json_without_rich_and_its_figures_are_those_of_stats(

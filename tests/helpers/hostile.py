@@ -404,7 +404,7 @@ class HonestWorker:
         elif isinstance(message, Query):
             return [(Report(message.request, {"stats": {"live": len(self.tensors)}, "at": None}), ())]
         elif isinstance(message, Trace):
-            return [(TraceRows(message.request, 0, [], [], [], [], 0.0, 0, 0), ())]
+            return [(TraceRows(message.request, 0, [], [], [], [], [], 0.0, 0, 0), ())]
         elif isinstance(message, Run):
             return [*self.run(message), (Done(message.seq), ())]
         return []

@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ import gt
 from gt.client.reports import spans
 from gt.observe import trace_file
 from gt.wire.messages import TraceRows
+from gt.worker import executor
+from gt.worker.process.tracer import Tracer
 from tests.helpers.processes import run_program
 from tests.observe import trace_rules
 from tests.observe.test_plan import CONFIGS, training
@@ -165,8 +168,47 @@ def test_perfetto_reads_it(session: Callable, tmp_path: Path) -> None:
     assert int(slices) == report["slices"] and int(flows) > 0 and int(failures) == 0, said
 
 
+class Immediate:
+    """A device that does work when it is issued, on two streams: a mark is a moment."""
+
+    def __init__(self) -> None:
+        self.listening: tuple = (None, None)
+
+    def mark(self, spare: Any = None) -> list[float]:
+        return [monotonic()]
+
+    def listen(self, listener: Any, mark: Any) -> tuple:
+        before, self.listening = self.listening, (listener, mark)
+        if listener is not None:
+            listener("uploads", [monotonic()], [monotonic()])
+        return before
+
+    def clocks(self) -> float:
+        return monotonic()
+
+    def seconds(self, marks: list, began: float) -> list[float]:
+        return [mark[0] for mark in marks]
+
+
+def test_each_stream_of_a_device_has_a_row(session: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        executor, "Tracer", lambda begin, sample, definitions, _: Tracer(begin, sample, definitions, Immediate())
+    )
+    session(TWO)
+    with gt.trace(tmp_path / "out.json") as report:
+        two_stages(2, False)
+    events = trace_rules.check(tmp_path / "out.json")
+    pid = next(e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == "worker w0")
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == pid}
+    assert report["dropped"] == 0 and names == {0: "instructions", 1: "GPU stream: compute", 2: "GPU stream: uploads"}
+    issued, compute, uploads = (
+        [(e["name"], e["args"]) for e in of(events, "worker w0") if e["tid"] == tid] for tid in sorted(names)
+    )
+    assert issued == compute == uploads, "with the same line, group and layout"
+
+
 def rows(worker: int, events: list, names: list, **more: Any) -> TraceRows:
-    body = {"device": [], "counters": [], "clock": 0.0, "dropped": 0, "left": 0, **more}
+    body = {"device": [], "streams": [], "counters": [], "clock": 0.0, "dropped": 0, "left": 0, **more}
     return TraceRows(1, worker, events, names=names, **body)
 
 
@@ -195,6 +237,9 @@ def test_clocks_of_other_hosts_are_set_right() -> None:
         rows(5, [1, 2, 3.0, 4.0], []), rows(0, [1, 2, 3.0], []), rows(0, [1, 2, float("nan"), 4.0], []),
         rows(0, [1, 2, 4.0, 3.0], []), rows(0, [], [3, [1], ["a", 1, 2, 3, 4], [16, "op", "x", 1, ["y"]]]),
         rows(0, [], [], counters=[1.0, 2.0]), rows(0, [16, 2, 1.0, 2.0], [[16, "send", "", 1, [77]]]),
+        rows(0, [], [], device=[16, 2, 1.0, 2.0, 1], streams=["compute"]),
+        rows(0, [], [], device=[16, 2, 1.0, 2.0, -1.0, 16, 2, 3.0, 4.0, 0, 5], streams=[["x"]]),
+        rows(0, [], [], device=[16, 2, 1.0, 2.0, float("nan")], streams=["compute", 7]),
     ],
 )  # fmt: skip
 def test_a_worker_that_lies_spoils_no_file(part: TraceRows, tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ class Traces:
         self._complete(client, trace)
 
     def _relay(self, client: Peer, trace: SessionTrace, index: int, part: TraceRows) -> None:
-        rows = part.events, part.device, part.counters, part.names
+        rows = part.events, part.device, part.streams, part.counters, part.names
         self._core.send(client, TraceRows(trace.request, index, *rows, part.clock, part.dropped, part.left))
 
     def _note_clock(self, trace: SessionTrace, index: int, clock: float) -> None:
@@ -218,7 +218,7 @@ class Traces:
             first = n == 0
             names = [["event", list(kinds)], *cut] if first else cut
             left = len(cuts) - 1 - n
-            yield TraceRows(trace.request, ALL, events if first else [], [], [], names, now, dropped if first else 0, left)
+            yield TraceRows(trace.request, ALL, events if first else [], [], [], [], names, now, dropped if first else 0, left)
 
 
 def _rows(trace: SessionTrace) -> Iterator[list[Any]]:

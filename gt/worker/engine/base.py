@@ -209,7 +209,10 @@ class Direct(Moves, Protocol):
         """The stream of a use. Its later work follows all work that was issued before, and compute does not wait for it."""
 
     def issuing_to(self, stream: int) -> AbstractContextManager:
-        """Within it the calling thread, which may be another than the engine's, issues work to this stream."""
+        """Within it the calling thread, which may be another than the engine's, issues work to this stream.
+
+        It is asked for by the engine's thread, whose instruction a trace names.
+        """
 
     def fence(self) -> Callable[[], None]:
         """A wait, for any thread, for the work that the calling thread has issued so far. It raises if the device fails."""
@@ -244,14 +247,33 @@ class Progress(Protocol):
         """A wait, for any thread, for the work that the calling thread has issued so far. It ends too if the device fails."""
 
 
+Listener = Callable[[str, Any, Any], None]  # (name of a stream, mark before the work, mark after it)
+Marker = Callable[[], Any]
+
+
 class DeviceTimes(Protocol):
-    """Times at which a device came to points of the work that was issued to it."""
+    """Times at which a device came to points of the work that was issued to it, for traces."""
 
-    def mark(self) -> Any:
-        """A point after all work that the calling thread has issued; None while the device records."""
+    def mark(self, spare: Any = None) -> Any:
+        """A point after all work that the calling thread has issued to its stream; None while the device records.
 
-    def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """Seconds of the monotonic clock at which the device came to these points; [] if it has not yet. By any thread."""
+        spare: an older mark that nobody needs any more.
+        """
+
+    def listen(self, listener: Listener | None, mark: Marker | None) -> tuple[Listener | None, Marker | None]:
+        """Tell this listener of work that goes to other streams than compute's, between marks that `mark` makes.
+
+        None ends that. Returns the pair before.
+        """
+
+    def clocks(self) -> Any:
+        """A moment by the device's clock and by the host's, which `seconds` takes."""
+
+    def seconds(self, marks: Sequence[Any], began: Any) -> list[float | None]:
+        """Seconds of the monotonic clock at which the device came to these points, None if it has not yet. By any thread.
+
+        began: `clocks()` from when the trace began. [] if the device is lost.
+        """
 
 
 class LaneOperand(Protocol):

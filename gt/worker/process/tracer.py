@@ -16,8 +16,9 @@ from gt.ir.spec import DTYPES, Spec
 from gt.wire.messages import TraceRows
 from gt.worker.engine.base import DeviceTimes
 from gt.worker.instructions.step import Row, Step, StepOfRows, Steps
+from gt.worker.process.device_trace import DeviceTrace
 
-MAX_EVENTS, MAX_DEVICE_EVENTS, MAX_SAMPLES = 1 << 16, 1 << 13, 1 << 13
+MAX_EVENTS, MAX_SAMPLES = 1 << 16, 1 << 13
 EVENTS_PER_PART = 1 << 13
 NAMES_PER_PART = 1 << 11
 MAX_NAMES = 1 << 14  # definitions that a trace names
@@ -47,10 +48,10 @@ class Tracer:
         definitions: Mapping[int, Any],
         device: DeviceTimes | None = None,
     ) -> None:
-        self._begin, self._sample, self._definitions, self._device = begin, sample, definitions, device
+        self._begin, self._sample, self._definitions = begin, sample, definitions
+        self._device = None if device is None else DeviceTrace(device)
         self._names: dict[int, list] = {}  # by number, of definitions that may be forgotten before the trace ends
         self._events: deque[tuple[int, int, float, float]] = deque(maxlen=MAX_EVENTS)
-        self._marks: deque[tuple[int, int, Any, Any]] = deque(maxlen=MAX_DEVICE_EVENTS)
         self._samples: deque[tuple[float, int, int, int]] = deque(maxlen=MAX_SAMPLES)
         self._count = 0
         self._next = 0.0  # when the counters may be sampled again
@@ -62,14 +63,15 @@ class Tracer:
     def rows(self, code: list, rows: Sequence[Row]) -> list[Row]:
         """A program's rows whose calls are recorded. Generated functions are replaced by their instructions.
 
-        A compiled segment stays one step, whose number is the count of its instructions, below 0.
+        A compiled segment stays one step, whose number is the count of its instructions, below 0. A step that is no
+        instruction, as that before a replay, has no events.
         """
         traced: list[Row] = []
         for at, step in rows:
             if isinstance(step, StepOfRows) and step.separable:
                 traced += [(place, self._row(code[place], row)) for place, row in step.rows]
             else:
-                traced.append((at, self._row(-len(step.rows) if isinstance(step, StepOfRows) else code[at], step)))
+                traced.append((at, self._row(-_count(code, step.rows) if isinstance(step, StepOfRows) else code[at], step)))
         return traced
 
     def _row(self, number: int, step: Step) -> Step:
@@ -79,11 +81,11 @@ class Tracer:
         """A step whose calls are recorded."""
         if number not in self._names and number in self._definitions and len(self._names) < MAX_NAMES:
             self._names[number] = _name(number, self._definitions[number])
-        device, mark = self._device, None if self._device is None else self._device.mark
+        device = self._device
 
         def traced(code: list, at: int) -> None:
             seq = self._begin() + code[at - 1]
-            first = mark() if mark is not None else None
+            ended = None if device is None else device.begin(number, seq)
             start = monotonic()
             try:
                 step(code, at)
@@ -91,8 +93,8 @@ class Tracer:
                 end = monotonic()
                 self._events.append((number, seq, start, end))
                 self._count += 1
-                if device is not None and mark is not None and first is not None:
-                    self._marks.append((number, seq, first, mark()))
+                if ended is not None:
+                    ended()
                 if end >= self._next:
                     self._note_counters(end)
 
@@ -107,27 +109,21 @@ class Tracer:
 
     def parts(self, request: int, ask: bool) -> Iterator[TraceRows]:
         """Messages with everything that was recorded. ask: the device may be asked."""
-        events, marks, samples = list(self._events), list(self._marks), list(self._samples)
-        device = self._measured(marks) if ask else []
-        names = list(self._names.values())
+        events, samples, device = list(self._events), list(self._samples), self._device
+        measured = device.rows() if device is not None and ask else []
+        names, streams = list(self._names.values()), [] if device is None else device.streams
         columns = (
             _cut([x for event in events for x in event], 4 * EVENTS_PER_PART),
-            _cut([x for event in device for x in event], 4 * EVENTS_PER_PART),
+            _cut([x for event in measured for x in event], 5 * EVENTS_PER_PART),
             _cut([x for sample in samples for x in sample], 4 * EVENTS_PER_PART),
             _cut(names, NAMES_PER_PART),
         )
+        dropped = self._count - len(events) + (0 if device is None else device.count - len(measured))
         count = max(1, *map(len, columns))
         for n in range(count):
-            rows = [column[n] if n < len(column) else [] for column in columns]
-            dropped = self._count - len(events) if n == 0 else 0
-            yield TraceRows(request, 0, rows[0], rows[1], rows[2], rows[3], monotonic(), dropped, count - 1 - n)
-
-    def _measured(self, marks: list[tuple[int, int, Any, Any]]) -> list[tuple[int, int, float, float]]:
-        if self._device is None or not marks:
-            return []
-        times = self._device.seconds([mark for *_, first, last in marks for mark in (first, last)])
-        pairs = zip(times[::2], times[1::2])
-        return [(number, seq, *pair) for (number, seq, *_), pair in zip(marks, pairs)]
+            events_, device_, samples_, names_ = (column[n] if n < len(column) else [] for column in columns)
+            left = count - 1 - n
+            yield TraceRows(request, 0, events_, device_, streams, samples_, names_, monotonic(), 0 if n else dropped, left)
 
 
 class TracedSteps:
@@ -139,6 +135,11 @@ class TracedSteps:
     def __getitem__(self, number: int) -> tuple[Step, int]:
         step, size = self._steps[number]
         return self._tracer.step(number, step), size
+
+
+def _count(code: list, rows: Sequence[Row]) -> int:
+    """Instructions that rows stand for."""
+    return sum(_count(code, step.rows) if isinstance(step, StepOfRows) else code[at] >= FIRST for at, step in rows)
 
 
 def _cut(rows: list, most: int) -> list[list]:

@@ -216,7 +216,7 @@ class CompiledProgram:
         marks: set[Step] = set()
         if any(name for name, _ in actions):
             rows = _marked(actions, replays, marks)
-        found: list[Row] = [(first, runner.may_wait(replays.begin))]
+        found: list[Row] = [(first, StepOfRows((), runner.may_wait(replays.begin)))]
         moving: set[int] = set()  # ids that unrecorded rows make
         summary = summarize(code, definition)
 
@@ -236,7 +236,7 @@ class CompiledProgram:
                 moving |= makes
                 found += run
                 self._unrecorded.update(obstacle(row[0]) for row in run if code[row[0]] != FREE and row[1] not in marks)
-        found.append((first, replays.ending(summary.live_out)))
+        found.append((first, StepOfRows((), replays.ending(summary.live_out))))
         actions[:] = [("", found)]
 
     def close(self) -> None:
@@ -276,7 +276,7 @@ def _marked(actions: Actions, replays: DeviceReplays, marks: set[Step]) -> list[
     """Rows with a mark before each action, which has the place of the row after it. marks: gets these steps."""
     rows: list[Row] = []
     for name, part in (*actions, ("", [])):
-        mark = replays.mark(name)
+        mark = StepOfRows((), replays.mark(name))
         marks.add(mark)
         rows += [((part or rows[-1:])[0][0], mark), *part]
     return rows

@@ -14,7 +14,7 @@ from gt.dispatcher.fairness.time_slices import Pace
 from gt.wire.link import hello
 from gt.wire.messages import Message, Report, Trace, TraceRows
 
-EMPTY = TraceRows(0, 0, [], [], [], [], 0.0, 0, 0)
+EMPTY = TraceRows(0, 0, [], [], [], [], [], 0.0, 0, 0)
 
 
 class Field:

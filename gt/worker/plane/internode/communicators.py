@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -103,7 +104,7 @@ class InternodeNccl(NcclTransport):
                 def call() -> None:
                     self._ring.send(_handle(comm), self._engine.address(copy), len(copy), 1, stream)
 
-                comm.pending.append(comm.thread.submit(partial(self._carry_out, call, stream)))
+                comm.pending.append(comm.thread.submit(partial(self._carry_out, call, self._engine.issuing_to(stream))))
         self._count(channel["peer"], len(data), 0)
 
     def recv(self, channel: Channel, into: Buffer) -> None:
@@ -115,7 +116,7 @@ class InternodeNccl(NcclTransport):
                 def call() -> None:
                     self._ring.recv(_handle(comm), self._engine.address(into), len(into), 0, stream)
 
-                self._wait(comm, comm.thread.submit(partial(self._carry_out, call, stream)))
+                self._wait(comm, comm.thread.submit(partial(self._carry_out, call, self._engine.issuing_to(stream))))
         self._count(channel["peer"], 0, len(into))
 
     # ---- collectives
@@ -147,11 +148,12 @@ class InternodeNccl(NcclTransport):
         """Have the communicator's thread make a collective's call."""
         with self._host.team(form) as (key, check):
             self._ready = comm = self._of_team(form, key, check)
-            self._wait(comm, comm.thread.submit(partial(self._carry_out, call, self._engine.stream())))
+            issuing = self._engine.issuing_to(self._engine.stream())
+            self._wait(comm, comm.thread.submit(partial(self._carry_out, call, issuing)))
 
-    def _carry_out(self, call: Callable[[], None], stream: int) -> None:
+    def _carry_out(self, call: Callable[[], None], issuing: AbstractContextManager) -> None:
         """Issue work to a stream, and wait until the device has carried it out."""
-        with self._engine.issuing_to(stream):
+        with issuing:
             call()
             wait = self._engine.fence()
         wait()

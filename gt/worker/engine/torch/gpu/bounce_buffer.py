@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from gt.worker.engine.torch.gpu.times import beside
+
 _streams: dict[tuple[int, bool], torch.cuda.Stream] = {}  # by device and direction; those of offload are others
 
 
@@ -35,7 +37,7 @@ class BounceBuffer:
             target.copy_(source)
             return _nothing
         stream = self._stream(to_host=True)
-        with torch.cuda.stream(stream):
+        with beside(stream, "to other hosts"):
             target.copy_(source, non_blocking=True)
             done = stream.record_event(torch.cuda.Event(blocking=True))
         source.record_stream(stream)  # its memory is given to nobody before it is copied
@@ -47,7 +49,7 @@ class BounceBuffer:
             target.copy_(source)
             return
         stream = self._stream(to_host=False)
-        with torch.cuda.stream(stream):
+        with beside(stream, "from other hosts"):
             target.copy_(source, non_blocking=True)
         target.record_stream(stream)
         torch.cuda.current_stream(self._device).wait_stream(stream)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from gt.worker.engine.base import Moves
 from gt.worker.engine.torch.dtypes import DTYPE
 from gt.worker.engine.torch.gpu.bounce_buffer import BounceBuffer
+from gt.worker.engine.torch.gpu.times import Listening, beside, listening
 
 
 class GpuEngine(Moves, Protocol):
@@ -107,14 +108,16 @@ class DirectEngine:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         return stream.cuda_stream
 
-    @contextmanager
-    def issuing_to(self, stream: int) -> Iterator[None]:
+    def issuing_to(self, stream: int) -> AbstractContextManager:
         if self.device.type == "cpu":
-            with torch.no_grad():
-                yield
-            return
+            return torch.no_grad()
+        side = any(own.cuda_stream == stream for own in self._sides.values())
+        return self._issuing_to(stream, listening(self.device.index or 0) if side else (None, None))
+
+    @contextmanager
+    def _issuing_to(self, stream: int, listeners: Listening) -> Iterator[None]:
         torch.cuda.set_device(self.device)
-        with torch.no_grad(), torch.cuda.stream(torch.cuda.ExternalStream(stream, self.device)):
+        with torch.no_grad(), beside(torch.cuda.ExternalStream(stream, self.device), "transfers", listeners):
             yield
 
     def fence(self) -> Callable[[], None]:

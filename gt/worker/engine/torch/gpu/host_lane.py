@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from gt.worker.engine.torch.gpu.pinned_copies import copy_stream, pinned_like
+from gt.worker.engine.torch.gpu.pinned_copies import FROM_HOST, TO_HOST, copy_stream, pinned_like
+from gt.worker.engine.torch.gpu.times import Listening, beside, listening
 
 
 class GpuHostLane:
@@ -71,7 +72,7 @@ class DeviceCopy:
             return
         computing = torch.cuda.current_stream(self._lane.device)
         stream.wait_stream(computing)
-        with torch.cuda.stream(stream):
+        with beside(stream, TO_HOST):
             self._pinned.copy_(tensor, non_blocking=True)
             copied = stream.record_event(torch.cuda.Event(blocking=True))
         self._copied = copied.synchronize
@@ -111,10 +112,10 @@ class OnItsWay:
 
     def begin(self) -> None:
         """Send the value that the lane's ops so far have computed."""
-        computed = self.computed
-        self._sent = self._lane.submit(lambda: self._send(computed))
+        computed, listeners = self.computed, listening(self._lane.device.index or 0)
+        self._sent = self._lane.submit(lambda: self._send(computed, listeners))
 
-    def _send(self, computed: Future | None) -> torch.cuda.Event | None:
+    def _send(self, computed: Future | None, listeners: Listening) -> torch.cuda.Event | None:
         readers = self._readers  # of the value before, issued before
         if computed is not None:
             computed.result()
@@ -122,7 +123,7 @@ class OnItsWay:
             self._tensor.copy_(self._pinned)
             return None
         self._stream.wait_event(readers)
-        with torch.cuda.stream(self._stream):
+        with beside(self._stream, FROM_HOST, listeners):
             self._tensor.copy_(self._pinned, non_blocking=True)
             self._copy.sent = self._stream.record_event(torch.cuda.Event(blocking=True))
         self._tensor.record_stream(self._stream)  # it may be freed before the copy is over

@@ -15,6 +15,7 @@ import torch
 
 from gt.ir.spec import Spec
 from gt.worker.engine.torch.dtypes import DTYPE, conform
+from gt.worker.engine.torch.gpu.times import beside
 
 
 class PinnedCopies:
@@ -52,7 +53,7 @@ class PinnedCopies:
 
     def upload(self, source: np.ndarray, spec: Spec) -> tuple[torch.Tensor, Callable[[], None]]:
         dtype, copying, computing = DTYPE[spec.dtype], self._copying(), torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(copying):
+        with beside(copying, "uploads"):
             data = torch.empty(spec.shape, dtype=dtype, device=self._device)
             data.copy_(torch.from_numpy(source).view(dtype).view(spec.shape), non_blocking=True)
             read = copying.record_event(torch.cuda.Event(blocking=True))

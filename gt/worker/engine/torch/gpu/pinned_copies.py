@@ -6,6 +6,9 @@ from concurrent.futures import Future
 
 import torch
 
+from gt.worker.engine.torch.gpu.times import beside
+
+TO_HOST, FROM_HOST = "offload to the host", "offload from the host"  # names of streams in traces
 _streams: dict[tuple[int, bool], torch.cuda.Stream] = {}  # by device and direction
 
 
@@ -39,7 +42,7 @@ class PinnedCopy:
             self._host.copy_(tensor)
             return
         side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
+        with beside(side, TO_HOST):
             self._host.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record(side)
@@ -57,7 +60,7 @@ class PinnedCopy:
             return
         side.wait_stream(torch.cuda.current_stream(self._device))  # which may still use what the memory was before
         side.wait_event(self._copied)
-        with torch.cuda.stream(side):
+        with beside(side, FROM_HOST):
             tensor.copy_(self._host, non_blocking=True)
             done = torch.cuda.Event()
             done.record(side)
