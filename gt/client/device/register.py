@@ -56,7 +56,7 @@ def _kernels(key: str) -> None:
     anything.fallback(fallback, key, with_keyset=False)
     copy = torch.ops.aten.copy_.default
     aten.impl("copy_", lambda to, source, non_blocking=False: dispatch(RemoteTensor, copy, (), (to, source)), key)
-    # Autograd would decompose WHOLE. For BELOW_TENSOR, under a dispatch mode torch asks for the op's own kernel, not a fallback.
+    # Autograd would decompose WHOLE. Under a dispatch mode torch asks for BELOW_TENSOR's own kernels, not for a fallback.
     for overload in (*overrides.WHOLE, *overrides.BELOW_TENSOR):
         aten.impl(overload.name(), functools.partial(fallback, overload), key)
     for name, kernel in overrides.FACTORIES.items():
