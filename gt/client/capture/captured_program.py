@@ -11,6 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from gt.client import current_session
 from gt.client.capture.aliasing import ArgumentView, CallMemory, sharing_arguments, write_back
+from gt.client.capture.constants import ArgumentRead, argument_value
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import HostDraws
 from gt.client.device import random
@@ -48,6 +49,7 @@ class CapturedProgram:
     tree: TreeSpec  # their structure
     draws: int  # random ops
     host_draws: HostDraws | None  # what it draws on the CPU
+    argument_reads: list[ArgumentRead]  # what it reads of its arguments
     why: str  # reason for which the call was recorded
     answer: dict  # of the dispatcher, to FinishCapture
     written: tuple[int, ...]  # inputs that the program changes, and the caller's tensors with them
@@ -70,6 +72,8 @@ class CapturedProgram:
                 then, now = ("a gradient", "none") if had else ("no gradient", "one")
                 return f"a parameter of shape {list(leaf.shape)} had {then} when the step was recorded, and has {now} now"
         violation = self.guard.violation()
+        for read in () if violation else self.argument_reads:
+            violation = violation or read.violation(lambda k: argument_value(leaves[k], self.recorder))
         return self.host_draws.violation() if self.host_draws is not None and not violation else violation
 
     def replay(self, leaves: list) -> Any:
@@ -84,6 +88,7 @@ class CapturedProgram:
         for leaf, _, read, _ in self.grads:
             if read is not None and leaf.grad is not read:  # another program or the user has replaced it
                 call(copy, (read, leaf.grad))
+        recorder.uploaded.clear()  # the program may write to any of them
         state, seed = random._State, random.initial_seed()
         counter = state.counter
         state.counter = counter + self.draws  # Ctrl-C comes after calls: no other one may be between these two lines

@@ -52,11 +52,12 @@ from gt.client.capture.boundary import (
     why_key_differs,
 )
 from gt.client.capture.captured_program import CapturedProgram, ProgramResult
+from gt.client.capture.constants import argument_value
 from gt.client.capture.fragment_tape import FragmentTape
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import LEADS_ELSEWHERE, UPLOADED, HostDraws
 from gt.client.capture.output_watch import OutputWatch
-from gt.client.capture.recording import SAME, CallRecording, Difference, difference
+from gt.client.capture.recording import SAME, CallRecording, Difference, difference, reads_differ
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor, memory_id
@@ -68,6 +69,7 @@ from gt.ir.instr import BACKENDS, DISCARD, FREE, RECORD
 from gt.ir.schedules import asked
 
 log = logging.getLogger("gt")
+ARGUMENTS_DIFFER = "the function reads a value of its arguments, which differs from the call before"
 CHANGED = "the function changes a list or dictionary that it gets"
 _CHANGE = re.compile(r" from \S+ to \S+")
 _NUMBER = re.compile(r"-?\d[\d.e+-]*")
@@ -253,6 +255,7 @@ class CompiledFunction:
         self._recorded = True
         last = self._last if self._last is not None and self._last.key == key and self._last.tape.recorder is recorder else None
         self._last = None
+        values = {k: value.clone() for k, leaf in enumerate(leaves) if (value := argument_value(leaf, recorder)) is not None}
         prepared, inputs = prepare_inputs(leaves, last)
         draws = self._host_draws()
         filled = [*inputs.values(), *(draws.inputs if draws else ())]
@@ -261,8 +264,9 @@ class CompiledFunction:
         deferral, rng, kept, memory = self._deferral(), HostRngState(), False, None
         containers, before = Containers(given, tree, leaves, prepared), identities(prepared)
         tape = CallRecording(
-            recorder, current_session.Current.origins, random.initial_seed(), random._State.counter, deferral > 0, self._strict
-        )
+            recorder, current_session.Current.origins, random.initial_seed(), random._State.counter, deferral > 0, self._strict,
+            known={prepared[k]._ref.id: (k, value) for k, value in values.items()},
+        )  # fmt: skip
         try:
             recorder.code.extend((RECORD, self._slot, deferral, len(filled), *[t._ref.id for t in filled]))
             recorder.flush()
@@ -352,6 +356,9 @@ class CompiledFunction:
         obstacle = self._obstacle(now, entry, leaving, rng)
         if obstacle is None and last is None:
             return None
+        if obstacle is None and last is not None and reads_differ(last.tape, now.tape):
+            now.tape.strict_next = True
+            obstacle = Difference("", ARGUMENTS_DIFFER)
         if obstacle is None and last is not None:
             obstacle = difference(last.tape, now.tape, last.names, now.names) or self._varies(last, now)
             if obstacle is not None:
@@ -425,6 +432,7 @@ class CompiledFunction:
             tree=tree,
             draws=tape.draws(),
             host_draws=now.draws if now.draws and now.draws.rows else None,
+            argument_reads=tape.argument_reads,
             why=self._why,
             answer=answer,
             written=written_inputs(now.leaves, now.inputs, now.memory),

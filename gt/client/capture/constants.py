@@ -1,17 +1,24 @@
-"""Constant folding in a recorded call: values that depend on the call's own constants only, such as positions and masks.
+"""Constant folding in a recorded call: values that depend on the call's own constants only, such as positions and masks, or
+on arguments whose values this process has.
 
-Libraries read such values to choose an algorithm (is this mask all true?), and the choice is the same at each call. They are
-computed here, on the CPU; every other read inside a recording is refused. Only integers and truth values are folded, since
-these are equal on every device.
+Libraries read such values to choose an algorithm (is this mask all true?). Of constants the choice is the same at each call.
+What depends on arguments is a guard of the program: a replay computes it anew, from its own arguments. All is computed here, on
+the CPU; every other read inside a recording is refused. Only integers and truth values are folded, since these are equal on
+every device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gt.client.capture.recorded_op import RecordedOp
+from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.trace.recorder import Recorder
+from gt.client.uploaded_values import DTYPES, MAX_BYTES
 from gt.ir.ops import RANDOM
 from gt.ir.template import Const, T, V
 
@@ -22,16 +29,63 @@ _BUILDERS: dict[str, Any] = {
 }  # kind of a template's constant -> its Python value on the CPU
 
 
-def _named(name: Any) -> Any:
-    """The dtype, layout or memory format of torch with this name, which this client has put into a template."""
-    return getattr(torch, str(name).removeprefix("torch."))
+def argument_value(leaf: Any, recorder: Recorder) -> torch.Tensor | None:
+    """The value of a small integer argument before a call, on the CPU: a CPU tensor, or one that was just uploaded.
+
+    Else None.
+    """
+    if not isinstance(leaf, torch.Tensor) or leaf.dtype not in DTYPES:
+        return None
+    if isinstance(leaf, RemoteTensor):
+        return recorder.uploaded.of(leaf, recorder.ops)
+    plain = leaf.is_cpu and leaf.layout is torch.strided
+    return leaf if plain and leaf.numel() * leaf.itemsize <= MAX_BYTES else None
+
+
+@dataclass(frozen=True)
+class ArgumentRead:
+    """A value that a recorded call has read, and the ops that compute it from arguments. Ids are those of the call.
+
+    arguments: id -> place. ops: each with the values of its constant operands. tensor: the id that was read.
+    """
+
+    arguments: Mapping[int, int]
+    ops: tuple[tuple[RecordedOp, Mapping[int, torch.Tensor]], ...]
+    tensor: int
+    value: torch.Tensor
+
+    def violation(self, value_of: Callable[[int], torch.Tensor | None]) -> str:
+        """Why a replay would do something else, or "". value_of: the value of the argument at a place, None if not known."""
+        values: dict[int, torch.Tensor] = {}
+        for number, place in self.arguments.items():
+            value = value_of(place)
+            if value is None:
+                return f"the function reads a value of argument {place}, which only the workers know now"
+            values[number] = value
+        with torch.no_grad():
+            for op, constants in self.ops:
+                results = _execute(op, {**values, **constants})
+                if results is None:
+                    return f"{op.name} of an argument, which the function reads, fails"
+                values.update(zip(op.outs, results, strict=False))
+        if torch.equal(values[self.tensor], self.value):
+            return ""
+        places = " and ".join(map(str, sorted(self.arguments.values())))
+        return f"a value that the function reads of argument {places} is another one"
 
 
 class Constants:
-    """The folded values of one recording, whose ops are followed in order."""
+    """The folded values of one recording, whose ops are followed in order.
 
-    def __init__(self) -> None:
-        self._values: dict[int, torch.Tensor] = {}  # tensor id -> its value
+    arguments: id -> place and value, of arguments with a known value. No other id names their memory: to make a view is an op,
+    and then the value is not known.
+    """
+
+    def __init__(self, arguments: Mapping[int, tuple[int, torch.Tensor]]) -> None:
+        self._values: dict[int, torch.Tensor] = {i: value for i, (_, value) in arguments.items()}  # tensor id -> its value
+        self._places = {i: place for i, (place, _) in arguments.items()}
+        # id of what depends on arguments -> the op that made it, and the values of its other operands then
+        self._makers: dict[int, tuple[RecordedOp, dict[int, torch.Tensor]]] = {}
         self._followed = 0
 
     def value(self, ops: list[RecordedOp], tensor: int) -> torch.Tensor | None:
@@ -43,46 +97,88 @@ class Constants:
         value = self._values.get(tensor)
         return None if value is None or value.is_floating_point() or value.is_complex() else value
 
+    def varies(self, tensor: int) -> bool:
+        """True for a value that depends on arguments."""
+        return tensor in self._makers or tensor in self._places
+
+    def read(self, tensor: int) -> ArgumentRead:
+        """How to compute a value that varies."""
+        ops: dict[int, tuple[RecordedOp, dict[int, torch.Tensor]]] = {}  # by op, each after those that it needs
+        arguments: dict[int, int] = {}
+
+        def need(number: int) -> None:
+            if number in self._places:
+                arguments[number] = self._places[number]
+            elif number in self._makers and id(self._makers[number][0]) not in ops:
+                op, constants = self._makers[number]
+                for operand in op.ins:
+                    need(operand)
+                ops[id(op)] = op, constants
+
+        need(tensor)
+        return ArgumentRead(arguments, tuple(ops.values()), tensor, self._values[tensor].clone())
+
     def _follow(self, op: RecordedOp) -> None:
-        results = self._compute(op)
+        template = op.template
+        varies = any(map(self.varies, op.ins))
+        # What an op writes is no longer a function of the arguments alone
+        results = None if varies and template.writes else self._compute(op)
         if results is None:
-            for place in op.template.writes:
+            for place in template.writes:
                 self._forget_memory(op.ins[place])
             return
-        kinds = [out.kind for out in op.template.outs]
-        fresh = [tensor for kind, tensor in zip(kinds, results, strict=False) if kind in ("new", "view")]
-        self._values.update(zip(op.outs, fresh, strict=False))
+        if varies:
+            others = {i: self._values[i].clone() for i in op.ins if not self.varies(i)}
+            self._makers.update(dict.fromkeys(op.outs, (op, others)))
+        self._values.update(zip(op.outs, results, strict=False))
 
     def _compute(self, op: RecordedOp) -> list | None:
-        """The outputs of an op whose operands are all folded; None for any other op."""
-        template, known = op.template, self._values
-        space, base, overload = template.op.split(".")
-        if space != "aten" or template.op in RANDOM or template.dynamic or any(i not in known for i in op.ins):
+        """The new tensors of an op whose operands are all folded; None for any other op."""
+        if any(i not in self._values for i in op.ins):
             return None
-        if sum(out.spec.numel for out in template.outs if out.spec is not None) > MAX_ELEMENTS:
-            return None
-
-        def fill(arg: Any) -> Any:
-            if isinstance(arg, T):
-                return known[op.ins[arg.index]]
-            if isinstance(arg, V):
-                return op.values[arg.index]
-            if isinstance(arg, Const):
-                return _BUILDERS.get(arg.kind, _named)(arg.value)
-            return [fill(item) for item in arg] if isinstance(arg, (list, tuple)) else arg
-
-        try:
-            call = getattr(getattr(torch.ops.aten, base), overload)
-            results = call(*map(fill, template.args), **{name: fill(value) for name, value in template.kwargs})
-        except Exception:  # not a constant then; the op itself reports what is wrong with its arguments
-            return None
-        return list(results) if isinstance(results, (list, tuple)) else [results]
+        return _execute(op, self._values)
 
     def _forget_memory(self, tensor: int) -> None:
         """Remove a tensor, and all views of its memory, from the folded values."""
         written = self._values.get(tensor)
-        if written is not None:
-            self._values = {i: value for i, value in self._values.items() if not _share_memory(value, written)}
+        if written is None:
+            return
+        self._values = {i: value for i, value in self._values.items() if not _share_memory(value, written)}
+        self._places = {i: place for i, place in self._places.items() if i in self._values}
+        self._makers = {i: op for i, op in self._makers.items() if i in self._values}
+
+
+def _named(name: Any) -> Any:
+    """The dtype, layout or memory format of torch with this name, which this client has put into a template."""
+    return getattr(torch, str(name).removeprefix("torch."))
+
+
+def _execute(op: RecordedOp, known: Mapping[int, torch.Tensor]) -> list | None:
+    """The new tensors of an op for these operands; None for an op that is not folded, or fails."""
+    template = op.template
+    space, base, overload = template.op.split(".")
+    if space != "aten" or template.op in RANDOM or template.dynamic:
+        return None
+    if sum(out.spec.numel for out in template.outs if out.spec is not None) > MAX_ELEMENTS:
+        return None
+
+    def fill(arg: Any) -> Any:
+        if isinstance(arg, T):
+            return known[op.ins[arg.index]]
+        if isinstance(arg, V):
+            return op.values[arg.index]
+        if isinstance(arg, Const):
+            return _BUILDERS.get(arg.kind, _named)(arg.value)
+        return [fill(item) for item in arg] if isinstance(arg, (list, tuple)) else arg
+
+    try:
+        call = getattr(getattr(torch.ops.aten, base), overload)
+        results = call(*map(fill, template.args), **{name: fill(value) for name, value in template.kwargs})
+    except Exception:  # not a constant then; the op itself reports what is wrong with its arguments
+        return None
+    outputs = list(results) if isinstance(results, (list, tuple)) else [results]
+    kinds = [out.kind for out in template.outs]
+    return [tensor for kind, tensor in zip(kinds, outputs, strict=False) if kind in ("new", "view")]
 
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gt.client.capture.constants import Constants
+from gt.client.capture.constants import ArgumentRead, Constants
 from gt.client.capture.recorded_op import RecordedOp
 from gt.client.trace import recorder as recorders
 from gt.ir.instr import FIRST, FREE, LENGTHS
@@ -41,7 +41,10 @@ class Difference:
 
 @dataclass
 class CallRecording:
-    """The ops of one call, appended in the recorder's batches. seed, counter: random state before the call."""
+    """The ops of one call, appended in the recorder's batches. seed, counter: random state before the call.
+
+    known: id -> place and value of the arguments whose values this process has.
+    """
 
     recorder: Recorder
     origins: Origins
@@ -51,17 +54,19 @@ class CallRecording:
     strict: bool = False  # libraries are told that no value may be read
     strict_next: bool = False  # the next recording has to be strict
     host_draws: HostDraws | None = None  # the tape of its draws on the CPU
+    known: dict[int, tuple[int, torch.Tensor]] = field(default_factory=dict)
+    argument_reads: list[ArgumentRead] = field(default_factory=list)
     first: int = 0  # ids of tensors made in the call start here
     ops: list[RecordedOp] = field(default_factory=list)
     prevents: list[Difference] = field(default_factory=list)  # reasons for which the call can be no program
     _deferred: list[int] = field(default_factory=list)  # ids from before the call that ended in it
     _sources: list[tuple[StorageWeakRef, str]] = field(default_factory=list)
-    _constants: Constants = field(default_factory=Constants)
     _was_asked: bool = False
     cut: bool = False  # Python has to run at each call: no later recording would do better
 
     def __post_init__(self) -> None:
         self.first = self.recorder.new_id()
+        self._constants = Constants(self.known)
 
     # ---- during the call
 
@@ -119,13 +124,17 @@ class CallRecording:
         return self.strict
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The value of a tensor that is read during the call, if it is the same at each call.
+        """The value of a tensor that is read during the call, if it is the same at each call, or can be computed before it.
 
         None: the caller reads it, and this call becomes no program.
         """
         self.recorder.flush()
-        value = self._constants.value(self.ops, tensor._ref.id)  # type: ignore[attr-defined]
-        if value is not None:
+        number = tensor._ref.id  # type: ignore[attr-defined]
+        value = self._constants.value(self.ops, number)
+        if value is not None and not self._constants.varies(number):
+            return value
+        if value is not None and not self.strict:
+            self.argument_reads.append(self._constants.read(number))
             return value
         where = self.origins.where(self.origins.here())
         if self._was_asked and not self.strict:
@@ -179,6 +188,11 @@ class CallRecording:
         """Counters of random ops that the call used."""
         counters = [op.values[-1] for op in self.ops if op.template.op in RANDOM]
         return max([c - self.counter for c in counters], default=0)
+
+
+def reads_differ(a: CallRecording, b: CallRecording) -> bool:
+    """True if a value that both calls have read of their arguments is not the same."""
+    return any(not torch.equal(old.value, new.value) for old, new in zip(a.argument_reads, b.argument_reads, strict=False))
 
 
 def difference(a: CallRecording, b: CallRecording, names_a: dict[int, Any], names_b: dict[int, Any]) -> Difference | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gt.client.device.remote_tensor import LiveTensors
+from gt.client.uploaded_values import UploadedValues
 from gt.ir.instr import FIRST, FREE
 from gt.ir.schema import Schemas
 from gt.ir.template import Template
@@ -40,6 +41,7 @@ class Recorder:
         self.batch = MIN_BATCH_NUMBERS  # numbers before the hand-over; few while workers are idle and would wait for all
         self.live_tensors = LiveTensors()
         self.ops = 0
+        self.uploaded = UploadedValues()
         self.fetches = 0
         self._templates: list[list] = []
         self._origins: list[list] = []

@@ -54,7 +54,7 @@ def test_a_value_that_may_be_another_next_time_is_read_at_each_call(how: str) ->
             places = places / 3
         return x + places.sum().item()
 
-    step(torch.ones(4, dtype=torch.int64))
+    step(torch.zeros(4, dtype=torch.int64, device=REMOTE) + 1)  # only the workers know its values
     assert "of shape [] is read" in step.explain() and not step._programs
 
 
@@ -75,7 +75,7 @@ def test_constants_are_those_of_the_ops_before_the_read() -> None:
 
 
 def test_a_library_that_asks_may_read_once_and_is_told_no_afterwards() -> None:
-    """A mask of the user's that is all true: the first call reads it, later ones take the way that reads nothing."""
+    """A mask that is computed on workers, and all true: the first call reads it, later ones take the way that reads nothing."""
 
     @gt.compile
     def step(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -86,5 +86,5 @@ def test_a_library_that_asks_may_read_once_and_is_told_no_afterwards() -> None:
     for n in range(6):
         x = torch.full((4,), float(n))
         mask = torch.ones(4, dtype=torch.bool) if n < 4 else torch.tensor([True, False, True, False])
-        assert step(x, mask).tolist() == torch.where(mask, x * 2, 0.0).tolist()
+        assert step(x, mask.to(REMOTE).logical_not().logical_not()).tolist() == torch.where(mask, x * 2, 0.0).tolist()
     assert step._programs and step._programs[0].replays == 3, step.explain()

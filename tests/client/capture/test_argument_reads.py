@@ -1,0 +1,210 @@
+"""Values of arguments that a captured call reads: a replay computes them anew, and another value is never a stale replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import gt
+from gt.client import uploaded_values
+
+REMOTE = "remote"
+pytestmark = pytest.mark.usefixtures("one")
+FULL, PADDED = torch.ones(2, 4, dtype=torch.int64), torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+
+
+def masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """As transformers does: a mask that says nothing is left out."""
+    if bool(mask[:, -1:].to(torch.bool).all()):
+        return x * 2
+    return torch.where(mask.bool(), x * 2, -1)
+
+
+def uploaded(mask: torch.Tensor) -> torch.Tensor:
+    return mask.to(REMOTE)
+
+
+def on_the_cpu(mask: torch.Tensor) -> torch.Tensor:
+    return mask
+
+
+@pytest.mark.parametrize("given", [uploaded, on_the_cpu])
+def test_each_value_of_a_mask_has_a_program(given: Callable) -> None:
+    step = gt.compile(masked)
+    for n in range(12):
+        x, mask = torch.randn(2, 4), FULL if n < 5 or n % 3 == 0 else PADDED
+        assert torch.equal(step(x.to(REMOTE), given(mask)).cpu(), masked(x, mask)), n
+    assert len(step._programs) == 2 and sum(program.replays for program in step._programs) == 8, step.explain()
+    assert "a value that the function reads of argument 1 is another one" in step.explain()
+
+
+def test_a_value_that_differs_at_each_call_is_read_at_each_call() -> None:
+    @gt.compile
+    def step(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return x * tokens.sum().item()
+
+    for n in range(8):
+        tokens = torch.arange(n, n + 4)
+        assert step(torch.ones(2), tokens).tolist() == [float(tokens.sum())] * 2
+    assert "differs from the call before" in step.explain() and not step._programs
+
+
+def test_alternating_values_are_served_by_a_program_that_reads_none() -> None:
+    """A library asks whether it may read: see test_compile_constants.py."""
+
+    @gt.compile
+    def step(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if not torch.cuda.is_current_stream_capturing() and bool(mask.all()):
+            return x * 2
+        return torch.where(mask.bool(), x * 2, 0)
+
+    for n in range(10):
+        x, mask = torch.randn(2, 4), (FULL, PADDED)[n % 2]
+        assert torch.equal(step(x, mask).cpu(), torch.where(mask.bool(), x * 2, 0))
+    assert [program.replays for program in step._programs] == [6], step.explain()
+
+
+def in_place(mask: torch.Tensor) -> None:
+    mask[0, 3] = 0
+
+
+def through_a_view(mask: torch.Tensor) -> None:
+    mask.view(-1)[3:4].zero_()
+
+
+def through_data(mask: torch.Tensor) -> None:
+    mask.data.mul_(0)
+
+
+def through_an_alias_by_a_list_op(mask: torch.Tensor) -> None:
+    torch._foreach_mul_([mask.detach()], 0)
+
+
+def by_a_captured_function(mask: torch.Tensor) -> None:
+    by_a_captured_function.step(mask)  # type: ignore[attr-defined]
+
+
+def by_the_state_of_a_captured_function(mask: torch.Tensor) -> None:
+    by_the_state_of_a_captured_function.kept.copy_(mask)  # type: ignore[attr-defined]
+    mask.copy_(by_the_state_of_a_captured_function.kept * 0)  # type: ignore[attr-defined]
+
+
+CHANGES = [
+    in_place, through_a_view, through_data, through_an_alias_by_a_list_op, by_a_captured_function,
+    by_the_state_of_a_captured_function,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_mask_that_changed_since_its_upload_is_not_taken_for_full(change: Any) -> None:
+    by_a_captured_function.step = gt.compile(lambda mask: mask.mul_(0).sum())  # type: ignore[attr-defined]
+    by_the_state_of_a_captured_function.kept = torch.zeros_like(FULL, device=REMOTE)  # type: ignore[attr-defined]
+    for _ in range(4):
+        change(FULL.to(REMOTE))
+    step = gt.compile(masked)
+    for n in range(9):
+        x, mask = torch.randn(2, 4), FULL.to(REMOTE)
+        if n > 3:
+            change(mask)
+        now = mask.cpu() if n % 2 else None
+        result = step(x.to(REMOTE), mask).cpu()
+        assert torch.equal(result, masked(x, mask.cpu() if now is None else now)), (n, step.explain())
+
+
+def test_writes_of_the_call_before_the_read_count() -> None:
+    def step(x: torch.Tensor, mask: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        shift = torch.zeros(4, dtype=torch.int64, device=x.device)
+        moved = mask + shift
+        shift.fill_(5)  # not what `moved` was made with
+        if bool((moved > 0).all()):
+            x = x + 1
+        shared[0, 0] = 0
+        if bool(mask.all()):  # `shared` may be the mask
+            x = x * 10
+        mask = mask.clone()
+        mask[1] -= 1
+        return x + int(mask.sum())
+
+    compiled = gt.compile(step)
+    for n in range(8):
+        x, mask, same = torch.randn(2, 4), FULL if n != 5 else PADDED, n in (2, 3, 6)
+        here, there = mask.clone(), mask.to(REMOTE)
+        expected = step(x, here, here if same else here.clone())
+        result = compiled(x.to(REMOTE), there, there if same else mask.to(REMOTE))
+        torch.testing.assert_close(result.cpu(), expected)
+
+
+def test_a_value_that_is_written_in_the_call_from_two_arguments() -> None:
+    def step(x: torch.Tensor, mask: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        both = mask.clone()
+        both.mul_(other)
+        return x * 2 if bool(both.all()) else x * 3
+
+    compiled = gt.compile(step)
+    for n in range(8):
+        x, other = torch.randn(2, 4), PADDED if n > 3 else FULL
+        assert torch.equal(compiled(x.to(REMOTE), FULL.to(REMOTE), other.to(REMOTE)).cpu(), step(x, FULL, other))
+
+
+def test_operands_are_those_of_the_moment_and_not_of_the_read() -> None:
+    def step(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        shift = torch.zeros(4, dtype=torch.int64, device=x.device)
+        moved = mask + shift
+        shift.fill_(-1)
+        return x * int((moved * 2 + shift).sum())
+
+    compiled = gt.compile(step)
+    for n in range(8):
+        x, mask = torch.randn(2, 4), (FULL, FULL, FULL, PADDED)[n % 4]
+        assert torch.equal(compiled(x.to(REMOTE), mask.to(REMOTE)).cpu(), step(x, mask))
+    assert compiled._programs[-1].replays, compiled.explain()
+
+
+def test_values_are_kept_for_what_is_small_and_was_just_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def known(*tensors: torch.Tensor) -> list[bool]:
+        recorder = gt.client.current_session.current()
+        return [recorder.uploaded.of(t, recorder.ops) is not None for t in tensors]
+
+    a, b = torch.arange(3).to(REMOTE), torch.tensor([True, False], device=REMOTE)
+    floats = torch.ones(3).to(REMOTE)
+    large = torch.zeros(uploaded_values.MAX_BYTES // 8 + 1, dtype=torch.int64).to(REMOTE)
+    assert known(a, b, floats, large) == [True, True, False, False]
+    c = a + 1
+    assert known(a, b, c) == [False] * 3
+    d = torch.arange(4).to(REMOTE)
+    assert known(a, d, d.detach()) == [False, True, True]
+    monkeypatch.setattr(uploaded_values, "KEPT_BYTES", 40)
+    e = torch.arange(3).to(REMOTE)
+    assert known(d, e) == [False, True]
+
+
+def test_llama_leaves_a_full_mask_out_as_in_eager_mode_and_uses_a_padded_one() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=50
+    )
+    plain = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(plain.state_dict())
+    model.to(REMOTE)
+
+    def loss(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return model(input_ids=ids, labels=ids, attention_mask=mask).loss
+
+    step = gt.compile(lambda ids, mask: loss(model, ids, mask))
+    without = gt.compile(lambda ids: loss(model, ids, None))
+    for n in range(8):
+        ids = torch.randint(0, 50, (2, 8))
+        mask = torch.ones(2, 8, dtype=torch.int64)
+        if n > 3:
+            mask[1, 5:] = 0
+        torch.testing.assert_close(step(ids.to(REMOTE), mask.to(REMOTE)).cpu(), loss(plain, ids, mask).detach())
+        without(ids.to(REMOTE))
+    ops = sorted(program.answer["ops"] for program in step._programs)
+    masks = 12  # ops on the mask itself, before it is found to be full
+    assert len(ops) == 2 and ops[0] <= without._programs[0].answer["ops"] + masks < ops[1], (step.explain(), without.explain())
