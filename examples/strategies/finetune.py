@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import signal
 import sys
 import time
@@ -84,6 +85,16 @@ def check_room(settings: Settings, parameters: int, workers: int) -> None:
     cure = f"try --strategy {' or '.join(fits)}" if fits else "try a smaller model, more workers, or --weights bf16"
     text = f"out of memory: {parameters:,} parameters by {settings.strategy} need {size(needed)} on each of {workers} workers"
     raise SettingsError(f"{text}, which have {size(min(limits))}; {cure}")
+
+
+def check_save(folder: str) -> None:
+    """Refuse a folder that no checkpoint can be written to, before an epoch is spent."""
+    where = Path(folder).absolute()
+    above = next(path for path in where.parents if path.exists())
+    if where.exists() and not where.is_dir():
+        raise SettingsError(f"save {folder} is a file; want a folder for the checkpoint")
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise SettingsError(f"save {folder}: {above} cannot be written; try a folder of your own")
 
 
 # ---- training
@@ -230,6 +241,8 @@ def train(training: Training, told: Sequence[int] = ()) -> tuple[Progress, Memor
 
 def finetune(settings: Settings) -> int:
     told = told_to_stop()
+    if settings.save:
+        check_save(settings.save)
     training = Training(settings)
     training.resume()
     train(training, told if settings.save else ())

@@ -31,7 +31,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 ALIASES = {"model_name": "model", "num_epochs": "epochs", "max_seq_length": "max_length"}
 
-
+MOST = 1 << 63  # a seed has so many values
 COUNTS = ("batch_size", "batch_per_worker", "micro_batches", "epochs", "steps", "max_length", "num_samples", "log_every")
 
 
@@ -190,11 +190,13 @@ def check(settings: Settings) -> None:
         kinds = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str, Mapping)}[wanted.split(" ")[0]]
         if not isinstance(value, kinds) or (isinstance(value, bool) and wanted != "bool"):
             raise SettingsError(f"{field.name} is {value!r}, want {wanted}")
-        if isinstance(value, (int, float)) and value < 0:
-            raise SettingsError(f"{field.name} is {value}, want 0 or more")
+        if isinstance(value, (int, float)) and not 0 <= value < MOST:  # nan neither
+            raise SettingsError(f"{field.name} is {value}, want 0 or more, below {MOST:.3g}")
     for name in COUNTS:
         if getattr(settings, name) == 0:
             raise SettingsError(f"{name} is 0, want 1 or more")
+    if settings.max_length == 1:
+        raise SettingsError("max_length is 1, want 2 or more: each token is predicted from those before it")
     if settings.weights == "bf16" and settings.precision != "fp32":
         raise SettingsError(f"weights bf16 compute in bf16 as they are; leave out precision {settings.precision}")
     if settings.compare and (settings.deepspeed_config or settings.save):
@@ -251,47 +253,73 @@ def contents(config: str | Mapping[str, Any]) -> Mapping[str, Any]:
     return read_json
 
 
-def deepspeed(config: str | Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Settings, keys of `gt:`, and keys without effect. SettingsError names each key that GT does not carry out."""
-    rest, unread, idle = dict(contents(config)), [], []
-    settings: dict[str, Any] = {}
-    sizes: dict[str, int] = {}
+class _Unused:
+    """Keys of a JSON that nothing has read: without effect, or not carried out."""
 
-    def section(name: str, within: dict[str, Any], path: str) -> dict[str, Any]:
-        value = within.pop(name, None)
-        if value is not None and not isinstance(value, dict):
-            raise SettingsError(f"deepspeed_config: {path}{name} is {value!r}, want an object")
-        return dict(value or {})
+    def __init__(self) -> None:
+        self.idle: list[str] = []
+        self.unread: list[str] = []
 
-    def finish(within: dict[str, Any], path: str) -> None:
+    def note(self, within: dict[str, Any], path: str) -> None:
         for key, value in within.items():
-            (idle if key in TUNING or value == "auto" else unread).append(f"{path}{key}")
+            (self.idle if key in TUNING or value == "auto" else self.unread).append(f"{path}{key}")
 
-    zero = section("zero_optimization", rest, "")
-    stage = zero.pop("stage", 0)
-    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
-        raise SettingsError(f"deepspeed_config: zero_optimization.stage is {stage!r}, want 0, 1, 2 or 3")
+
+def section(within: dict[str, Any], name: str, path: str = "") -> dict[str, Any]:
+    """An object of the JSON, taken out of the one that it is in; {} if it is not there."""
+    value = within.pop(name, None)
+    if value is not None and not isinstance(value, dict):
+        raise SettingsError(f"deepspeed_config: {path}{name} is {value!r}, want an object")
+    return dict(value or {})
+
+
+def offload_of(zero: dict[str, Any], stage: int, unused: _Unused) -> dict[str, Any]:
+    """Keys of `offload:`."""
     offload: dict[str, Any] = {}
     for name, key in (("offload_optimizer", "optimizer"), ("offload_param", "params")):
-        part = section(name, zero, "zero_optimization.")
+        part = section(zero, name, "zero_optimization.")
         device, path = part.pop("device", "none"), part.pop("nvme_path", None)
         if device not in ("none", "cpu", "nvme"):
             raise SettingsError(f"deepspeed_config: zero_optimization.{name}.device is {device!r}, want none, cpu or nvme")
         if device != "none":
             offload[key] = device
-        if path is not None and device == "nvme":
-            offload["path"] = str(path)
-        finish(part, f"zero_optimization.{name}.")
-    finish(zero, "zero_optimization.")
+        if path is not None and device == "nvme" and offload.setdefault("path", str(path)) != str(path):
+            raise SettingsError(f"deepspeed_config has two folders for offload, {offload['path']} and {path}; want one")
+        unused.note(part, f"zero_optimization.{name}.")
+    if "params" in offload and stage < 3:
+        raise SettingsError(f"deepspeed_config: zero_optimization.offload_param needs stage 3, and stage is {stage}")
+    return offload
+
+
+def precision_of(rest: dict[str, Any], unused: _Unused) -> dict[str, str]:
+    """The setting `precision`, if the JSON has one."""
+    chosen: dict[str, str] = {}
     for name in ("bf16", "fp16"):
-        part = section(name, rest, "")
-        if part.pop("enabled", False) is True:
-            if "precision" in settings:
+        part = section(rest, name)
+        enabled, scale = part.pop("enabled", False), part.pop("loss_scale", 0)
+        if enabled not in (True, False, "auto") or type(enabled) is int:
+            raise SettingsError(f"deepspeed_config: {name}.enabled is {enabled!r}, want true or false")
+        unused.note({"enabled": enabled} if enabled == "auto" else {}, f"{name}.")
+        unused.note({"loss_scale": scale} if scale not in (0, "auto") else {}, f"{name}.")
+        if enabled is True:
+            if chosen:
                 raise SettingsError("deepspeed_config enables bf16 and fp16; want one of them")
-            settings["precision"] = name
-        if part.pop("loss_scale", 0) not in (0, "auto"):
-            unread.append(f"{name}.loss_scale")
-        finish(part, f"{name}.")
+            chosen["precision"] = name
+        unused.note(part, f"{name}.")
+    return chosen
+
+
+def deepspeed(config: str | Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Settings, keys of `gt:`, and keys without effect. SettingsError names each key that GT does not carry out."""
+    rest, unused = dict(contents(config)), _Unused()
+    sizes: dict[str, int] = {}
+    zero = section(rest, "zero_optimization")
+    stage = zero.pop("stage", 0)
+    if type(stage) is not int or not 0 <= stage <= 3:
+        raise SettingsError(f"deepspeed_config: zero_optimization.stage is {stage!r}, want 0, 1, 2 or 3")
+    offload = offload_of(zero, stage, unused)
+    unused.note(zero, "zero_optimization.")
+    settings: dict[str, Any] = {**precision_of(rest, unused)}
     for name in BATCH_KEYS:
         value = rest.pop(name, "auto")
         if value != "auto":
@@ -300,14 +328,16 @@ def deepspeed(config: str | Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
             sizes[name] = value
     clip = rest.pop("gradient_clipping", "auto")
     if clip != "auto":
+        if type(clip) not in (int, float):
+            raise SettingsError(f"deepspeed_config: gradient_clipping is {clip!r}, want a number")
         settings["clip"] = float(clip)
-    finish(rest, "")
-    if unread:
+    unused.note(rest, "")
+    if unused.unread:
         raise SettingsError(
-            f"deepspeed_config has keys that GT does not carry out: {', '.join(unread)}; "
+            f"deepspeed_config has keys that GT does not carry out: {', '.join(unused.unread)}; "
             "leave them out (lr, warmup and epochs are settings of CONFIG)"
         )
     if sizes:  # the three numbers belong together: CONFIG's do not mix with them
         settings |= {"batch_size": None, "batch_per_worker": None, "micro_batches": None}
         settings |= {BATCH_KEYS[name]: value for name, value in sizes.items()}
-    return settings, {"zero": stage, **({"offload": offload} if offload else {})}, idle
+    return settings, {"zero": stage, **({"offload": offload} if offload else {})}, unused.idle

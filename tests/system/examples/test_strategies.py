@@ -136,6 +136,30 @@ def test_compare_makes_a_table_and_a_picture(
         ({"batch_size": "4"}, (), "batch_size is '4', want int | None"),
         ({}, ("--weights", "bf16", "--precision", "fp16"), "leave out precision fp16"),
         ({"deepspeed_config": "/nothing.json"}, (), "deepspeed_config /nothing.json cannot be read"),
+        ({"lr": float("nan")}, (), "lr is nan, want 0 or more"),
+        ({"seed": 1 << 80}, (), "want 0 or more, below 9.22e+18"),
+        ({"max_length": 1}, (), "max_length is 1, want 2 or more: each token is predicted from those before it"),
+        *(
+            ({"deepspeed_config": config}, (), text)
+            for config, text in (
+                ({"gradient_clipping": "1.0"}, "gradient_clipping is '1.0', want a number"),
+                ({"zero_optimization": {"stage": 2.0}}, "zero_optimization.stage is 2.0, want 0, 1, 2 or 3"),
+                ({"bf16": {"enabled": 1}}, "bf16.enabled is 1, want true or false"),
+                ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offload_param needs stage 3"),
+                (
+                    {
+                        "zero_optimization": {
+                            "stage": 3,
+                            **{
+                                f"offload_{kind}": {"device": "nvme", "nvme_path": f"/{kind}"}
+                                for kind in ("optimizer", "param")
+                            },
+                        }
+                    },
+                    "has two folders for offload, /optimizer and /param; want one",
+                ),
+            )
+        ),
     ],
 )
 def test_a_wrong_setting_is_named(example: Callable, config: dict[str, Any], flags: tuple[str, ...], text: str) -> None:
@@ -143,6 +167,15 @@ def test_a_wrong_setting_is_named(example: Callable, config: dict[str, Any], fla
     with pytest.raises(settings.SettingsError) as error:
         settings.read(config, flags)
     assert text in str(error.value)
+
+
+def test_a_folder_that_cannot_be_saved_to_is_named_before_an_epoch_is_spent(example: Callable, tmp_path: Path) -> None:
+    finetune, settings = example("finetune"), example("settings")
+    (tmp_path / "file").write_text("text")
+    finetune.check_save(str(tmp_path / "deep" / "folder"))
+    for folder, text in (("file", "is a file; want a folder"), ("file/checkpoint", "file cannot be written; try a folder")):
+        with pytest.raises(settings.SettingsError, match=text):
+            finetune.check_save(str(tmp_path / folder))
 
 
 def test_both_spellings_presets_and_flags(example: Callable) -> None:
