@@ -71,7 +71,7 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
         "unplaced": [name for name, rule in dry.rules.items() if rule is None],
         "collectives": [_move(line, count) for line, count in moves if line.op.startswith(tuple(COLLECTIVES))],
         "transfers": [_move(line, count) for line, count in moves if not line.op.startswith(tuple(COLLECTIVES))],
-        "memory": [_worker(dry, step, i) for i in dry.followed],
+        "memory": [_worker(dry, step, i, kind != "captured") for i in dry.followed],
         "pipeline": pipe,
         **({"zero": dry.state.config.zero, "theory": _theory(dry)} if dry.state.config.zero else {}),
         **({"offload": str(dry.state.planner.offload.choice)} if dry.state.planner.offload.active else {}),
@@ -141,7 +141,7 @@ def _move(line: PlanLine, count: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _worker(dry: Dry, step: PlannedStep, index: int) -> dict[str, Any]:
+def _worker(dry: Dry, step: PlannedStep, index: int, eager: bool) -> dict[str, Any]:
     interval, known = step.intervals[index], (WEIGHTS, GRADIENTS, OPTIMIZER)
     held: Counter[str] = Counter(step.held.get(index))
     if not step.held:  # no optimizer: weights of all blocks
@@ -151,8 +151,8 @@ def _worker(dry: Dry, step: PlannedStep, index: int) -> dict[str, Any]:
         "workers": dry.alike[index],
         **{kind: held[kind] for kind in known},
         **({OFFLOADED: held[OFFLOADED]} if held[OFFLOADED] else {}),
-        "activations": interval.peak(but=known),
-        "peak": interval.peak(),
+        "activations": interval.peak(known, eager),
+        "peak": interval.peak((), eager),
         "arena": dry.core.cluster.heap_used,
         "sent": {str(peer): n for peer, n in sorted(interval.sent.items())},
         "received": {str(peer): n for peer, n in sorted(interval.received.items())},

@@ -1,6 +1,7 @@
 """Simulated worker: memory, work and traffic of a worker's instructions, without values.
 
-Memory is that of a captured step: a value that a step makes is freed after its last use in the step.
+Memory is that of a captured step, where a value that the step makes is freed after its last use in it, or of eager mode, where
+it is freed once the program lets go of it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ OFFLOADED = "offloaded"  # bytes of these that rest in host memory or in files
 
 
 class Block:
-    """Memory that one or several tensors view. born, last: instructions that made it and that used it last; dead: freed."""
+    """Memory that one or several tensors view.
 
-    __slots__ = ("born", "dead", "kind", "last", "name", "nbytes", "refs")
+    born, last, freed: instructions that made it and that used it last, and the one before which it was freed. dead: it was.
+    """
+
+    __slots__ = ("born", "dead", "freed", "kind", "last", "name", "nbytes", "refs")
 
     def __init__(self, nbytes: int, born: int) -> None:
-        self.nbytes, self.born, self.last = nbytes, born, born
+        self.nbytes, self.born, self.last, self.freed = nbytes, born, born, -1
         self.refs, self.dead, self.kind, self.name = 0, False, OTHER, ""
 
 
@@ -59,10 +63,11 @@ class SimulatedInterval:
     flops: float = 0.0
     seconds: float = 0.0
 
-    def peak(self, but: Sequence[str] = ()) -> int:
+    def peak(self, but: Sequence[str] = (), eager: bool = False) -> int:
         """Peak of the bytes alive, without blocks of the kinds `but`."""
         blocks = [block for block in (*self.start, *self.made) if block.kind not in but]
-        lifetimes = ((max(block.born, 0), block.last if block.dead else None, block.nbytes) for block in blocks)
+        ends = [max(block.last, block.freed - 1) if eager else block.last for block in blocks]
+        lifetimes = ((max(b.born, 0), end if b.dead else None, b.nbytes) for b, end in zip(blocks, ends, strict=True))
         return max(0, *bytes_alive(self.rows + 1, lifetimes))
 
 
@@ -229,7 +234,7 @@ class SimulatedWorker:
         held = self.tensors.pop(name, None)
         if held is not None:
             held.block.refs -= 1
-            held.block.dead = not held.block.refs
+            held.block.dead, held.block.freed = not held.block.refs, self.now.rows
 
     def _touch(self, tensors: Iterable[SimulatedTensor]) -> None:
         for tensor in tensors:
