@@ -70,7 +70,7 @@ KINDS: dict[str, type[GTError]] = {
     cls.__name__: cls
     for cls in (
         OpFailed, ConfigError, UnsupportedOp, CaptureError, WorkerLost, WorkerStuck, SessionExpired, DispatcherLost, Refused,
-        ProtocolError,
+        ProtocolError, CheckpointError,
     )
 }  # fmt: skip
 

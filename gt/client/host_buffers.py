@@ -1,4 +1,4 @@
-"""Host copies of tensors: regions of arrays that are uploaded, and pieces from which fetched tensors are assembled.
+"""Host copies of tensors: regions of arrays that are uploaded, and pieces from which fetched tensors are assembled or stored.
 
 Boxes are of the global tensor. A message carries a worker's local tensor, row-major, which holds the boxes in order. NumPy
 only, and no dtypes: an element is a number of bytes.
@@ -6,7 +6,8 @@ only, and no dtypes: an element is a number of bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from gt.client.reports import progress
 from gt.errors import ProtocolError
-from gt.ir.layout import Boxes, piece_shape, read_boxes, write_boxes
+from gt.ir.layout import Boxes, piece_shape, read_boxes, runs, write_boxes
 from gt.wire.arena import WORDS, check_boxes
 from gt.wire.messages import CHUNK
 
@@ -51,16 +52,12 @@ def frames(array: np.ndarray) -> Iterator[tuple[int, int, list[memoryview]]]:
 
 
 class Assembly:
-    """A tensor of `shape` that is assembled from pieces [key, boxes]. Frames of pieces are received in any order.
+    """A tensor of `shape` that is assembled from pieces [key, boxes]. Frames of pieces are received in any order."""
 
-    into: bytes that it is assembled in; memory of its own if None.
-    """
-
-    def __init__(self, shape: tuple[int, ...], itemsize: int, pieces: list, into: np.ndarray | None = None) -> None:
-        self.data = np.empty(prod(shape) * itemsize, np.uint8) if into is None else into
-        if self.data.nbytes != prod(shape) * itemsize:
-            raise ProtocolError(f"Value.shape is {list(shape)}, want a value of {self.data.nbytes} bytes")
+    def __init__(self, shape: tuple[int, ...], itemsize: int, pieces: list) -> None:
+        self.data = np.empty(prod(shape) * itemsize, np.uint8)
         whole = self.data.view(WORDS[itemsize]).reshape(shape)
+        self._pieces: Mapping[int, _Piece | _StoredPiece]
         self._pieces = {key: _Piece(whole, check_boxes(rows, shape)) for key, rows in pieces}
 
     @property
@@ -74,6 +71,16 @@ class Assembly:
     def add(self, key: int, offset: int, total: int, data: Any) -> None:
         """Add one frame of a piece; data is None where total is 0. ProtocolError for bytes that are not the piece's."""
         self._pieces[key].add(offset, total, data)
+
+
+class FileAssembly(Assembly):
+    """A tensor of `nbytes` bytes that is assembled in a file at `start`: no more of it than a frame is in memory."""
+
+    def __init__(self, fd: int, start: int, nbytes: int, shape: tuple[int, ...], itemsize: int, pieces: list) -> None:
+        if nbytes != prod(shape) * itemsize:
+            raise ProtocolError(f"Value.shape is {list(shape)}, want a value of {nbytes} bytes")
+        self.data, file = np.empty(0, np.uint8), _OwnFile(fd)
+        self._pieces = {key: _StoredPiece(file, start, check_boxes(rows, shape), shape, itemsize) for key, rows in pieces}
 
 
 class _Piece:
@@ -99,3 +106,47 @@ class _Piece:
         self.left -= size
         if self.left == 0 and not self._direct:
             write_boxes(self._whole, self._rows, self._local)
+
+
+Into = Callable[[tuple[int, ...], int, list], Assembly]  # of a value's shape, size of an element, and pieces
+
+
+class _OwnFile:
+    """A descriptor of its own of an open file: a frame that comes late is written into no file that has the number by then."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = os.dup(fd)
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+class _StoredPiece:
+    """One piece in a file, whose frames are received in order. OSError if the disk does not take one."""
+
+    def __init__(self, file: _OwnFile, start: int, rows: Boxes, shape: tuple[int, ...], itemsize: int) -> None:
+        self._file, self._start, self._runs = file, start, runs(rows, shape, itemsize)
+        self._total = self.left = prod(piece_shape(rows)) * itemsize
+        self._place, self._room = 0, 0  # in the run that has begun
+
+    def add(self, offset: int, total: int, data: Any) -> None:
+        size = 0 if data is None else len(data)
+        if total != self._total or offset != total - self.left or size > self.left:
+            raise ProtocolError(
+                f"Piece has {size} bytes at offset {offset} of {total}, want byte {self._total - self.left} of {self._total}"
+            )
+        at = 0
+        while at < size:
+            if not self._room:
+                self._place, self._room = next(self._runs)
+            step = min(size - at, self._room)
+            write(self._file.fd, memoryview(data)[at : at + step], self._start + self._place)
+            at, self._place, self._room = at + step, self._place + step, self._room - step
+        self.left -= size
+
+
+def write(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of the bytes at an offset of a file. OSError if the disk does not take them."""
+    at = 0
+    while at < len(data):
+        at += os.pwrite(fd, data[at:], offset + at)

@@ -67,16 +67,16 @@ _open: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 class _Pending:
-    """One request and its answer: a value or an error, once `done` is set. into: bytes for a fetched value, if any."""
+    """One request and its answer: a value or an error, once `done` is set. into: makes the assembly of a fetched value."""
 
-    def __init__(self, into: np.ndarray | None = None) -> None:
+    def __init__(self, into: host_buffers.Into = host_buffers.Assembly) -> None:
         self.into = into
         self.done = threading.Event()
         self.value: Any = None
-        self.error: GTError | None = None
+        self.error: Exception | None = None
         self.assembly: host_buffers.Assembly | None = None
 
-    def finish(self, value: Any = None, error: GTError | None = None) -> None:
+    def finish(self, value: Any = None, error: Exception | None = None) -> None:
         self.value, self.error = value, error
         self.done.set()
 
@@ -225,16 +225,15 @@ class Session:
     def _unblocked(self) -> bool:
         return self.has_credit() or self.failure is not None or self._deferred_error is not None
 
-    def fetch(self, tensor: int, nbytes: int = 0, into: np.ndarray | None = None) -> tuple[tuple[int, ...], str, np.ndarray]:
+    def fetch(self, tensor: int, nbytes: int = 0) -> tuple[tuple[int, ...], str, np.ndarray]:
         """Shape, dtype and bytes of a tensor's value, the bytes as a row-major uint8 array. Waits.
 
-        nbytes: of the value, 0 if unknown; a large one is received in a block of shared memory. into: an array for the bytes,
-        which are then received in messages.
+        nbytes: of the value, 0 if unknown; a large one is received in a block of shared memory.
         """
         self._check()
-        block = self._arenas.take(nbytes) if nbytes > CHUNK and into is None else None
+        block = self._arenas.take(nbytes) if nbytes > CHUNK else None
         if block is None:
-            return self._ask(lambda request: Fetch(request, tensor), into=into)
+            return self._ask(lambda request: Fetch(request, tensor))
         try:
             shape, dtype, data = self._ask(lambda request: Fetch(request, tensor, block.place))
         except BaseException:
@@ -244,6 +243,10 @@ class Session:
             data = block.bytes(prod(shape) * DTYPES[dtype][0]).copy()
         self._arenas.free(block)
         return shape, dtype, data
+
+    def fetch_into(self, tensor: int, into: host_buffers.Into) -> tuple[tuple[int, ...], str]:
+        """Have a tensor's value assembled by `into`; its shape and dtype. Waits. OSError if a disk does not take it."""
+        return self.wait(self.begin(lambda request: Fetch(request, tensor), into))[:2]
 
     def synchronize(self) -> None:
         """Wait until all workers and their devices have executed what was submitted."""
@@ -272,11 +275,7 @@ class Session:
         program, holders: see messages.Stats.
         """
         body = self._ask(lambda request: Stats(request, program, holders))
-        mine = {
-            "messages_sent": self._link.messages_sent,
-            "bytes_sent": self._link.bytes_sent,
-            "fetches": self._fetches,
-        }
+        mine = {"messages_sent": self._link.messages_sent, "bytes_sent": self._link.bytes_sent, "fetches": self._fetches}
         return {**body, "client": mine}
 
     def begin_trace(self) -> dict[str, Any]:
@@ -392,18 +391,18 @@ class Session:
         if self.failure is not None:
             raise errors.from_wire(errors.to_wire(self.failure))
 
-    def _ask(self, question: Question, tick: progress.Tick | None = None, into: np.ndarray | None = None) -> Any:
-        """The answer to a message of a request's number. tick: called now and then meanwhile. into: see _Pending."""
+    def _ask(self, question: Question, tick: progress.Tick | None = None) -> Any:
+        """The answer to a message of a request's number. tick: called now and then meanwhile."""
         if self.compiles and tick is None and progress.shown():
             self.compiles = False
             with progress.bar("first replay of a captured step, which workers may compile", unit="s") as tick:
-                return self._ask(question, tick, into)
+                return self._ask(question, tick)
         if spans.current is None:
-            return self.wait(self.begin(question, into), tick)
+            return self.wait(self.begin(question), tick)
         with spans.span(WAITS.get(type(question(0)), "wait for an answer")):
-            return self.wait(self.begin(question, into), tick)
+            return self.wait(self.begin(question), tick)
 
-    def begin(self, question: Question, into: np.ndarray | None = None) -> int:
+    def begin(self, question: Question, into: host_buffers.Into = host_buffers.Assembly) -> int:
         """Ask a question; its number, for `wait`. into: see _Pending."""
         self._check()
         self._raise_deferred()
@@ -571,26 +570,28 @@ class Session:
         if not message.pieces:
             pending.finish((shape, message.dtype, None))
             return
-        pending.assembly = host_buffers.Assembly(shape, DTYPES[message.dtype][0], message.pieces, pending.into)
+        pending.assembly = pending.into(shape, DTYPES[message.dtype][0], message.pieces)
         pending.value = (shape, message.dtype, pending.assembly.data)
-        if frames:
-            pending.assembly.add(message.pieces[0][0], 0, len(frames[0]), frames[0])
-        else:
+        if not frames:
             self._pieces.update(dict.fromkeys(pending.assembly.keys, pending))
-        self._finish_if_complete(pending)
+        self._add(pending, (message.pieces[0][0], 0, len(frames[0]), frames[0]) if frames else None)
 
     def _piece(self, message: messages.Piece, frames: tuple[Any, ...]) -> None:
         if message.total > messages.AHEAD:
             self._link.send(messages.UploadProgress(message.key, message.offset + len(frames[0])))
         pending = self._pieces.get(message.key)
-        if pending is None or pending.assembly is None:
-            return  # its fetch was interrupted
-        pending.assembly.add(message.key, message.offset, message.total, frames[0] if frames else None)
-        self._finish_if_complete(pending)
+        if pending is not None:  # else its fetch was interrupted
+            self._add(pending, (message.key, message.offset, message.total, frames[0] if frames else None))
 
-    def _finish_if_complete(self, pending: _Pending) -> None:
-        if pending.assembly is not None and pending.assembly.complete:
-            pending.done.set()
+    def _add(self, pending: _Pending, frame: tuple[int, int, int, Any] | None) -> None:
+        """Add a frame, if there is one, to a value that is fetched."""
+        try:
+            if frame is not None and pending.assembly is not None and pending.error is None:
+                pending.assembly.add(*frame)
+            if pending.assembly is not None and pending.assembly.complete:
+                pending.done.set()
+        except OSError as error:  # of the file that it is written into
+            pending.finish(error=error)
 
 
 @atexit.register

@@ -6,7 +6,7 @@ tensor: their arithmetic is here, and copies of them between NumPy arrays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -171,6 +171,25 @@ def read_boxes(whole: np.ndarray, parts: Boxes) -> np.ndarray:
 def write_boxes(whole: np.ndarray, parts: Boxes, piece: np.ndarray) -> None:
     """Inverse of read_boxes: write a piece into the boxes of `whole`."""
     whole[_index(parts)] = piece.reshape(piece_shape(parts))
+
+
+def runs(parts: Boxes, shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, int]]:
+    """Offset and size in bytes of each contiguous run of a piece in the whole row-major tensor, in the order of the piece."""
+    spans, inner = _spans(parts), len(shape)
+    while inner and spans[inner - 1] == [(0, shape[inner - 1])]:
+        inner -= 1
+    strides = [prod(shape[dim + 1 :]) * itemsize for dim in range(inner)]
+
+    def walk(dim: int, base: int) -> Iterator[tuple[int, int]]:
+        for start, stop in spans[dim]:
+            if dim < inner - 1:
+                for n in range(start, stop):
+                    yield from walk(dim + 1, base + n * strides[dim])
+            elif stop > start:
+                yield base + start * strides[dim], (stop - start) * strides[dim]
+
+    if prod(piece_shape(parts)):
+        yield from walk(0, 0) if inner else [(0, prod(shape) * itemsize)]
 
 
 def overlap(a: Box, b: Box) -> Box | None:

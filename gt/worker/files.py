@@ -15,13 +15,12 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import product
 from math import prod
 
 import numpy as np
 
 from gt.errors import ProtocolError
-from gt.ir.layout import Boxes, piece_shape, read_boxes
+from gt.ir.layout import Boxes, piece_shape, read_boxes, runs
 from gt.ir.spec import Spec
 from gt.wire.arena import WORDS, PeerFile, check_boxes
 from gt.wire.messages import OpError, Piece, UseBlock
@@ -62,24 +61,8 @@ class FileBlock:
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """Offset in the file and size of each contiguous run of the piece, in the order of the piece."""
-        if not self.nbytes:
-            return
-        spans = [list(dict.fromkeys((box[dim][0], box[dim][1]) for box in self.boxes)) for dim in range(len(self.shape))]
-        whole = [rows == [(0, n)] for rows, n in zip(spans, self.shape)]
-        inner = len(self.shape)
-        while inner and whole[inner - 1]:
-            inner -= 1
-        unit = prod(self.shape[inner:]) * self.itemsize
-        if not inner:
-            yield self.offset, unit
-            return
-        strides = [prod(self.shape[dim + 1 :]) * self.itemsize for dim in range(inner)]
-        outer = [[n for start, stop in rows for n in range(start, stop)] for rows in spans[: inner - 1]]
-        for place in product(*outer):
-            base = self.offset + sum(n * stride for n, stride in zip(place, strides))
-            for start, stop in spans[inner - 1]:
-                if stop > start:
-                    yield base + start * unit, (stop - start) * unit
+        for start, nbytes in runs(self.boxes, self.shape, self.itemsize):
+            yield self.offset + start, nbytes
 
     def write(self, data: memoryview) -> None:
         """Write the piece's bytes. OSError if the disk does not take them."""
@@ -136,6 +119,10 @@ class FileBlock:
                 inner = dict.fromkeys(tuple(map(tuple, box[1:])) for box in boxes)
                 parts.append(read_boxes(whole, [(span, *rest) for span in cut for rest in inner]))
         return np.concatenate([part.reshape(-1) for part in parts]).view(np.uint8)
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
 
 
 def _write(fd: int, data: memoryview, offset: int) -> None:
@@ -224,7 +211,10 @@ class WorkerFiles:
                 self._copied += nbytes
                 self._queue.put((block, data if packed is not source else self._copy(data, block), seq))
                 return
-            block.write(data.data)
+            try:
+                block.write(data.data)
+            except OSError as error:
+                raise OSError(_reason(error)) from error
             self.bytes_written += nbytes
         self.send(Piece(block.key, nbytes, nbytes))
 
@@ -276,7 +266,7 @@ class WorkerFiles:
             try:
                 block.write_uncached(data)
             except OSError as error:
-                self.send(OpError(seq, "op", str(error)))
+                self.send(OpError(seq, "op", _reason(error)))
                 continue
             if isinstance(data.base, np.ndarray):  # else it is memory of the engine
                 self._keep(data)

@@ -83,7 +83,11 @@ class NewFolder:
             for _ in range(MAX_RENAMES):
                 self.path = parent / f".{name}.{_NEW}{secrets.token_hex(8)}"
                 self.path.mkdir()
-                lock = _lock(self.path, own=True)
+                try:
+                    lock = _lock(self.path, own=True)
+                except OSError:
+                    _remove(self.path)
+                    raise
                 if lock is not None and self.path.exists():  # else another process has just taken it for a leftover
                     break
             else:
@@ -148,6 +152,8 @@ class NewFolder:
             os.fsync(fd)
         self.put(MANIFEST, manifest)
         os.fsync(self.files[MANIFEST])
+        with contextlib.suppress(FileNotFoundError):  # another save is just replacing it
+            self._check_target()  # once more: it may have become something else meanwhile
         with contextlib.suppress(FileNotFoundError, CheckpointError):  # none is there, or another save is just replacing it
             replaced = find(self.target)
             self._keep_others(replaced)

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from gt.client.checkpoint.safetensors_format import NAMES, WRITER, FileEntry
 from gt.client.current_session import Current
 from gt.client.device.meta import dtype_name
 from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.host_buffers import FileAssembly, write
 from gt.client.reports import progress
 from gt.client.session import Session
 from gt.client.trace.uploads import values
@@ -39,6 +41,7 @@ VERSION = 1  # of the manifest
 FILE_BYTES = 5_000_000_000  # of a file, unless one tensor is larger
 ROWS = 256  # tensors of one request to the server
 REQUESTS = 4  # of such requests under way, while the program waits
+COPIED_BYTES = 1 << 30  # of tensors that workers copy for a save which streams them while the program goes on
 _SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _DEFAULT_SET, _MODEL_SET = "state", "model"
 
@@ -199,7 +202,8 @@ def save(state: Any, path: str | os.PathLike, *, wait: bool = True) -> Save:
     state: dicts, lists and tuples of tensors, numbers, texts and None, and objects with a state_dict, such as modules and
         optimizers. Each worker writes its own pieces.
     wait: False returns once workers have copied their pieces, or have them queued for writing; training goes on. Another save,
-        gt.shutdown and the program's end wait for this one.
+        gt.shutdown and the program's end wait for this one. Where pieces stream to the program, workers copy 1 GiB at most;
+        the call returns once the rest is written.
 
     An interrupted save leaves the old checkpoint as it was. Raises CheckpointError for a state or path that cannot be saved.
     """
@@ -238,6 +242,9 @@ def _finish_quietly() -> None:
         _Current.save._ended.wait()
 
 
+_Streamed = tuple[int, FileEntry, torch.Tensor]  # that the client is to write into the file of this descriptor
+
+
 class _Writer:
     """One save: the constructor begins it, in the order of the program's ops; `finish` may be called by another thread."""
 
@@ -247,7 +254,7 @@ class _Writer:
         self._session: Session | None = None
         self._lent: list[int] = []
         self._requests: deque[int] = deque()
-        self._streamed: list[tuple[int, _SavedTensor]] = []  # descriptor and tensor that the client is to write
+        self._streamed: deque[_Streamed] = deque()
         self._folder = NewFolder(path)
         try:
             self._begin()
@@ -306,17 +313,31 @@ class _Writer:
                 if self._wait and len(self._requests) >= REQUESTS:
                     self._await_one()
             return
-        if not self._wait:
-            with torch.no_grad():
-                for _, saved in remote:
-                    saved.tensor = saved.tensor.clone()
-            recorder.flush_ops()
-        self._streamed = [(fd, saved) for fd, saved in remote if saved.tensor.numel()]
+        streamed = [(fd, s.entry, s.tensor) for fd, s in remote if s.entry is not None and s.entry.nbytes]
+        self._streamed.extend(streamed if self._wait else self._copied(streamed))
+        recorder.flush_ops()
+
+    def _copied(self, streamed: list[_Streamed]) -> list[_Streamed]:
+        """Copies on the workers of as many tensors as they may hold twice; the others are streamed now."""
+        room = COPIED_BYTES
+        fits: list[_Streamed] = []
+        others: list[_Streamed] = []
+        for row in sorted(streamed, key=lambda row: row[1].nbytes):
+            room -= row[1].nbytes
+            (fits if room >= 0 else others).append(row)
+        for row in others:
+            self._stream(*row)
+        with torch.no_grad():
+            return [(fd, entry, tensor.clone()) for fd, entry, tensor in fits]
 
     def _await_one(self) -> None:
         assert self._session is not None
         request = self._requests.popleft()
-        if not self._session.wait(request, self._tick)["shared"]:
+        try:
+            shared = self._session.wait(request, self._tick)["shared"]
+        except CheckpointError as error:  # of a worker, which knows no names of files
+            raise CheckpointError(f"{self._folder.target} cannot be saved: {error}") from None
+        if not shared:
             raise CheckpointError("a worker has joined that does not share this host's files: save again")
         self._wrote(self._asked.popleft())
 
@@ -329,9 +350,8 @@ class _Writer:
         try:
             while self._requests:
                 self._await_one()
-            for fd, saved in self._streamed:
-                self._stream(fd, saved)
-                self._wrote(saved.entry.nbytes if saved.entry is not None else 0)
+            while self._streamed:  # a copy is freed once it is written
+                self._stream(*self._streamed.popleft())
             self._return_files()
             state = self._state
             manifest = {
@@ -344,15 +364,14 @@ class _Writer:
         finally:
             self._end()
 
-    def _stream(self, fd: int, saved: _SavedTensor) -> None:
-        """Fetch a tensor into the file, by its pages: no more of it is in memory than the system keeps of a file."""
-        session, entry = self._session, saved.entry
-        assert session is not None and entry is not None and isinstance(saved.tensor, RemoteTensor)
-        name = f"/proc/self/fd/{fd}"
-        into = np.memmap(name, np.uint8, "r+", entry.offset, (entry.nbytes,))
-        shape, dtype, _ = session.fetch(saved.tensor._ref.id, entry.nbytes, into)
+    def _stream(self, fd: int, entry: FileEntry, tensor: torch.Tensor) -> None:
+        """Fetch a tensor into the file."""
+        assert self._session is not None and isinstance(tensor, RemoteTensor)
+        into = partial(FileAssembly, fd, entry.offset, entry.nbytes)
+        shape, dtype = self._session.fetch_into(tensor._ref.id, into)
         if tuple(shape) != entry.shape or dtype != entry.dtype:
             raise CheckpointError(f"{entry.name} is {dtype}{list(shape)}, it was to be {entry.dtype}{list(entry.shape)}")
+        self._wrote(entry.nbytes)
 
     def _return_files(self) -> None:
         for number in self._lent:
@@ -372,10 +391,8 @@ class _Writer:
 
 def _write_host(fd: int, entry: FileEntry, tensor: torch.Tensor) -> None:
     """Write a tensor of this process."""
-    data = memoryview(np.ascontiguousarray(values(tensor)).reshape(-1).view(np.uint8)) if entry.nbytes else b""
-    at = 0
-    while at < entry.nbytes:
-        at += os.pwrite(fd, data[at:], entry.offset + at)
+    if entry.nbytes:
+        write(fd, memoryview(np.ascontiguousarray(values(tensor)).reshape(-1).view(np.uint8)), entry.offset)
 
 
 def _named(error: OSError, folder: NewFolder) -> Exception:

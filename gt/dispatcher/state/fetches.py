@@ -21,7 +21,7 @@ from gt.dispatcher.state.emitter import lost_in
 from gt.dispatcher.state.outbox import Outbox
 from gt.dispatcher.state.records import Cause
 from gt.dispatcher.state.tensors import Tensor
-from gt.errors import GTError, OpFailed, ProtocolError
+from gt.errors import CheckpointError, GTError, OpFailed, ProtocolError
 from gt.ir.instr import Define
 from gt.ir.layout import Layout, boxes, local_shape, replicated
 from gt.ir.spec import Spec
@@ -364,15 +364,13 @@ class Fetches:
         if request is None:
             return False
         self._drop(request)
-        if request.kind == "store":
-            error = OpFailed(f"{request.named[seq]} cannot be saved by worker {worker}: {how}")
-            self._context.send(Failed(request.number, errors.to_wire(error)))
-            return True
         cause = next((t.storage.failed for t in request.tensors if t.storage.failed), None)
         if cause is not None:
             self._fail(request.number, cause)
             return True
-        error = OpFailed(f"{request.name} cannot be read on worker {worker}: {how}")
+        error: GTError = OpFailed(f"{request.name} cannot be read on worker {worker}: {how}")
+        if request.kind == "store":
+            error = CheckpointError(f"worker {worker} cannot write {request.named[seq]}: {how}")
         self._context.send(Failed(request.number, errors.to_wire(error)))
         return True
 

@@ -108,9 +108,10 @@ def test_a_write_that_fails_is_told_with_its_tensor():
     bench = Files(True, True)
     blocks = bench.store(5)
     run = bench.ever(b"w0", Run)[-1]
-    bench.give(b"w0", OpError(run.base + run.code[1], "op", "[Errno 28] No space left on device"))
+    bench.give(b"w0", OpError(run.base + run.code[1], "op", "no space left on device"))
     (failed,) = bench.to(b"c", Failed)
-    assert failed.request == 5 and "%2 cannot be saved by worker w0: [Errno 28] No space left" in failed.error["message"]
+    assert failed.request == 5 and failed.error["kind"] == "CheckpointError"
+    assert failed.error["message"] == "worker w0 cannot write %2: no space left on device"
     bench.written(blocks)
     bench.all_done()
     assert not bench.ever(b"c", Report)
