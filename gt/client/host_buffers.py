@@ -19,12 +19,11 @@ from gt.ir.layout import Boxes, piece_shape, read_boxes, runs, write_boxes
 from gt.wire.arena import WORDS, check_boxes
 from gt.wire.messages import CHUNK
 
+Frames = Iterator[
+    tuple[int, int, list[memoryview]]
+]  # of a region: offset, total (bytes) and frames of each message, one at least
+
 LONG_COPY_BYTES, PART_BYTES = 256 << 20, 64 << 20  # of a copy that may take a second, and of its parts
-
-
-def region(array: np.ndarray, rows: Any) -> np.ndarray:
-    """The local tensor of these boxes, contiguous. It shares memory with `array` where possible."""
-    return read_boxes(array, check_boxes(rows, array.shape))
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> np.ndarray:
@@ -40,15 +39,39 @@ def copy(target: np.ndarray, source: np.ndarray) -> np.ndarray:
     return target
 
 
-def frames(array: np.ndarray) -> Iterator[tuple[int, int, list[memoryview]]]:
-    """Offset, total (bytes) and frames of each message for a contiguous array; one message without frames if it is empty."""
-    total = array.nbytes
-    if total == 0:
-        yield 0, 0, []
-        return
-    flat = memoryview(array.reshape(-1).view(np.uint8))
-    for offset in range(0, total, CHUNK):
-        yield offset, total, [flat[offset : offset + CHUNK]]
+def region_frames(array: np.ndarray, rows: Boxes) -> tuple[int, Frames]:
+    """Bytes of the local tensor of these boxes, and its frames. A region that is not contiguous is copied with the first."""
+    boxes = check_boxes(rows, array.shape)
+
+    def cut() -> Frames:
+        piece = read_boxes(array, boxes)
+        flat = memoryview(piece.reshape(-1).view(np.uint8)) if piece.nbytes else memoryview(b"")
+        for offset in range(0, max(len(flat), 1), CHUNK):
+            yield offset, len(flat), [flat[offset : offset + CHUNK]] if len(flat) else []
+
+    return prod(piece_shape(boxes)) * array.itemsize, cut()
+
+
+def file_frames(fd: int, start: int, shape: tuple[int, ...], itemsize: int, rows: Boxes) -> tuple[int, Frames]:
+    """As `region_frames`, of a tensor in a file at `start`. Each frame is read when its turn comes, and may be an OSError."""
+    boxes, file = check_boxes(rows, shape), _OwnFile(fd)
+    total = prod(piece_shape(boxes)) * itemsize
+
+    def read() -> Frames:
+        parts, place, room = runs(boxes, shape, itemsize), 0, 0
+        for offset in range(0, max(total, 1), CHUNK):
+            data = memoryview(bytearray(min(CHUNK, total - offset)))
+            at = 0
+            while at < len(data):
+                if not room:
+                    place, room = next(parts)
+                got = os.preadv(file.fd, [data[at : at + room]], start + place)
+                if not got:
+                    raise OSError(f"the file ends at byte {start + place}: it was cut after it was opened")
+                at, place, room = at + got, place + got, room - got
+            yield offset, total, [data] if len(data) else []
+
+    return total, read()
 
 
 class Assembly:
@@ -112,7 +135,7 @@ Into = Callable[[tuple[int, ...], int, list], Assembly]  # of a value's shape, s
 
 
 class _OwnFile:
-    """A descriptor of its own of an open file: a frame that comes late is written into no file that has the number by then."""
+    """A descriptor of its own of an open file: a late frame is of no other file that has the number by then."""
 
     def __init__(self, fd: int) -> None:
         self.fd = os.dup(fd)

@@ -6,17 +6,19 @@ The server asks for the bytes that workers do not read by themselves, and releas
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from gt.client import host_buffers
 from gt.client.arenas import ArenaBlock, ClientArenas
+from gt.client.host_buffers import Frames
 from gt.errors import ProtocolError
+from gt.ir.layout import Boxes
 from gt.wire.arena import upload_index
-from gt.wire.messages import UNREADABLE, UploadChunk, UploadRequest
+from gt.wire.messages import CHUNK, UNREADABLE, UploadChunk, UploadRequest
 
 log = logging.getLogger("gt.client")
 
@@ -30,11 +32,20 @@ class FileTensor(Protocol):
     def place(self) -> int:
         """In a file that workers read; -1 if they do not."""
 
-    def read(self) -> np.ndarray:
-        """Its values, mapped: of its shape and element size."""
+    def region(self, boxes: Boxes) -> tuple[int, Frames]:
+        """Bytes of the boxes, and their frames, each read when its turn comes. OSError from a file that was cut since."""
 
     def release(self) -> None:
         """Nobody reads it any more. Called once, by any thread."""
+
+
+@dataclass(slots=True)
+class _Unsent:
+    """A region of which frames are left to send."""
+
+    total: int
+    frames: Frames
+    sent: int = 0
 
 
 class KeptUploads:
@@ -45,7 +56,8 @@ class KeptUploads:
         self.copies: dict[int, np.ndarray] = {}  # by tensor
         self._in_files: dict[int, FileTensor] = {}  # by tensor
         self._blocks: dict[int, ArenaBlock] = {}  # by tensor: the block that its copy is in, if any
-        self._uploading: dict[int, Any] = {}  # by key: array and boxes, then the frames left to send
+        self._uploading: dict[int, _Unsent] = {}  # by key
+        self._unreadable: set[int] = set()  # keys of regions that ended with an error
 
     @property
     def in_arenas(self) -> bool:
@@ -73,33 +85,38 @@ class KeptUploads:
         """The server asks for the bytes of a value, in messages."""
         array, source = self.copies.get(message.tensor), self._in_files.get(message.tensor)
         if source is not None:
-            try:
-                array = source.read()
-            except (OSError, ValueError) as error:  # a file that was cut since
-                log.warning("a tensor of a file cannot be uploaded: %s", error)
-                self._send(UploadChunk(message.key, 0, UNREADABLE), [])
-                return
-        if array is None:
+            total, frames = source.region(message.boxes)
+        elif array is not None:
+            if message.tensor in self._blocks:  # a worker cannot open the arena
+                self._arenas.disable()
+                array = array.copy()  # frames are read after the block is used again
+            total, frames = host_buffers.region_frames(array, message.boxes)
+        else:
             raise ProtocolError(f"UploadRequest.tensor is {message.tensor}, want a tensor with a host copy")
-        if message.tensor in self._blocks:  # a worker cannot open the arena
-            self._arenas.disable()
-            array = array.copy()  # frames are read after the block is used again
-        self._uploading[message.key] = (array, message.boxes)
-        if message.upto or not any(all(start < stop for start, stop in box) for box in message.boxes):
+        self._uploading[message.key] = _Unsent(total, frames)
+        if message.upto or not total:
             self.send_chunks(message.key, message.upto)
 
     def send_chunks(self, key: int, upto: int) -> None:
         """Send those chunks of an upload that its window permits. upto: bytes from the start."""
         left = self._uploading.get(key)
         if left is None:
+            if key in self._unreadable:
+                return  # the window moved before the server knew
             raise ProtocolError(f"WindowUpdate.key is {key}, want an upload with bytes left to send")
-        if isinstance(left, tuple):  # not begun: regions that are not contiguous are copied now
-            left = self._uploading[key] = deque(host_buffers.frames(host_buffers.region(*left)))
-        while left and left[0][0] + sum(map(len, left[0][2])) <= upto:
-            offset, total, parts = left.popleft()
-            self._send(UploadChunk(key, offset, total), parts)
-        if not left:
+        try:
+            while left.sent + min(CHUNK, left.total - left.sent) <= upto:
+                offset, total, parts = next(left.frames)
+                self._send(UploadChunk(key, offset, total), parts)
+                left.sent = offset + sum(map(len, parts))
+                if left.sent >= total:
+                    del self._uploading[key]
+                    return
+        except OSError as error:
+            log.warning("a tensor of a file cannot be uploaded: %s", error)
             del self._uploading[key]
+            self._unreadable.add(key)
+            self._send(UploadChunk(key, 0, UNREADABLE), [])
 
     def release(self, tensors: list[int]) -> None:
         """Nobody will read these values any more."""
@@ -116,5 +133,5 @@ class KeptUploads:
         """The session has ended."""
         for source in self._in_files.values():
             source.release()
-        for held in (self.copies, self._blocks, self._in_files, self._uploading):
+        for held in (self.copies, self._blocks, self._in_files, self._uploading, self._unreadable):
             held.clear()

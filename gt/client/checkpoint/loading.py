@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from gt.client import current_session
@@ -24,10 +23,13 @@ from gt.client.checkpoint.safetensors_format import FileEntry
 from gt.client.current_session import Current
 from gt.client.device.meta import LARGE_BYTES
 from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.host_buffers import Frames, file_frames
 from gt.client.reports import progress
 from gt.client.session import Session
 from gt.client.trace.uploads import upload_from_file
 from gt.errors import CheckpointError, GTError, ProgramError
+from gt.ir.layout import Boxes
+from gt.ir.spec import DTYPES
 from gt.wire.arena import place
 
 MAX_JSON_BYTES = 256 << 20  # of a manifest or an index
@@ -127,12 +129,9 @@ class _Source:
     entry: FileEntry
     place: int
 
-    def read(self) -> np.ndarray:
+    def region(self, boxes: Boxes) -> tuple[int, Frames]:
         entry = self.entry
-        item = np.dtype(f"V{entry.nbytes // max(1, int(np.prod(entry.shape)))}") if entry.nbytes else np.dtype("V1")
-        if not entry.nbytes:
-            return np.empty(entry.shape, item)
-        return np.memmap(f"/proc/self/fd/{self.file.fd}", item, "r", entry.offset, entry.shape)
+        return file_frames(self.file.fd, entry.offset, entry.shape, DTYPES[entry.dtype][0], boxes)
 
     def release(self) -> None:
         self.file.release()

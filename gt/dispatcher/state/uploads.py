@@ -207,7 +207,7 @@ class Uploads:
         size = sum(len(frame) for frame in frames)
         if upload is None or upload.arrived:
             raise ProtocolError(f"UploadChunk.key {message.key} was not asked for")
-        if message.total == UNREADABLE and not size and not upload.received:
+        if message.total == UNREADABLE and not size:
             for index in upload.taken:
                 self._context.out(self._cluster.workers[index].peer, Data(message.key, 0, UNREADABLE), ())
             del self.open[message.key]

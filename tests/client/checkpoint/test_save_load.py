@@ -302,12 +302,14 @@ def test_workers_elsewhere_stream_their_pieces(session, tmp_path, monkeypatch):
     assert before == (counted("file_bytes_written"), counted("file_bytes_read"))
 
 
-def test_a_file_that_is_cut_after_the_load_is_an_error_of_its_tensors_alone(session, tmp_path, monkeypatch):
+@pytest.mark.parametrize("left", [9000, 1_500_000])
+def test_a_file_that_is_cut_after_the_load_is_an_error_of_its_tensors_alone(session, tmp_path, monkeypatch, left):
+    """Before the first message of its values, or between two."""
     monkeypatch.setattr(ClientArenas, "take", lambda self, nbytes: None)
     session()
     gt.save({"model": {"w": torch.ones(500, 1000, device="remote")}}, tmp_path / "c")
     loaded = gt.load(tmp_path / "c")["model"]["w"]
-    os.truncate(tmp_path / "c" / "model-00001-of-00001.safetensors", 9000)
+    os.truncate(tmp_path / "c" / "model-00001-of-00001.safetensors", left)
     with pytest.raises(gt.OpFailed, match="the client cannot read its file: it was cut after it was opened"):
         loaded.sum().item()
     assert torch.ones(3, device="remote").sum().item() == 3
