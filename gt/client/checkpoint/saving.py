@@ -385,6 +385,7 @@ class _Writer:
             assert self._session is not None
             self._session.forget(request)
         self._requests.clear()
+        self._streamed.clear()
         self._return_files()
         self._folder.discard()
 
