@@ -15,7 +15,6 @@ from tests.helpers.processes import wait_until
 HEARTBEAT = 3600.0  # seconds: whoever waited for one would wait for ever
 
 
-
 @pytest.fixture
 def own(monkeypatch):
     """Two CPU workers of this test's own, to be harmed: name in ps -> pid."""
