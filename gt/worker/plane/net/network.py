@@ -267,7 +267,8 @@ class Network:
                 return
             held = wire.owned or wire.stalled
             mask = (0 if held else select.EPOLLIN) | (select.EPOLLOUT if wire.relayed or wire.paused else 0)
-            mask |= select.EPOLLET if wire.stalled else 0  # the end of one that cannot be read is told once
+            if wire.stalled and not mask:
+                mask = select.EPOLLET  # the end of a connection is always told: once now, since it cannot be read
             if mask != wire.mask:
                 wire.mask = mask
                 self._epoll.modify(wire.fd, mask)
