@@ -146,11 +146,6 @@ class Network:
         """True unless that worker is known to be lost."""
         return index not in self._gone
 
-    def direct(self, index: int) -> bool:
-        """True if no worker relays between this one and another."""
-        route = self._routes.get(index)
-        return route is None or route.next == index
-
     def settle(self, known: set[Pair]) -> None:
         """Forget lanes that no message will use again: those before the world that the executing thread has reached."""
         newest: dict[int, int] = dict(known)
