@@ -50,6 +50,25 @@ def side(order: dict[str, Any]) -> None:
     say({by: next(mean) for by, mean in means.items()})
     rows = json.loads(sys.stdin.readline())
     steps = {by: mean.send([row[by] for row in rows]) for by, mean in means.items()}
+    if order["between"]:
+        watch(order)
+    else:
+        take_turns(order, steps)
+    sys.stdin.readline()
+    for mean in means.values():
+        mean.close()
+
+
+def watch(order: dict[str, Any]) -> None:
+    """On a host between: all CPU time is plane net's relay."""
+    before = time.process_time()
+    sys.stdin.readline()
+    cpu = (time.process_time() - before) / (max(1, order["count"] // BLOCKS) * (BLOCKS + 1))
+    say({by: [0.0, cpu if by == "net" else 0.0] for by in order["by"]})
+
+
+def take_turns(order: dict[str, Any], steps: dict[str, Callable[[], Any]]) -> None:
+    means = order["by"]
     wall: dict[str, list[float]] = {by: [] for by in means}
     cpu = dict.fromkeys(means, 0.0)
     for block in range(BLOCKS + 1):
@@ -60,9 +79,6 @@ def side(order: dict[str, Any]) -> None:
                 wall[by] += times
                 cpu[by] += time.process_time() - before
     say({by: [statistics.median(times), cpu[by] / len(times)] for by, times in wall.items()})
-    sys.stdin.readline()
-    for mean in means.values():
-        mean.close()
 
 
 def timed(step: Callable[[], Any]) -> float:
@@ -172,6 +188,7 @@ def run(lab: Lab, by: Sequence[str], what: str, nbytes: int, count: int, members
     processes = []
     for rank in range(members):
         order = {"by": by, "what": what, "rank": rank, "bytes": nbytes, "count": count, "ways": ways, "members": members}
+        order["between"] = what == "pair" and 0 < rank < members - 1
         order["address"] = address or lab.address(0, 1 if lab.links else -1)
         line = [sys.executable, __file__, "--side", json.dumps(order)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -180,7 +197,11 @@ def run(lab: Lab, by: Sequence[str], what: str, nbytes: int, count: int, members
         rows = [json.loads(process.stdout.readline()) for process in processes]
         for process in processes:
             tell_process(process, json.dumps(rows))
-        figures = [json.loads(process.stdout.readline()) for process in processes]
+        ends = processes if what == "all_reduce" else [processes[0], processes[-1]]
+        figures = [json.loads(process.stdout.readline()) for process in ends]
+        for process in [process for process in processes if process not in ends]:
+            tell_process(process, "")
+            figures.append(json.loads(process.stdout.readline()))
         for process in processes:
             tell_process(process, "")
         for process in processes:

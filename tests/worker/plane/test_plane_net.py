@@ -13,10 +13,11 @@ import pytest
 
 from gt import env
 from gt.worker.plane.base import PeerGone, Unreachable
-from gt.worker.plane.net import chain, handshake, lane, strangers, stream, wire
+from gt.worker.plane.net import chain, handshake, lane, relay, strangers, stream, wire
 from gt.worker.plane.net.plane import NetPlane
 from gt.worker.plane.net.wire import DATA, HEADER, Wire
 from tests.helpers.limits import limit
+from tests.helpers.processes import wait_until
 from tests.worker.plane import planes
 
 KEY = "00ff" * 16
@@ -133,6 +134,9 @@ class Frames:
     def __init__(self):
         self.payloads, self.count = [], 0
 
+    def passage(self, wire, frame):
+        return None
+
     def begin(self, wire, frame):
         return memoryview(bytearray(frame.nbytes))
 
@@ -240,6 +244,97 @@ def test_a_line_of_four_relays_over_two():
     with hosts(4, line(4)) as world:
         planes.together(world, work)
         assert world[1].counters()["bytes_relayed"] == world[2].counters()["bytes_relayed"] == {"0>3": 500_000}
+
+
+@contextlib.contextmanager
+def connected_line():
+    """Three planes, the second of which relays for the others; all connections are made, and read by background threads."""
+
+    def work(index, plane):
+        if index != 1:
+            plane.send(channel(1), b"here")
+            plane.send(channel(2 - index), b"here")
+            plane.recv(channel(2 - index), bytearray(4))
+        else:
+            for peer in (0, 2):
+                plane.recv(channel(peer), bytearray(4))
+
+    with hosts(3, line(3)) as world:
+        planes.together(world, work)
+        for plane in world:
+            plane.network.release()
+        yield world
+
+
+def test_a_relay_keeps_the_bytes_of_large_frames_in_the_kernel(monkeypatch):
+    """Though its connections take less than a pipe holds; both directions at once, and its own messages between."""
+    copied, paused = [], []
+    forward, pause = relay.Relay.forward, relay.Relay._pause
+    monkeypatch.setattr(relay.Relay, "forward", lambda self, wire, *frame: (copied.append(frame), forward(self, wire, *frame)))
+    monkeypatch.setattr(relay.Relay, "_pause", lambda self, *wires: (paused.append(wires), pause(self, *wires)))
+    size, count = 12 << 20, 50
+    data = [np.random.default_rng(index).bytes(size) for index in range(3)]
+
+    def work(index, plane):
+        if index == 1:
+            for number in range(count):
+                plane.send(channel(2), bytes([number]) * 100)
+                plane.recv(channel(2), bytearray(100))
+            return
+        sender = threading.Thread(target=plane.send, args=(channel(2 - index, size=1 << 18), data[index]))
+        sender.start()
+        into = bytearray(100)
+        for number in range(count if index == 2 else 0):
+            plane.recv(channel(1), into)
+            assert into == bytes([number]) * 100
+            plane.send(channel(1), into)
+        into = bytearray(size)
+        plane.recv(channel(2 - index, size=1 << 18), into)
+        sender.join()
+        assert into == data[2 - index]
+
+    with connected_line() as world:
+        for peer in (0, 2):
+            for wire in (world[1].network.wire(peer, 1), world[peer].network.wire(1, 1)):
+                for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                    wire.sock.setsockopt(socket.SOL_SOCKET, option, 1 << 15)
+        before = world[1].counters()["bytes_relayed"]
+        planes.together(world, work)
+        after = world[1].counters()["bytes_relayed"]
+    assert {pair: after[pair] - before[pair] for pair in after} == {"0>2": size, "2>0": size}
+    assert paused and sum(frame.nbytes for frame, _ in copied) < 1 << 20
+
+
+def frame_of(nbytes):
+    """The header of a large frame from the first to the third, and its bytes."""
+    return HEADER.pack(DATA, 0, 0, nbytes, 0, 2, 1, 4096, nbytes, 0) + b"a" * nbytes
+
+
+def test_a_connection_that_ends_leaves_no_part_of_a_frame_on_the_next():
+    with connected_line() as (first, between, last):
+        first.network.wire(1, 1).sock.sendall(frame_of(1 << 20)[:300_000])
+        assert wait_until(lambda: between.counters()["bytes_relayed"]["0>2"] > 200_000)
+        first.network.wire(1, 1).sock.shutdown(socket.SHUT_RDWR)
+        into = bytearray(4)
+        between.send(channel(2), b"well")
+        last.recv(channel(1), into)
+        assert into == b"well"
+
+
+def test_the_rest_of_a_frame_whose_way_is_over_is_dropped():
+    """What follows it on its connection is not."""
+    with connected_line() as (first, between, last):
+        whole = frame_of(1 << 20)
+        first.network.wire(1, 1).sock.sendall(whole[:300_000])
+        assert wait_until(lambda: between.counters()["bytes_relayed"]["0>2"] > 200_000)
+        out = between.network.wire(2, 1)
+        last.network.wire(1, 1).sock.shutdown(socket.SHUT_RDWR)
+        assert wait_until(lambda: out.ended)
+        first.network.wire(1, 1).sock.sendall(whole[300_000:])
+        into = bytearray(4)
+        first.send(channel(1), b"well")
+        between.recv(channel(0), into)
+        assert into == b"well"
 
 
 def test_a_broken_connection_names_both_ends_and_the_next_world_has_another():

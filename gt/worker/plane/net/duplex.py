@@ -17,6 +17,7 @@ from gt.worker.plane.net.wire import CREDIT, DATA, NOWAIT, TEND, Wire
 if TYPE_CHECKING:
     from gt.worker.plane.net.network import Network
     from gt.worker.plane.net.stream import PairStream
+    from gt.worker.plane.net.wire import Part
 
 BATCH_BYTES = 1 << 20  # of frames that are given to the kernel at once, or a little more
 READS = 8  # of a connection before others have their turn
@@ -52,7 +53,7 @@ class _Outlet:
     def __init__(self, wire: Wire, reads: bool) -> None:
         self.wire, self.reads = wire, reads  # True if this thread reads it
         self.queue: deque[_Queued] = deque()
-        self.parts: list[memoryview] = []  # of frames that have begun, or are the next
+        self.parts: list[Part] = []  # of frames that have begun, or are the next
         self.holds = False  # wire.sending
         self.full = self.ended = False
         self.readable = True
@@ -74,9 +75,9 @@ class _Outlet:
                 self.full = True
                 return
 
-    def _frames(self) -> list[memoryview]:
+    def _frames(self) -> list[Part]:
         """The next frames for which there is credit, of the first messages first."""
-        parts: list[memoryview] = []
+        parts: list[Part] = []
         nbytes, kept = 0, deque[_Queued]()
         blocked = set()
         while self.queue and nbytes < BATCH_BYTES:

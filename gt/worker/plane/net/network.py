@@ -15,7 +15,6 @@ import select
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,9 +23,10 @@ from gt.worker.plane.net import handshake
 from gt.worker.plane.net.handshake import Greeting
 from gt.worker.plane.net.lane import Lane
 from gt.worker.plane.net.listener import listen
+from gt.worker.plane.net.relay import PAUSE_BYTES, Passage, Relay
 from gt.worker.plane.net.route import Route, routes
 from gt.worker.plane.net.strangers import Strangers
-from gt.worker.plane.net.wire import CREDIT, DATA, FAIL, HEADER, HEADER_BYTES, MAX_HOPS, NOWAIT, Ended, Frame, Wire, reason
+from gt.worker.plane.net.wire import CREDIT, DATA, FAIL, HEADER, HEADER_BYTES, NOWAIT, Ended, Frame, Wire, reason
 
 log = logging.getLogger("gt.worker")
 
@@ -38,8 +38,6 @@ ENDED_SECONDS = 1.5  # the same where the other end has closed it, as a worker t
 TEND_SECONDS = 0.5  # between looks at connections that are full
 IDLE = 0.02  # seconds after which the background thread reads a connection that nobody has read
 FULL_SECONDS = 0.01  # between two attempts to accept a connection without a free descriptor
-MAX_EARLY_BYTES = 64 << 20  # of frames that wait for a connection
-PAUSE_BYTES = 4 << 20  # of frames that wait to be relayed, from which on their sender is not read
 BURST = 16  # reads of a connection before others are read
 Pair = tuple[int, int]  # index of the other worker, epoch
 # The other host, or a link to it, is gone: other errors are the other process's end
@@ -53,7 +51,7 @@ class Network:
         self._mark, self._wake = mark, wake
         self.failed: Callable[[int, int, str, str, str], None] = lambda *_: None
         self.own = -1
-        self.relayed: Counter[str] = Counter()  # bytes of payload by "source>target"
+        self.relay = Relay(self, wake)
         self.owned: set[Wire] = set()
         self._lock = threading.Lock()  # of the tables below; never held while waiting
         self._changed = threading.Condition(self._lock)  # they changed
@@ -69,7 +67,6 @@ class Network:
         self._tended = 0.0  # when connections that are full were looked at
         self._connecting: set[Pair] = set()
         self._whys: dict[Pair, str] = {}  # why connections have ended
-        self._early: list[tuple[Wire, Frame, memoryview]] = []  # to be relayed once there is a connection
         self._threads: set[threading.Thread] = set()
         self._greetings: set[socket.socket] = set()  # that this end offers
         self._strangers = Strangers()
@@ -139,10 +136,15 @@ class Network:
                     lane.broken = "it is gone"
         return lane
 
-    def direct(self, index: int) -> bool:
-        """True if no worker relays between this one and another."""
-        route = self._routes.get(index)
-        return route is None or route.next == index
+    def onward(self, target: int) -> Wire | None:
+        """The connection that another worker's frame takes from here, if there is one."""
+        route = self._routes.get(target)
+        leg = None if route is None else self._routes.get(route.next)
+        return None if leg is None else self._wires.get((leg.index, leg.epoch))
+
+    def lives(self, index: int) -> bool:
+        """True unless that worker is known to be lost."""
+        return index not in self._gone
 
     def settle(self, known: set[Pair]) -> None:
         """Forget lanes that no message will use again: those before the world that the executing thread has reached."""
@@ -260,11 +262,19 @@ class Network:
                 return
             held = wire.owned or wire.stalled
             mask = (0 if held else select.EPOLLIN) | (select.EPOLLOUT if wire.relayed or wire.paused else 0)
+            if wire.stalled and not mask:
+                mask = select.EPOLLET  # the end of a connection is always told: once now, since it cannot be read
             if mask != wire.mask:
                 wire.mask = mask
                 self._epoll.modify(wire.fd, mask)
 
     # ---- frames, in the thread that reads
+
+    def passage(self, wire: Wire, frame: Frame) -> Passage | None:
+        return None if frame.target == self.own else self.relay.passage(wire, frame)
+
+    def pass_on(self, wire: Wire, passage: Passage) -> None:
+        self.relay.pass_on(wire, passage)
 
     def begin(self, wire: Wire, frame: Frame) -> memoryview:
         wire.placed = None
@@ -290,7 +300,7 @@ class Network:
 
     def end(self, wire: Wire, frame: Frame, payload: memoryview) -> None:
         if frame.target != self.own:
-            self._relay(wire, frame, memoryview(payload.obj))
+            self.relay.forward(wire, frame, memoryview(payload.obj))
             return
         lane = self.lane(frame.source, frame.epoch)
         with lane.lock:
@@ -306,48 +316,6 @@ class Network:
                 raise Ended(f"it sent a frame of kind {frame.kind}")
         if not wire.owned:
             self._wake()
-
-    def _relay(self, wire: Wire, frame: Frame, whole: memoryview) -> None:
-        route = self._routes.get(frame.target)
-        leg = None if route is None else self._routes.get(route.next)
-        out = None if leg is None else self._wires.get((leg.index, leg.epoch))
-        if frame.target in self._gone or frame.hops >= MAX_HOPS or (out is not None and out.ended):
-            return  # the pair's ends learn that their way is over
-        if out is None:
-            with self._lock:
-                if sum(len(later) for _, _, later in self._early) < MAX_EARLY_BYTES:
-                    self._early.append((wire, frame, whole))
-            return
-        if frame.nbytes:
-            self.relayed[f"{frame.source}>{frame.target}"] += frame.nbytes
-        out.queue(whole)
-        try:
-            out.relay()
-        except OSError as error:
-            self.lost(out, error)
-            return
-        if out.relayed_bytes > PAUSE_BYTES and wire not in out.paused:
-            out.paused.append(wire)
-            wire.stalled = True
-            self.arm(wire)
-        if out.relayed:
-            self.arm(out)
-
-    def _resume(self, out: Wire) -> None:
-        """Read again the connections whose frames `out` did not take."""
-        paused, out.paused = out.paused, []
-        for wire in paused:
-            wire.stalled = False
-            self.arm(wire)
-        if paused:
-            self._wake()
-
-    def _relay_early(self) -> None:
-        """Pass on the frames that were here before the connection that they take."""
-        with self._lock:
-            early, self._early = self._early, []
-        for wire, frame, whole in early:
-            self._relay(wire, frame, whole)
 
     # ---- connections
 
@@ -470,7 +438,7 @@ class Network:
             if not self._closing:
                 self._deadlines.append((time.monotonic() + (GRACE_SECONDS if cut else ENDED_SECONDS), wire, reason(error)))
         wire.end()
-        self._resume(wire)
+        self.relay.resume(wire)
         route = self._routes.get(wire.index)
         if cut and wire.index not in self._gone and route is not None and route.epoch == wire.epoch:
             self.failed(wire.index, wire.epoch, wire.source, wire.target, reason(error))
@@ -506,8 +474,7 @@ class Network:
                     self._accept()
                 elif (wire := self._by_fd.get(fd)) is not None:
                     self._serve(wire, events)
-            if self._early:
-                self._relay_early()
+            self.relay.forward_early()
             self._tick()
 
     def _pause(self) -> float:
@@ -525,7 +492,7 @@ class Network:
                 self.lost(wire, error)
                 return
             if wire.relayed_bytes <= PAUSE_BYTES // 2:
-                self._resume(wire)
+                self.relay.resume(wire)
             if not free:
                 time.sleep(0)  # another thread sends
             self.arm(wire)

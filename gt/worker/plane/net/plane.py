@@ -88,7 +88,7 @@ class NetPlane(ShmPlane):
         super().abort(index, reason)
 
     def counters(self) -> dict[str, dict[str, int]]:
-        return {**super().counters(), "bytes_relayed": dict(self.network.relayed)}
+        return {**super().counters(), "bytes_relayed": dict(self.network.relay.relayed)}
 
     def ways(self) -> dict[str, str]:
         if not self._routes:

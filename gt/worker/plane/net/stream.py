@@ -18,7 +18,6 @@ SMALL = 32 << 10  # bytes of a message that the waiting thread reads itself
 AHEAD_BYTES = 16 << 20
 NOTHING = memoryview(b"")
 FRAME_BYTES = 8 << 20  # of a large message: frames of 1 MiB take a third more CPU time, larger ones as much as these
-RELAYED_BYTES = 512 << 10  # of one that a worker between passes on, frame by frame
 BATCH_BYTES = 2 << 20  # of frames that are given to the kernel at once, or a little more
 
 
@@ -39,8 +38,7 @@ class PairStream:
         self.peer, self.key, self.slot, self._keep = peer, key, slot, slots // 2
         self._plane, self._network, self._lane = plane, plane.network, lane
         self.name, self.small = peer.name, min(slot, JOINED)  # small: bytes up to which `send_small` sends a message
-        frame = FRAME_BYTES if self._network.direct(lane.index) else RELAYED_BYTES
-        self._slots = max(1, frame // slot)  # of a frame, at most
+        self._slots = max(1, FRAME_BYTES // slot)  # of a frame, at most
         with self._lane.lock:
             self.incoming: Incoming = self._lane.incoming(key)
         self._outgoing: Outgoing = self._lane.outgoing(key, slots)

@@ -1,6 +1,7 @@
 """One TCP connection between two workers: frames in both directions. One thread at a time reads, and one sends; any may.
 
-A frame has a header and payload. A frame for another worker is passed on unread: that is the whole of relaying.
+A frame has a header and payload. A frame for another worker is passed on unread: that is the whole of relaying. Large ones go
+through a pipe (`relay.py`).
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from gt.wire import tcp
 from gt.worker.plane.net.lane import Incoming
+
+if TYPE_CHECKING:
+    from gt.worker.plane.net.relay import Passage, Piped
+
+    Part: TypeAlias = memoryview | Piped
 
 DATA, CREDIT, FAIL = 1, 2, 3
 HEADER = struct.Struct("<BBHIHHIQQQ")  # kind, hops, credit, bytes of payload, source, target, epoch, key, total, note
@@ -50,6 +56,12 @@ class Frame(NamedTuple):
 class Sink(Protocol):
     """The receiver of a wire's frames."""
 
+    def passage(self, wire: Wire, frame: Frame) -> Passage | None:
+        """The way of a large frame that is not for this worker, if its bytes may stay in the kernel."""
+
+    def pass_on(self, wire: Wire, passage: Passage) -> None:
+        """Pass on what is there. BlockingIOError if that is nothing, or nothing can be passed on now."""
+
     def begin(self, wire: Wire, frame: Frame) -> memoryview:
         """Memory for the payload."""
 
@@ -73,13 +85,15 @@ class Wire:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(PATIENCE * 1e6)))
         self._poll = select.poll()
         self._poll.register(self.fd, select.POLLIN)
+        self._room = select.poll()
+        self._room.register(self.fd, select.POLLOUT)
         self._wake_bytes = 1  # that have to be there before a wait for the connection ends
         self.reading = threading.Lock()  # held by the thread that reads
         self.sending = threading.Lock()  # held by the thread that sends
         self.owned = self.touched = False  # a waiting thread reads it, and has done so lately
         self.placed: Incoming | None = None  # the stream in whose memory the frame's bytes are put, not in a buffer
         self.mask = 0  # events that the background thread waits for
-        self.relayed: deque[memoryview] = deque()  # rest of frames to be passed on
+        self.relayed: deque[Part] = deque()  # rest of frames to be passed on
         self.relayed_bytes = 0
         self._counting = threading.Lock()
         self.paused: list[Wire] = []  # wires that are not read until these are sent
@@ -92,6 +106,9 @@ class Wire:
         self._frame = Frame(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._payload = self._rest = memoryview(b"")
         self._large = False
+        self._waits = True  # the kernel waits in calls of the socket, unless they say NOWAIT
+        self._passing: Passage | None = None  # the way of the frame that arrives, if it is passed on through a pipe
+        self.passages: dict[int, Passage] = {}  # by index of the worker at the other end
 
     # ---- reading
 
@@ -101,10 +118,12 @@ class Wire:
         BlockingIOError if there are none, OSError at the end of the connection.
         """
         rest = self._rest
+        if not flags and (self._wake_bytes > 1 or not self._waits):
+            self._poll.poll(PATIENCE * 1000)  # recv itself would wait for bytes after those that it has copied
+            flags = NOWAIT
+        if self._passing is not None:
+            return self._pass_on(self._passing)
         if rest:
-            if not flags and self._wake_bytes > 1:
-                self._poll.poll(PATIENCE * 1000)  # recv itself would wait for bytes after those that it has copied
-                flags = NOWAIT
             got = self.sock.recv_into(rest, 0, flags)
             if not got:
                 raise Ended("its connection ended")
@@ -135,6 +154,8 @@ class Wire:
         if self._rest or self._stop or self._large:
             return -1
         stage = self._stage
+        if not self._waits:
+            self._poll.poll(PATIENCE * 1000)
         got = self.sock.recv_into(stage)
         if got == HEADER_BYTES + size and stage[0] == DATA and self._bytes.startswith(header, 4):
             into[:] = stage[HEADER_BYTES:got]
@@ -161,8 +182,12 @@ class Wire:
             if frame.hops > MAX_HOPS:
                 raise Ended(f"it sent a frame over {frame.hops} workers, at most {MAX_HOPS} are taken")
             self._large = nbytes > LARGE
-            payload = self._sink.begin(self, frame)
             have = min(nbytes, stop - start)
+            if self._large and have < nbytes and (passage := self._sink.passage(self, frame)) is not None:
+                self._begin_passage(passage, frame, stage[start : start + have])
+                start += have
+                break
+            payload = self._sink.begin(self, frame)
             if have:
                 payload[:have] = stage[start : start + have]
                 start += have
@@ -178,6 +203,40 @@ class Wire:
             stage[:left] = bytes(stage[start:stop])
         self._start, self._stop = 0, left
 
+    def _begin_passage(self, passage: Passage, frame: Frame, have: memoryview) -> None:
+        """Pass a frame on as it arrives; the bytes that were read with its header as a frame of their own."""
+        if have:
+            part = frame._replace(nbytes=len(have))
+            payload = self._sink.begin(self, part)
+            payload[:] = have
+            self._sink.end(self, part, payload)
+        left = frame.nbytes - len(have)
+        passage.begin(frame, left, credit=0 if have else frame.credit)
+        self._passing = passage
+        self._wake_at(min(left, WAKE_BYTES))
+
+    def _pass_on(self, passage: Passage) -> bool:
+        """As `read`, of a frame that is passed on as it arrives."""
+        if passage.out.ended:  # the rest of the frame is lost too, though the next may have another way
+            self._passing = None
+            self._frame = passage.frame._replace(nbytes=passage.left, hops=MAX_HOPS)
+            self._payload = self._rest = self._sink.begin(self, self._frame)
+            return True
+        self._sink.pass_on(self, passage)
+        if left := passage.left:
+            if left < self._wake_bytes:
+                self._wake_at(left)
+            return False
+        self._passing = None
+        self._wake_at(1)
+        return True
+
+    def wait_outside(self) -> None:
+        """Have no call of the socket wait, which splice to it needs: there are waits before such calls from now on."""
+        if self._waits:
+            self._waits = False
+            self.sock.setblocking(False)
+
     def _wake_at(self, count: int) -> None:
         """A wait ends with so many bytes. They are of one frame that has begun, so they will be there."""
         self._wake_bytes = count
@@ -190,19 +249,20 @@ class Wire:
 
         later: bytes that may be copied and left to `relay`, in place of a wait.
         """
+        rest: list[Part] = [*parts]
         with self.sending:
             if self.relayed and self.relayed_bytes + sum(map(len, parts)) <= later:
                 self.queue(memoryview(b"".join(parts)))
                 return
             self._drain(check)
-            if self.push_now(parts):
+            if self.push_now(rest):
                 return
-            if sum(map(len, parts)) <= later:
-                self.hand_back(parts)
+            if sum(map(len, rest)) <= later:
+                self.hand_back(rest)
             else:
-                self._push(parts, check)
+                self._push(rest, check)
 
-    def _push(self, parts: list[memoryview], check: Callable[[], None]) -> None:
+    def _push(self, parts: list[Part], check: Callable[[], None]) -> None:
         number = 0
         try:
             while not self.push_now(parts, 0):
@@ -214,46 +274,59 @@ class Wire:
             self.hand_back(parts)
             raise
 
-    def push_now(self, parts: list[memoryview], flags: int = NOWAIT) -> bool:
+    def push_now(self, parts: list[Part], flags: int = NOWAIT) -> bool:
         """Send as much as the connection takes now, which leaves `parts`. False if some is left. With `sending`.
 
         Without NOWAIT the kernel waits for room, for the time that the socket has for it.
         """
-        while parts:
-            try:
-                sent = self.sock.send(parts[0], flags) if len(parts) == 1 else self.sock.sendmsg(parts, (), flags)
-            except BlockingIOError:
-                return False
-            while parts and sent >= len(parts[0]):
-                sent -= len(parts.pop(0))
-            if parts:
-                parts[0] = parts[0][sent:]
-                return False
+        if not (flags or self._waits):
+            self._room.poll(FULL_SECONDS * 1000)
+            flags = NOWAIT
+        try:
+            while parts:
+                first = parts[0]
+                if not isinstance(first, memoryview):
+                    first.send(self.sock.fileno())
+                    if first:
+                        return False
+                    del parts[0]
+                    continue
+                if len(parts) == 1:
+                    sent = self.sock.send(first, flags)
+                else:
+                    sent = self.sock.sendmsg(memories(parts), (), flags)
+                while sent and sent >= len(parts[0]):
+                    sent -= len(parts.pop(0))
+                if sent and isinstance(rest := parts[0], memoryview):
+                    parts[0] = rest[sent:]
+                    return False
+        except BlockingIOError:
+            return False
         return True
 
-    def take_relayed(self) -> list[memoryview]:
+    def take_relayed(self) -> list[Part]:
         """Take the frames, or rests of frames, that go before any other. With `sending`."""
-        parts = []
+        parts: list[Part] = []
         while self.relayed:
             parts.append(self.relayed.popleft())
             self._relayed_more(-len(parts[-1]))
         return parts
 
-    def hand_back(self, parts: list[memoryview]) -> None:
+    def hand_back(self, parts: Sequence[Part]) -> None:
         """Leave the rest of frames to be sent before any other frame. With `sending`."""
         for part in reversed(parts):
             self._relayed_more(len(part))
-            self.relayed.appendleft(memoryview(bytes(part)))
+            self.relayed.appendleft(memoryview(bytes(part)) if isinstance(part, memoryview) else part)
 
     def _drain(self, check: Callable[[], None]) -> None:
         """Send the rest of relayed frames first: a frame is never divided by another."""
         while self.relayed:
             self._push(self.take_relayed(), check)
 
-    def queue(self, frame: memoryview) -> None:
+    def queue(self, *frame: Part) -> None:
         """A frame to be passed on by `relay`, or with the next frame that is sent."""
-        self._relayed_more(len(frame))
-        self.relayed.append(frame)
+        self._relayed_more(sum(map(len, frame)))
+        self.relayed.extend(frame)
 
     def _relayed_more(self, nbytes: int) -> None:
         with self._counting:
@@ -266,14 +339,15 @@ class Wire:
         try:
             while self.relayed:
                 part = self.relayed[0]
+                size = len(part)
                 try:
-                    sent = self.sock.send(part, NOWAIT)
+                    sent = self.sock.send(part, NOWAIT) if isinstance(part, memoryview) else part.send(self.sock.fileno())
                 except BlockingIOError:
                     break
                 self._relayed_more(-sent)
-                if sent == len(part):
+                if sent == size:
                     self.relayed.popleft()
-                else:
+                elif isinstance(part, memoryview):
                     self.relayed[0] = part[sent:]
             return True
         finally:
@@ -286,7 +360,20 @@ class Wire:
 
     def close(self) -> None:
         self.ended = True
+        self._passing = None
+        self.passages.clear()  # and with them their pipes, once what is in them is sent
+        self.relayed.clear()
         self.sock.close()
+
+
+def memories(parts: Sequence[Part]) -> list[memoryview]:
+    """The parts that are in memory, up to the first in a pipe."""
+    found = []
+    for part in parts:
+        if not isinstance(part, memoryview):
+            break
+        found.append(part)
+    return found
 
 
 def reason(error: OSError) -> str:

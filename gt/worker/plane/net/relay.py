@@ -1,0 +1,185 @@
+"""Frames that a worker passes on. The bytes of large ones go through a pipe, and stay in the kernel.
+
+Such a frame is divided into frames of what has arrived, each of which is whole before it begins on the next connection. So
+other frames go between them, and the end of one connection leaves no part of a frame on another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from gt.worker.plane.net.wire import DATA, HEADER, MAX_HOPS, Ended, Frame, Wire
+
+if TYPE_CHECKING:
+    from gt.worker.plane.net.network import Network
+
+PASSED_BYTES = 64 << 10  # of payload from which on a frame is passed on so: a smaller one costs less copied
+PIPE_BYTES = 1 << 20  # of a pipe, if its user may have as many: it holds a segment of a connection for each 4 KiB
+PAUSE_BYTES = 4 << 20  # of frames that wait to be passed on, from which on their sender is not read
+MAX_EARLY_BYTES = 64 << 20  # of frames that wait for a connection
+NOWAIT = os.SPLICE_F_NONBLOCK
+
+
+class Pipe:
+    """Closed with the last reference to it: what is in it outlives the connection from which that came."""
+
+    def __init__(self) -> None:
+        self.source, self.target = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(self.target, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+
+    def __del__(self) -> None:
+        os.close(self.source)
+        os.close(self.target)
+
+
+class Piped:
+    """The rest of a frame's payload, in a pipe. Its length falls as it is sent."""
+
+    __slots__ = ("_left", "_pipe")
+
+    def __init__(self, pipe: Pipe, left: int) -> None:
+        self._pipe, self._left = pipe, left
+
+    def __len__(self) -> int:
+        return self._left
+
+    def send(self, fd: int) -> int:
+        """Send as much as the connection takes now, which must not wait. BlockingIOError if that is nothing."""
+        sent = os.splice(self._pipe.source, fd, self._left, flags=NOWAIT)
+        self._left -= sent
+        return sent
+
+
+class Passage:
+    """From one connection to `out`, for one frame after the other. left: bytes of the frame that have not arrived."""
+
+    def __init__(self, out: Wire) -> None:
+        self.out, self.left = out, 0
+        self._pipe = Pipe()
+        self._piped = Piped(self._pipe, 0)
+        self._frame = Frame(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+    @property
+    def frame(self) -> Frame:
+        """The header of the frame that passes."""
+        return self._frame
+
+    @property
+    def free(self) -> bool:
+        """True if nothing is in the pipe."""
+        return not self._piped
+
+    def begin(self, frame: Frame, left: int, credit: int) -> None:
+        """The next frame, of which `left` bytes are to come, and its credit is to be passed on."""
+        self._frame, self.left = frame._replace(hops=frame.hops + 1, credit=credit), left
+
+    def take(self, fd: int) -> tuple[memoryview, Piped]:
+        """A frame of the bytes that are there, while the pipe is free. BlockingIOError if none are, OSError at the end."""
+        got = os.splice(fd, self._pipe.target, self.left, flags=NOWAIT)
+        if not got:
+            raise Ended("its connection ended")
+        self.left -= got
+        self._piped = Piped(self._pipe, got)
+        header = memoryview(HEADER.pack(*self._frame._replace(nbytes=got)))
+        self._frame = self._frame._replace(credit=0)
+        return header, self._piped
+
+
+class Relay:
+    """What one worker passes on, in the threads that read. relayed: bytes of payload by "source>target"."""
+
+    def __init__(self, network: Network, wake: Callable[[], None]) -> None:
+        self.relayed: Counter[str] = Counter()
+        self._network, self._wake = network, wake
+        self._early: list[tuple[Wire, Frame, memoryview]] = []  # to be passed on once there is a connection
+        self._lock = threading.Lock()  # of these
+
+    def passage(self, wire: Wire, frame: Frame) -> Passage | None:
+        """The way through a pipe of a frame for another worker, if it can take one."""
+        out = self._network.onward(frame.target) if frame.kind == DATA and frame.nbytes >= PASSED_BYTES else None
+        if out is None or self._lost(frame, out):
+            return None
+        passage = wire.passages.get(out.index)
+        if passage is None or passage.out is not out:
+            try:
+                passage = wire.passages[out.index] = Passage(out)
+            except OSError:  # too few descriptors
+                return None
+            out.wait_outside()
+        return passage
+
+    def pass_on(self, wire: Wire, passage: Passage) -> None:
+        """Pass on what is there of a frame. BlockingIOError if nothing is, or the pipe is not free."""
+        out, frame = passage.out, passage.frame
+        if not passage.free:
+            self._pause(wire, out)
+            raise BlockingIOError
+        header, payload = passage.take(wire.sock.fileno())
+        self._count(frame, len(payload))
+        out.queue(header, payload)
+        self._send(wire, out, 0)
+
+    def forward(self, wire: Wire, frame: Frame, whole: memoryview) -> None:
+        """Pass on a frame that is in memory."""
+        out = self._network.onward(frame.target)
+        if self._lost(frame, out):
+            return  # the pair's ends learn that their way is over
+        if out is None:
+            with self._lock:
+                if sum(len(later) for _, _, later in self._early) < MAX_EARLY_BYTES:
+                    self._early.append((wire, frame, whole))
+            return
+        self._count(frame, frame.nbytes)
+        out.queue(whole)
+        self._send(wire, out, PAUSE_BYTES)
+
+    def forward_early(self) -> None:
+        """Pass on the frames that were here before the connection that they take."""
+        if self._early:
+            with self._lock:
+                early, self._early = self._early, []
+            for wire, frame, whole in early:
+                self.forward(wire, frame, whole)
+
+    def resume(self, out: Wire) -> None:
+        """Read again the connections whose frames `out` did not take."""
+        paused, out.paused = out.paused, []
+        for wire in paused:
+            wire.stalled = False
+            self._network.arm(wire)
+        if paused:
+            self._wake()
+
+    def _lost(self, frame: Frame, out: Wire | None) -> bool:
+        return not self._network.lives(frame.target) or frame.hops >= MAX_HOPS or (out is not None and out.ended)
+
+    def _count(self, frame: Frame, nbytes: int) -> None:
+        if nbytes:
+            self.relayed[f"{frame.source}>{frame.target}"] += nbytes
+
+    def _send(self, wire: Wire, out: Wire, limit: int) -> None:
+        """Send what was queued at `out`. `wire`, from which it came, is not read while more than `limit` bytes are left."""
+        try:
+            out.relay()
+        except OSError as error:
+            self._network.lost(out, error)
+            return
+        if out.relayed_bytes > limit:
+            self._pause(wire, out)
+        elif out.relayed:
+            self._network.arm(out)
+
+    def _pause(self, wire: Wire, out: Wire) -> None:
+        """Read a connection no more until `out` has taken what came from it."""
+        if wire not in out.paused:
+            out.paused.append(wire)
+            wire.stalled = True
+            self._network.arm(wire)
+        self._network.arm(out)
