@@ -6,14 +6,16 @@ The server asks for the bytes that workers do not read by themselves, and releas
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 
 from gt.client import host_buffers
 from gt.client.arenas import ArenaBlock, ClientArenas
+from gt.client.reports import progress
 from gt.errors import ProtocolError
 from gt.wire.arena import upload_index
 from gt.wire.messages import UNREADABLE, UploadChunk, UploadRequest
@@ -46,11 +48,32 @@ class KeptUploads:
         self._in_files: dict[int, FileTensor] = {}  # by tensor
         self._blocks: dict[int, ArenaBlock] = {}  # by tensor: the block that its copy is in, if any
         self._uploading: dict[int, Any] = {}  # by key: array and boxes, then the frames left to send
+        self._sent: Counter[int] = Counter()  # bytes in messages so far, by tensor
+        self._tensors: dict[int, int] = {}  # by key of an upload under way
 
     @property
     def in_arenas(self) -> bool:
         """True if workers have still to read a copy from shared memory."""
         return bool(self._blocks)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that workers have still to get, as far as this process knows: of several that get them, the first counts."""
+        return sum(max(array.nbytes - self._sent[tensor], 0) for tensor, array in list(self.copies.items()))
+
+    @contextmanager
+    def bar(self) -> Iterator[progress.Tick]:
+        """Around a wait, which calls the yielded function now and then: a bar of the bytes that are waiting."""
+        left = self.waiting_bytes
+        with progress.bar("uploading", left) as tick:
+
+            def look(_: int) -> None:
+                nonlocal left
+                now = min(self.waiting_bytes, left)
+                tick(left - now)
+                left = now
+
+            yield look
 
     def keep(self, tensor: int, array: np.ndarray) -> int:
         """Hold a copy of `array` until Release; the value of its gt.upload op. See Session.keep."""
@@ -84,7 +107,7 @@ class KeptUploads:
         if message.tensor in self._blocks:  # a worker cannot open the arena
             self._arenas.disable()
             array = array.copy()  # frames are read after the block is used again
-        self._uploading[message.key] = (array, message.boxes)
+        self._uploading[message.key], self._tensors[message.key] = (array, message.boxes), message.tensor
         if message.upto or not any(all(start < stop for start, stop in box) for box in message.boxes):
             self.send_chunks(message.key, message.upto)
 
@@ -98,13 +121,16 @@ class KeptUploads:
         while left and left[0][0] + sum(map(len, left[0][2])) <= upto:
             offset, total, parts = left.popleft()
             self._send(UploadChunk(key, offset, total), parts)
+            if (tensor := self._tensors[key]) in self.copies:
+                self._sent[tensor] += sum(map(len, parts))
         if not left:
-            del self._uploading[key]
+            del self._uploading[key], self._tensors[key]
 
     def release(self, tensors: list[int]) -> None:
         """Nobody will read these values any more."""
         for tensor in tensors:
             self.copies.pop(tensor, None)
+            self._sent.pop(tensor, None)
             source = self._in_files.pop(tensor, None)
             if source is not None:
                 source.release()
@@ -116,5 +142,5 @@ class KeptUploads:
         """The session has ended."""
         for source in self._in_files.values():
             source.release()
-        for held in (self.copies, self._blocks, self._in_files, self._uploading):
+        for held in (self.copies, self._blocks, self._in_files, self._uploading, self._sent, self._tensors):
             held.clear()
