@@ -49,11 +49,11 @@ def _show(stream: RecordStream, given: argparse.Namespace) -> int:
     if given.once or given.json or not sys.stdout.isatty() or not sys.stdin.isatty():
         return _print(stream, view, given)
     try:
-        import rich  # noqa: F401 - an extra
+        from rich.console import Console  # an extra
     except ImportError:
         sys.stderr.write(NO_RICH + "\n")
         return _print(stream, view, given)
-    return _live(stream, view, given)
+    return _print(stream, view, given) if Console().is_dumb_terminal else _live(stream, view, given)
 
 
 def _print(stream: RecordStream, view: LiveView, given: argparse.Namespace) -> int:

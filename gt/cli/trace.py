@@ -42,6 +42,9 @@ def main(args: list[str], text: str) -> int:
     except Exception:
         traceback.print_exc()
         return _ended(output, report)
+    except KeyboardInterrupt:
+        _ended(output, report)
+        raise
     if "slices" not in report:
         print(f"gt trace: {options.script} did nothing with remote tensors, so there is nothing to trace", file=sys.stderr)
         return 1
@@ -56,7 +59,7 @@ def main(args: list[str], text: str) -> int:
 def _ended(output: str, report: dict) -> int:
     """Exit code of a program that has failed. Its trace up to then is written."""
     if "slices" in report:
-        print(f"{output}: {report['slices']} slices, until the program failed", file=sys.stderr)
+        print(f"{output}: {report['slices']} slices, until the program ended", file=sys.stderr)
     return 1
 
 

@@ -6,7 +6,9 @@ The server asks for the bytes that workers do not read by themselves, and releas
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +17,7 @@ import numpy as np
 from gt.client import host_buffers
 from gt.client.arenas import ArenaBlock, ClientArenas
 from gt.client.host_buffers import Frames
+from gt.client.reports import progress
 from gt.errors import ProtocolError
 from gt.ir.layout import Boxes
 from gt.wire.arena import upload_index
@@ -43,6 +46,7 @@ class FileTensor(Protocol):
 class _Unsent:
     """A region of which frames are left to send."""
 
+    tensor: int
     total: int
     frames: Frames
     sent: int = 0
@@ -58,11 +62,31 @@ class KeptUploads:
         self._blocks: dict[int, ArenaBlock] = {}  # by tensor: the block that its copy is in, if any
         self._uploading: dict[int, _Unsent] = {}  # by key
         self._unreadable: set[int] = set()  # keys of regions that ended with an error
+        self._sent: Counter[int] = Counter()  # bytes in messages so far, by tensor
 
     @property
     def in_arenas(self) -> bool:
         """True if workers have still to read a copy from shared memory."""
         return bool(self._blocks)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that workers have still to get, as far as this process knows: of several that get them, the first counts."""
+        return sum(max(array.nbytes - self._sent[tensor], 0) for tensor, array in list(self.copies.items()))
+
+    @contextmanager
+    def bar(self) -> Iterator[progress.Tick]:
+        """Around a wait, which calls the yielded function now and then: a bar of the bytes that are waiting."""
+        left = self.waiting_bytes
+        with progress.bar("uploading", left) as tick:
+
+            def look(_: int) -> None:
+                nonlocal left
+                now = min(self.waiting_bytes, left)
+                tick(left - now)
+                left = now
+
+            yield look
 
     def keep(self, tensor: int, array: np.ndarray) -> int:
         """Hold a copy of `array` until Release; the value of its gt.upload op. See Session.keep."""
@@ -93,7 +117,7 @@ class KeptUploads:
             total, frames = host_buffers.region_frames(array, message.boxes)
         else:
             raise ProtocolError(f"UploadRequest.tensor is {message.tensor}, want a tensor with a host copy")
-        self._uploading[message.key] = _Unsent(total, frames)
+        self._uploading[message.key] = _Unsent(message.tensor, total, frames)
         if message.upto or not total:
             self.send_chunks(message.key, message.upto)
 
@@ -108,8 +132,11 @@ class KeptUploads:
             while left.sent + min(CHUNK, left.total - left.sent) <= upto:
                 offset, total, parts = next(left.frames)
                 self._send(UploadChunk(key, offset, total), parts)
-                left.sent = offset + sum(map(len, parts))
-                if left.sent >= total:
+                end = offset + sum(map(len, parts))
+                if left.tensor in self.copies:
+                    self._sent[left.tensor] += end - left.sent
+                left.sent = end
+                if end >= total:
                     del self._uploading[key]
                     return
         except OSError as error:
@@ -122,6 +149,7 @@ class KeptUploads:
         """Nobody will read these values any more."""
         for tensor in tensors:
             self.copies.pop(tensor, None)
+            self._sent.pop(tensor, None)
             source = self._in_files.pop(tensor, None)
             if source is not None:
                 source.release()
@@ -133,5 +161,5 @@ class KeptUploads:
         """The session has ended."""
         for source in self._in_files.values():
             source.release()
-        for held in (self.copies, self._blocks, self._in_files, self._uploading, self._unreadable):
+        for held in (self.copies, self._blocks, self._in_files, self._uploading, self._unreadable, self._sent):
             held.clear()

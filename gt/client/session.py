@@ -54,6 +54,7 @@ from gt.wire.messages import (
 log = logging.getLogger("gt.client")
 
 MAX_WAITING_BATCHES = 8  # for the server's credit; then wait_credit blocks
+LONG_UPLOAD_BYTES = 16 << 20  # of uploads that may take a second
 TICK_SECONDS = 0.5  # between two looks at a wait that shows a bar
 ROOM_SECONDS = 0.25  # until a wait for room becomes a wait for all workers
 FIRST_NOTICE_SECONDS = 3.0  # without an answer; then a warning tells the user
@@ -396,6 +397,9 @@ class Session:
         if self.compiles and tick is None and progress.shown():
             self.compiles = False
             with progress.bar("first replay of a captured step, which workers may compile", unit="s") as tick:
+                return self._ask(question, tick)
+        if tick is None and self._uploads.copies and progress.shown() and self._uploads.waiting_bytes >= LONG_UPLOAD_BYTES:
+            with self._uploads.bar() as tick:
                 return self._ask(question, tick)
         if spans.current is None:
             return self.wait(self.begin(question), tick)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import gt
-from gt.cli.top import Following, _live, _screen, after_key, main
+from gt.cli.top import Following, _live, _screen, _show, after_key, main
 from gt.errors import DispatcherLost
 from gt.observe import top_view
 from gt.observe.live_view import LiveView
@@ -195,8 +195,28 @@ class Scripted:
             raise answer
         return answer
 
+    def next(self) -> Any:
+        return self.take(1.0)
+
     def close(self) -> None:
         self.closed = True
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_that_cannot_place_text_gets_one_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of an editor."""
+    pytest.importorskip("rich")
+    screen = Screen()
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys, "stdin", Screen())
+    monkeypatch.setattr(sys, "stdout", screen)
+    given = argparse.Namespace(once=False, json=False, sort="name", session=-1, interval=0.5, token_file=None)
+    assert _show(Scripted(moment(1.0), moment(2.0)), given) == 0  # type: ignore[arg-type]
+    assert "\x1b" not in screen.getvalue() and screen.getvalue().count("shared server") == 1
 
 
 def following(monkeypatch: pytest.MonkeyPatch, first: Scripted, *others: Scripted) -> Following:

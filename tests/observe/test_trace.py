@@ -149,8 +149,13 @@ def test_the_command_runs_a_script_and_says_its_bubble(
     script.write_text("import gt\nprint(gt.ones(4).sum().item())\nraise ValueError('it failed')\n")
     assert main(["trace", str(tmp_path / "failed.json"), str(script)]) == 1
     told = capsys.readouterr().err
-    assert "ValueError: it failed" in told and "slices, until the program failed" in told
+    assert "ValueError: it failed" in told and "slices, until the program ended" in told
     assert json.loads((tmp_path / "failed.json").read_text())["traceEvents"]
+    script.write_text("import gt\nprint(gt.ones(4).sum().item())\nraise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        main(["trace", str(tmp_path / "stopped.json"), str(script)])
+    assert "slices, until the program ended" in capsys.readouterr().err
+    assert json.loads((tmp_path / "stopped.json").read_text())["traceEvents"]
     assert main(["trace", str(tmp_path / "none" / "out.json"), str(script)]) == 1
     assert "cannot be written: there is no folder" in capsys.readouterr().err
     script.write_text("print(1)\n")

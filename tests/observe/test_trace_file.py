@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from gt.wire.messages import TraceRows
 from gt.worker import executor
 from gt.worker.process.tracer import Tracer
 from tests.helpers.processes import run_program
+from tests.helpers.serving import serving
 from tests.observe import trace_rules
 from tests.observe.test_plan import CONFIGS, training
 
@@ -43,6 +45,11 @@ def two_stages(steps: int, captured: bool) -> None:
     run = gt.compile(step) if captured else step
     for _ in range(steps):
         run(torch.randn(8, 16, device="remote")).item()
+
+
+def line_of(text: str, function: Callable) -> int:
+    lines, first = inspect.getsourcelines(function)
+    return first + next(n for n, line in enumerate(lines) if text in line)
 
 
 def of(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
@@ -73,6 +80,8 @@ def test_slices_have_lines_and_groups_and_transfers_have_arrows(session: Callabl
     assert max(e["args"]["bytes"] for e in events if e["ph"] == "C" and "bytes" in e["args"]) >= 16 * 32 * 4
     names = {e["name"] for e in of(events, "program")}
     assert {"wait for a value", "Python"} <= names and ("replay two_stages.<locals>.step" in names) == captured
+    waits = {e["args"].get("line") for e in of(events, "program") if e["name"] == "wait for a value"}
+    assert waits >= {f"{__file__}:{line_of('.item()', two_stages)}"}, "the line that waits"
     assert "Ops" in {e["name"] for e in of(events, "dispatcher")}
     assert spans.current is None
 
@@ -190,13 +199,15 @@ class Immediate:
         return [mark[0] for mark in marks]
 
 
-def test_each_stream_of_a_device_has_a_row(session: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_stream_of_a_device_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         executor, "Tracer", lambda begin, sample, definitions, _: Tracer(begin, sample, definitions, Immediate())
     )
-    session(TWO)
-    with gt.trace(tmp_path / "out.json") as report:
-        two_stages(2, False)
+    with serving(2) as server:
+        gt.connect(server.address, config=TWO)
+        with gt.trace(tmp_path / "out.json") as report:
+            two_stages(2, False)
+        gt.shutdown()
     events = trace_rules.check(tmp_path / "out.json")
     pid = next(e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == "worker w0")
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == pid}

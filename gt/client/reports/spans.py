@@ -5,14 +5,20 @@ While nobody wants spans, `current` is None: a wait and a batch look at it, an o
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
+from types import FrameType
 from typing import Any, NamedTuple
 
 MAX_SPANS = 1 << 16
+_BETWEEN = (contextlib.__file__, threading.__file__)  # modules that call GT, or are called by it, on its way to the program
+_GT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 Sink = Callable[["Span"], None]
 
 
@@ -33,14 +39,28 @@ class Spans:
         self.sinks: list[Sink] = []
 
     def add(self, name: str, start: float, **args: Any) -> None:
-        """A span that ends now."""
-        span = Span(name, threading.current_thread().name, start, monotonic(), args)
+        """A span that ends now. It gets the line of the program that it is of, if there is one."""
+        end, line = monotonic(), user_line()
+        span = Span(name, threading.current_thread().name, start, end, {**({"line": line} if line else {}), **args})
         for sink in list(self.sinks):
             sink(span)
 
     def batch(self, code: list) -> None:
         """A batch of ops is handed over."""
         self.add("hand over ops", monotonic(), numbers=len(code))
+
+
+def user_line() -> str:
+    """File and line of the innermost frame that is the program's own, "" in a thread of GT's."""
+    torch = sys.modules.get("torch")
+    libraries = (_GT,) if torch is None else (_GT, os.path.dirname(str(torch.__file__)) + os.sep)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file not in _BETWEEN and not file.startswith(libraries) and not file.startswith("<frozen"):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 class SpanBuffer:

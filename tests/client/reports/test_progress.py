@@ -6,6 +6,7 @@ import io
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ import torch
 
 import gt
 from gt.client import host_buffers
+from gt.client.kept_uploads import KeptUploads
 from gt.client.reports import progress
+from gt.wire import messages
 
 tqdm = pytest.importorskip("tqdm")
 
@@ -95,6 +98,41 @@ def test_saving_and_loading_show_their_bytes(session: Any, monkeypatch: pytest.M
     text = terminal.getvalue()
     assert "gt: saving a-checkpoint" in text and "20.4k/20.4k" in text
     assert "gt: loading a-checkpoint: 20.4kB" in text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_wait_for_uploads_shows_their_bytes(session: Any, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    session()
+    stream = shown_on(monkeypatch) if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert torch.ones(1 << 10).to("remote").sum().item() == 1 << 10
+    assert "uploading" not in stream.getvalue(), "a short one"
+    assert torch.ones(5 << 20).to("remote").sum().item() == 5 << 20
+    assert ("gt: uploading" in stream.getvalue() and "21.0M" in stream.getvalue()) is terminal
+
+
+def test_bytes_of_an_upload_count_once_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, sent = shown_on(monkeypatch), []
+    arenas: Any = SimpleNamespace(take=lambda nbytes: None)
+    uploads = KeptUploads(arenas, lambda message, parts: sent.append(message.total))
+    size = 5 * messages.CHUNK
+    for tensor in (7, 8):
+        uploads.keep(tensor, np.zeros(size, np.uint8))
+    assert uploads.waiting_bytes == 2 * size
+    with uploads.bar() as look:
+        uploads.begin(messages.UploadRequest(7, 1, [[[0, size]]], 2 * messages.CHUNK))
+        look(0)
+        assert uploads.waiting_bytes == 2 * size - 2 * messages.CHUNK and len(sent) == 2
+        uploads.begin(messages.UploadRequest(7, 2, [[[0, size]]], size))  # of another worker, which gets all of them
+        assert uploads.waiting_bytes == size
+        uploads.send_chunks(1, size)
+        uploads.release([7])
+        look(0)
+        assert uploads.waiting_bytes == size
+        uploads.release([8])
+        look(0)
+        look(0)
+    assert "100%" in terminal.getvalue()
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -287,6 +287,21 @@ def test_actions_are_stamped_by_the_device(device: Played) -> None:
                 assert all(end == start + 1 for _, start, end in found) and found[0][1] == device.clock - 3
 
 
+def test_a_trace_of_a_replay_has_its_graph_and_no_marks(device: Played) -> None:
+    script = program(3)
+    got = script.bench("cudagraphs", inputs(3), Engine(device), [(0, "0F0"), (len(script.rows) // 2, "0B0")])
+    device.held, executor = got.executor.tensors, got.executor
+    replay(got, 5)
+    assert report(got)["graphs"] == 1 and not report(got)["reasons"]
+    executor.begin_trace(executor.session)
+    replay(got)
+    (part,) = executor.end_trace(executor.session, 1)
+    count = sum(place >= 0 for place, _ in script.rows)
+    assert [int(number) for number in part.events[::4]] == [-count, 99], (
+        "a row that only marks an action or begins a replay is none"
+    )
+
+
 def inputs_of(bench: Bench) -> list[torch.Tensor]:
     return [t for i, t in bench.executor.tensors.items() if i < 1000]
 
