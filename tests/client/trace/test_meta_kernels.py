@@ -28,8 +28,84 @@ def run(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_common_ops_are_inferred_without_the_import_of_dynamo() -> None:
-    run(INFERENCES + "assert 'torch._dynamo' not in sys.modules")
+WAITING = """
+from gt.wire.deferred_imports import is_deferred
+assert is_deferred("sympy") and is_deferred("torch.fx.experimental.symbolic_shapes")
+"""
+
+
+def test_common_ops_are_inferred_without_dynamo_sympy_and_symbolic_shapes() -> None:
+    run(INFERENCES + WAITING + "assert 'torch._dynamo' not in sys.modules")
+
+
+def test_a_forward_and_a_backward_pass_need_none_of_them() -> None:
+    run(
+        """
+import sys
+import torch
+import gt
+
+gt.cpu_workers(1)
+layers = torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 8), torch.nn.LayerNorm(8)
+model = torch.nn.Sequential(*layers).to("remote")
+x = torch.randn(2, 3, 8, 8, device="remote")
+torch.nn.functional.cross_entropy(model(x), torch.zeros(2, dtype=torch.long, device="remote")).backward()
+model[2].weight.grad.sum().item()
+"""
+        + WAITING
+        + "assert 'torch._dynamo' not in sys.modules"
+    )
+
+
+def test_deferred_functions_of_symbolic_shapes_answer_as_the_real_ones() -> None:
+    run(
+        INFERENCES
+        + WAITING
+        + """
+import itertools
+from gt.client.trace.meta_kernels import _ANSWERS, _answering
+
+deferred = {name: _answering(name, answer) for name, answer in _ANSWERS.items()}
+from torch.fx.experimental import symbolic_shapes as real
+assert not is_deferred("sympy") and real.sym_eq.__module__ == real.__name__
+
+def outcome(function, args):
+    try:
+        result = function(*args)
+    except Exception as error:
+        return type(error), str(error)
+    return type(result), result
+
+plain = [True, False, 0, 1, -1, 3, 2.5, "3", None, (), (1, 2), [1, 2], (1, 3), (True,), ((1,), 2), torch.Size([1, 2]), x, x.t()]
+answered = 0
+for name, function in deferred.items():
+    for args in [*((a,) for a in plain), *itertools.product(plain, repeat=2)]:
+        if "constrain_range" in name or (len(args) == 2 and name == "expect_true" and type(args[1]) is not int):
+            continue
+        assert outcome(function, args) == outcome(getattr(real, name), args), (name, args)
+        answered += _ANSWERS[name](*args) is not NotImplemented if outcome(_ANSWERS[name], args)[0] is not TypeError else 0
+assert answered > 100, answered
+"""
+    )
+
+
+def test_symbolic_sizes_execute_symbolic_shapes_and_are_traced() -> None:
+    run(
+        INFERENCES
+        + WAITING
+        + """
+import sympy
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+import torch.distributed.tensor._decompositions as decompositions
+
+assert decompositions.GuardOnDataDependentSymNode is GuardOnDataDependentSymNode
+with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+    a = mode.from_tensor(torch.ones(5, 3), static_shapes=False)
+    assert isinstance((a + a[:, :1]).shape[0].node.expr, sympy.Basic)
+assert not is_deferred("sympy")
+"""
+    )
 
 
 def test_once_dynamo_is_imported_it_is_torchs_own_wrapper_that_runs() -> None:
@@ -58,7 +134,7 @@ from gt.client.trace.shape_inference import warm
 
 warm()
 rules = sys.modules["torch.distributed.tensor._ops"]
-assert type(rules).__name__ == "_Rules" and not any(name.startswith(rules.__name__ + "._math") for name in sys.modules)
+assert type(rules).__name__ == "DeferredModule" and not any(name.startswith(rules.__name__ + "._math") for name in sys.modules)
 """
 
 
