@@ -74,10 +74,8 @@ def dispatch(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | 
             if other.pending and second.requires_grad:
                 note_first_use(second, other)
             entry, operands = info.cache.get((ref.meta, other.meta)), (ref.id, other.id)
-        elif info.second == LIST and type(second) is list:
-            entry, operands = info.cache.get((ref.meta, tuple(second))), (ref.id,)
-        elif info.second == CONST:
-            entry, operands = info.cache.get((ref.meta, second)), (ref.id,)
+        elif info.second == CONST or (info.second == LIST and type(second) is list):
+            entry, operands = info.cache.get((ref.meta, second if info.second == CONST else tuple(second))), (ref.id,)
         elif type(second) in _SCALARS and info.second in _BY_VALUE:
             entry, operands = info.cache.get((ref.meta, type(second))), (ref.id, second)
         else:
