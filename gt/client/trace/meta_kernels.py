@@ -52,9 +52,10 @@ def _symbols(x: Any) -> Any:
 # Functions of symbolic shapes -> their answers to plain arguments, or NotImplemented
 _ANSWERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
-        ("guard_or_false", "guard_or_true", "statically_known_true", "guard_bool", "guard_size_oblivious", "expect_true"),
-        lambda a, skip=0: a if type(a) is bool else NotImplemented,
+        ("guard_or_false", "guard_or_true", "statically_known_true", "guard_bool", "guard_size_oblivious"),
+        lambda a: a if type(a) is bool else NotImplemented,
     ),
+    "expect_true": lambda a, skip=0: a if type(a) is bool else NotImplemented,
     "guard_int": lambda a: a if type(a) is int else NotImplemented,
     "guarding_hint_or_throw": lambda a: a if type(a) in (bool, int) else NotImplemented,
     "has_guarding_hint": lambda a: True if type(a) in (bool, int, float) else NotImplemented,

@@ -62,12 +62,13 @@ def test_deferred_functions_of_symbolic_shapes_answer_as_the_real_ones() -> None
         INFERENCES
         + WAITING
         + """
-import itertools
+import itertools, warnings
 from gt.client.trace.meta_kernels import _ANSWERS, _answering
 
 deferred = {name: _answering(name, answer) for name, answer in _ANSWERS.items()}
 from torch.fx.experimental import symbolic_shapes as real
-assert not is_deferred("sympy") and real.sym_eq.__module__ == real.__name__
+warnings.simplefilter("ignore")  # one of the functions is deprecated
+assert real.ShapeEnv and not is_deferred("sympy") and real.sym_eq.__module__ == real.__name__
 
 def outcome(function, args):
     try:
@@ -76,15 +77,15 @@ def outcome(function, args):
         return type(error), str(error)
     return type(result), result
 
-plain = [True, False, 0, 1, -1, 3, 2.5, "3", None, (), (1, 2), [1, 2], (1, 3), (True,), ((1,), 2), torch.Size([1, 2]), x, x.t()]
+plain = [True, False, 0, 1, -1, 3, 2.5, "3", None, (), (1, 2), [1, 2], (1, 3), (True,), ((1,), 2), torch.Size([1, 2])]
+pairs = [*itertools.product(plain, repeat=2)]
 answered = 0
 for name, function in deferred.items():
-    for args in [*((a,) for a in plain), *itertools.product(plain, repeat=2)]:
-        if "constrain_range" in name or (len(args) == 2 and name == "expect_true" and type(args[1]) is not int):
-            continue
+    calls = pairs if name in ("sym_and", "sym_or", "sym_eq") else [*zip(plain), (x,), (x.t(),)]
+    for args in [] if "constrain_range" in name else calls:
         assert outcome(function, args) == outcome(getattr(real, name), args), (name, args)
-        answered += _ANSWERS[name](*args) is not NotImplemented if outcome(_ANSWERS[name], args)[0] is not TypeError else 0
-assert answered > 100, answered
+        answered += _ANSWERS[name](*args) is not NotImplemented
+assert answered > 80, answered
 """
     )
 
@@ -95,14 +96,15 @@ def test_symbolic_sizes_execute_symbolic_shapes_and_are_traced() -> None:
         + WAITING
         + """
 import sympy
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.proxy_tensor import make_fx
 import torch.distributed.tensor._decompositions as decompositions
 
+graph = make_fx(lambda a: a.new_zeros(a.shape[0], 2 * a.shape[1]) + a[:, :1], tracing_mode="symbolic")(torch.ones(5, 3))
+sizes = [node.meta["val"] for node in graph.graph.nodes if "sym_size" in node.name]
+assert sizes and all(isinstance(size.node.expr, sympy.Basic) for size in sizes), sizes
+assert graph(torch.ones(7, 4)).shape == (7, 8)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 assert decompositions.GuardOnDataDependentSymNode is GuardOnDataDependentSymNode
-with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-    a = mode.from_tensor(torch.ones(5, 3), static_shapes=False)
-    assert isinstance((a + a[:, :1]).shape[0].node.expr, sympy.Basic)
 assert not is_deferred("sympy")
 """
     )
