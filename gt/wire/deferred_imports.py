@@ -64,7 +64,7 @@ class _LoadedLoader(Loader):
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # in place of the import's second one
+        module.__spec__ = self._spec
 
 
 class _DeferringFinder(MetaPathFinder):
@@ -80,7 +80,10 @@ class _DeferringFinder(MetaPathFinder):
                 sys.meta_path.remove(self)
                 execute_deferred(*self._names)
                 if (module := sys.modules.get(name)) is not None:  # one of them has imported it
-                    return importlib.util.spec_from_loader(name, _LoadedLoader(module), is_package=hasattr(module, "__path__"))
+                    loader = _LoadedLoader(module)
+                    # Of a module that has appeared meanwhile the import system takes the module's own spec
+                    module.__spec__ = importlib.util.spec_from_loader(name, loader, is_package=hasattr(module, "__path__"))
+                    return module.__spec__
             return None
         spec = PathFinder.find_spec(name, path, target) if name in self._names else None
         if spec is not None and spec.loader is not None:
