@@ -58,24 +58,24 @@ def dispatch(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | 
     if info.handler is not None:
         return info.handler(info, args, kwargs or {})
     recorder = Current.recorder
-    if kwargs or recorder is None or not args or type(first := args[0]) is not RemoteTensor:
+    if recorder is None or not args or type(first := args[0]) is not RemoteTensor:
         return call(info, args, kwargs)
     # The signature of the call, as `call` makes it, and its operands and scalars.
     ref = first._ref
     if ref.pending and first.requires_grad:
         note_first_use(first, ref)
     operands: tuple
-    if len(args) == 2:
+    if kwargs:
+        entry, operands = _with_scalar(info, args, kwargs)
+    elif len(args) == 2:
         second = args[1]
         if type(second) is RemoteTensor:
             other = second._ref
             if other.pending and second.requires_grad:
                 note_first_use(second, other)
             entry, operands = info.cache.get((ref.meta, other.meta)), (ref.id, other.id)
-        elif info.second == LIST and type(second) is list:
-            entry, operands = info.cache.get((ref.meta, tuple(second))), (ref.id,)
-        elif info.second == CONST:
-            entry, operands = info.cache.get((ref.meta, second)), (ref.id,)
+        elif info.second == CONST or (info.second == LIST and type(second) is list):
+            entry, operands = info.cache.get((ref.meta, second if info.second == CONST else tuple(second))), (ref.id,)
         elif type(second) in _SCALARS and info.second in _BY_VALUE:
             entry, operands = info.cache.get((ref.meta, type(second))), (ref.id, second)
         else:
@@ -85,7 +85,7 @@ def dispatch(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | 
     else:
         return call(info, args)
     if entry is None or entry.mode > FIRST:
-        return call(info, args)
+        return call(info, args, kwargs)
     origins, frame, scope = Current.origins, _getframe(1), stack.scope
     numbers = scope.numbers.get(id(frame.f_code)) if scope.owner is origins and _node() is None else None
     origin = (numbers and numbers.get(frame.f_lasti)) or origins.of_frame(frame)
@@ -105,6 +105,18 @@ def dispatch(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | 
     if len(code) > recorder.batch:
         recorder.end_batch()
     return result
+
+
+def _with_scalar(info: OpInfo, args: tuple, kwargs: dict) -> tuple[Entry | None, tuple]:
+    """The known entry of a call of two remote tensors and a number by keyword, as `y.add_(x, alpha=2)`, and its operands."""
+    if len(args) == 2 and len(kwargs) == 1 and type(args[1]) is RemoteTensor:
+        ((name, value),) = kwargs.items()
+        first, second = args[0]._ref, args[1]._ref
+        if type(value) in _SCALARS and info.named[name] in _BY_VALUE:
+            if second.pending and args[1].requires_grad:
+                note_first_use(args[1], second)
+            return info.cache.get((first.meta, second.meta, name, type(value))), (first.id, second.id, value)
+    return None, ()
 
 
 def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,29 +2,78 @@
 
 Many meta kernels are Python functions that torch excludes from compilation. The exclusion imports torch._dynamo at the first
 call, which takes as long as the import of torch. Until something else imports it, there is nothing to be excluded from, and
-these functions are called as they are. The first op of any subclass imports DTensor: its sharding rules wait for a mesh.
+these functions are called as they are. They also ask torch's symbolic shapes, and sympy, about sizes, which are plain numbers
+here. The first op of any subclass imports DTensor: its sharding rules wait for a mesh.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch.utils._ordered_set import OrderedSet
+
+from gt.wire.deferred_imports import StandIn, deferred, execute_deferred, is_deferred
 
 _MODULES = ("torch._refs", "torch._prims", "torch._prims_common", "torch._decomp", "torch._meta_registrations")
 _KEPT = "__dynamo_disable"  # attribute of an excluded function: torch's wrapper of it, made at the first call
 _DEEPEST = 8  # wrappers around one function
 _RULES = "torch.distributed.tensor._ops"  # registers DTensor's sharding rules
 _MESH = "torch.distributed.device_mesh"  # its DeviceMesh precedes every DTensor
-_lock = threading.RLock()  # several threads may need the rules first
+_SYMBOLIC = "torch.fx.experimental.symbolic_shapes"
+# Modules that ask it about sizes, and import it in each function anew
+_ASKING = frozenset({
+    "torch", "torch._decomp.decompositions", "torch._meta_registrations", "torch._prims", "torch._prims_common",
+    "torch._prims_common.wrappers", "torch._refs", "torch._refs.fft", "torch._refs.linalg", "torch._refs.nn.functional",
+    "torch._refs.special", "torch._tensor", "torch.autograd", "torch.distributed.tensor._collective_utils",
+})  # fmt: skip
+
+
+def _same_sizes(x: Any, y: Any) -> Any:
+    """The equality of two whole numbers, or of two series of them; NotImplemented for other arguments."""
+    if type(x) is type(y) is int:
+        return x == y
+    plain = all(isinstance(series, (tuple, list)) and {*map(type, series)} <= {int} for series in (x, y))
+    return [*x] == [*y] if plain else NotImplemented
+
+
+def _symbols(x: Any) -> Any:
+    """The symbols in the sizes of a tensor, of which a plain one has none."""
+    plain = type(x) is torch.Tensor and x.layout == torch.strided and {*map(type, (*x.shape, *x.stride()))} <= {int}
+    return OrderedSet() if plain and type(x.storage_offset()) is int else NotImplemented
+
+
+# Functions of symbolic shapes -> their answers to plain arguments, or NotImplemented
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(
+        ("guard_or_false", "guard_or_true", "statically_known_true", "guard_bool", "guard_size_oblivious"),
+        lambda a: a if type(a) is bool else NotImplemented,
+    ),
+    "expect_true": lambda a, skip=0: a if type(a) is bool else NotImplemented,
+    "guard_int": lambda a: a if type(a) is int else NotImplemented,
+    "guarding_hint_or_throw": lambda a: a if type(a) in (bool, int) else NotImplemented,
+    "has_guarding_hint": lambda a: True if type(a) in (bool, int, float) else NotImplemented,
+    "is_nested_int": lambda a: False if type(a) in (bool, int, float) else NotImplemented,
+    "sym_and": lambda *terms: all(terms) if {*map(type, terms)} == {bool} else NotImplemented,
+    "sym_or": lambda *terms: any(terms) if {*map(type, terms)} == {bool} else NotImplemented,
+    "sym_eq": _same_sizes,
+    "free_unbacked_symbols": _symbols,
+    **dict.fromkeys(("_constrain_range_for_size", "constrain_range"), lambda *_, **__: NotImplemented),
+}
+
+
+class _NotRaised(RuntimeError):
+    """The error of symbolic shapes while these are deferred: nothing raises it."""
+
+
+class _NoExpression:
+    """The class of sympy's expressions while sympy is deferred: nothing is an instance."""
 
 
 @cache
@@ -75,64 +124,48 @@ def _inner(function: FunctionType) -> Iterator[Any]:
             continue
 
 
+@cache
+def spare_symbolic_shapes() -> None:
+    """Have meta kernels run without sympy and torch's symbolic shapes, which are executed when something else uses them.
+
+    Does nothing for those that are imported, or the second time.
+    """
+    basic = StandIn(_NoExpression, frozenset({"torch._prims_common"}))
+    with deferred("sympy", stand_ins={"Basic": basic}):
+        importlib.import_module("sympy")
+    functions = {name: StandIn(_answering(name, answer), _ASKING) for name, answer in _ANSWERS.items()}
+    error = StandIn(_NotRaised, frozenset({"torch.distributed.tensor._decompositions"}))
+    with deferred(_SYMBOLIC, before=(), stand_ins={**functions, "GuardOnDataDependentSymNode": error}):
+        importlib.import_module(_SYMBOLIC)
+
+
+def _answering(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of symbolic shapes of this name: `answer` for plain arguments, else itself."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = answer(*args, **kwargs)
+        return getattr(sys.modules[_SYMBOLIC], name)(*args, **kwargs) if result is NotImplemented else result
+
+    return call
+
+
 @contextmanager
 def without_dtensor_rules() -> Iterator[None]:
     """Inside, an import of DTensor leaves out its sharding rules, which take a sixth of the time of torch's import.
 
     They are executed before the first DeviceMesh is made, or another module of torch.distributed is imported.
     """
-    finder = _RulesFinder()
     if _RULES in sys.modules:
         yield
         return
-    sys.meta_path.insert(0, finder)
-    try:
+    with deferred(_RULES, before=("torch.distributed.",)):
         yield
-    finally:
-        finder.deferring = False
-        mesh = getattr(sys.modules.get(_MESH), "DeviceMesh", None)
-        if mesh is None or not isinstance(sys.modules.get(_RULES), _Rules):
-            sys.meta_path.remove(finder)
-            _execute_rules()
-        else:
-            for name in ("__init__", "__setstate__"):
-                _execute_before(mesh, name)
-
-
-class _Rules(ModuleType):
-    """The module of the rules, not executed yet."""
-
-    def __getattr__(self, name: str) -> Any:
-        _execute_rules()
-        return self.__getattribute__(name)
-
-
-class _RulesLoader(Loader):
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__class__ = _Rules
-
-
-class _RulesFinder(MetaPathFinder):
-    """Defers the rules while `deferring`. Executes them at the next import in torch.distributed after that."""
-
-    deferring = True
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if not self.deferring:
-            if name.startswith("torch.distributed.") and self in sys.meta_path:
-                sys.meta_path.remove(self)
-                _execute_rules()
-            return None
-        spec = PathFinder.find_spec(name, path, target) if name == _RULES else None
-        if spec is not None and spec.loader is not None:
-            spec.loader = _RulesLoader(spec.loader)
-        return spec
+    mesh = getattr(sys.modules.get(_MESH), "DeviceMesh", None)
+    if mesh is None or not is_deferred(_RULES):
+        execute_deferred(_RULES)
+        return
+    for name in ("__init__", "__setstate__"):
+        _execute_before(mesh, name)
 
 
 def _execute_before(holder: Any, name: str) -> None:
@@ -143,24 +176,9 @@ def _execute_before(holder: Any, name: str) -> None:
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        _execute_rules()
+        execute_deferred(_RULES)
         if getattr(holder, name) is call:
             setattr(holder, name, original)
         return original(*args, **kwargs)
 
     setattr(holder, name, call)
-
-
-def _execute_rules() -> None:
-    """Execute the rules if they are deferred. An error of theirs is raised at each use."""
-    with _lock:
-        module = sys.modules.get(_RULES)
-        if not isinstance(module, _Rules):
-            return
-        assert module.__spec__ is not None and isinstance(module.__spec__.loader, _RulesLoader)
-        module.__class__ = ModuleType  # type: ignore[assignment]  # it may use itself
-        try:
-            module.__spec__.loader.loader.exec_module(module)
-        except BaseException:
-            module.__class__ = _Rules  # type: ignore[assignment]
-            raise

@@ -16,7 +16,7 @@ from gt.client.device import meta as metas
 from gt.client.device.meta import Meta, dtype_name
 from gt.client.device.remote_tensor import RemoteTensor, Shown, new_view, wrapper_of
 from gt.client.trace import refusals
-from gt.client.trace.meta_kernels import spare_dynamo, without_dtensor_rules
+from gt.client.trace.meta_kernels import spare_dynamo, spare_symbolic_shapes, without_dtensor_rules
 from gt.client.trace.op_info import ASK, CONST, DEFAULTED, FIRST, INTO, LONG, ONE, TENSOR, TENSORS, VALUE, VALUES, Entry, OpInfo
 from gt.errors import UnsupportedOp
 from gt.ir import check
@@ -245,12 +245,13 @@ class _Probe(torch.Tensor):
 
 
 def warm() -> None:
-    """Run a meta kernel, and dispatch an op to Python: the first ones of a process import 0.2 s of torch's modules.
+    """Run a meta kernel, and dispatch an op to Python: the first ones of a process import some of torch's modules.
 
     Called while workers start.
     """
     with uninterrupted(), torch.no_grad(), uncollected():
         spare_dynamo()
+        spare_symbolic_shapes()
         torch.empty(1, device="meta").add(1)
         with without_dtensor_rules():
             _Probe._make_wrapper_subclass(_Probe, (1,)).neg_()  # type: ignore[attr-defined]
@@ -263,6 +264,7 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
     if info.dynamic and _by_values(info, args, kwargs):
         return None, False
     spare_dynamo()
+    spare_symbolic_shapes()
     try:
         with uninterrupted(), torch.no_grad():  # the first one imports much of torch, which Ctrl-C would break
             result = _META.get(info.name, info.func)(*args, **kwargs)

@@ -28,8 +28,86 @@ def run(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_common_ops_are_inferred_without_the_import_of_dynamo() -> None:
-    run(INFERENCES + "assert 'torch._dynamo' not in sys.modules")
+WAITING = """
+from gt.wire.deferred_imports import is_deferred
+assert is_deferred("sympy") and is_deferred("torch.fx.experimental.symbolic_shapes")
+"""
+
+
+def test_common_ops_are_inferred_without_dynamo_sympy_and_symbolic_shapes() -> None:
+    run(INFERENCES + WAITING + "assert 'torch._dynamo' not in sys.modules")
+
+
+def test_a_forward_and_a_backward_pass_need_none_of_them() -> None:
+    run(
+        """
+import sys
+import torch
+import gt
+
+gt.cpu_workers(1)
+layers = torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 8), torch.nn.LayerNorm(8)
+model = torch.nn.Sequential(*layers).to("remote")
+x = torch.randn(2, 3, 8, 8, device="remote")
+torch.nn.functional.cross_entropy(model(x), torch.zeros(2, dtype=torch.long, device="remote")).backward()
+model[2].weight.grad.sum().item()
+"""
+        + WAITING
+        + "assert 'torch._dynamo' not in sys.modules"
+    )
+
+
+def test_deferred_functions_of_symbolic_shapes_answer_as_the_real_ones() -> None:
+    run(
+        INFERENCES
+        + WAITING
+        + """
+import itertools, warnings
+from gt.client.trace.meta_kernels import _ANSWERS, _answering
+
+deferred = {name: _answering(name, answer) for name, answer in _ANSWERS.items()}
+from torch.fx.experimental import symbolic_shapes as real
+warnings.simplefilter("ignore")  # one of the functions is deprecated
+assert real.ShapeEnv and not is_deferred("sympy") and real.sym_eq.__module__ == real.__name__
+
+def outcome(function, args):
+    try:
+        result = function(*args)
+    except Exception as error:
+        return type(error), str(error)
+    return type(result), result
+
+plain = [True, False, 0, 1, -1, 3, 2.5, "3", None, (), (1, 2), [1, 2], (1, 3), (True,), ((1,), 2), torch.Size([1, 2])]
+pairs = [*itertools.product(plain, repeat=2)]
+answered = 0
+for name, function in deferred.items():
+    calls = pairs if name in ("sym_and", "sym_or", "sym_eq") else [*zip(plain), (x,), (x.t(),)]
+    for args in [] if "constrain_range" in name else calls:
+        assert outcome(function, args) == outcome(getattr(real, name), args), (name, args)
+        answered += _ANSWERS[name](*args) is not NotImplemented
+assert answered > 80, answered
+"""
+    )
+
+
+def test_symbolic_sizes_execute_symbolic_shapes_and_are_traced() -> None:
+    run(
+        INFERENCES
+        + WAITING
+        + """
+import sympy
+from torch.fx.experimental.proxy_tensor import make_fx
+import torch.distributed.tensor._decompositions as decompositions
+
+graph = make_fx(lambda a: a.new_zeros(a.shape[0], 2 * a.shape[1]) + a[:, :1], tracing_mode="symbolic")(torch.ones(5, 3))
+sizes = [node.meta["val"] for node in graph.graph.nodes if "sym_size" in node.name]
+assert sizes and all(isinstance(size.node.expr, sympy.Basic) for size in sizes), sizes
+assert graph(torch.ones(7, 4)).shape == (7, 8)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+assert decompositions.GuardOnDataDependentSymNode is GuardOnDataDependentSymNode
+assert not is_deferred("sympy")
+"""
+    )
 
 
 def test_once_dynamo_is_imported_it_is_torchs_own_wrapper_that_runs() -> None:
@@ -58,7 +136,7 @@ from gt.client.trace.shape_inference import warm
 
 warm()
 rules = sys.modules["torch.distributed.tensor._ops"]
-assert type(rules).__name__ == "_Rules" and not any(name.startswith(rules.__name__ + "._math") for name in sys.modules)
+assert type(rules).__name__ == "DeferredModule" and not any(name.startswith(rules.__name__ + "._math") for name in sys.modules)
 """
 
 

@@ -44,6 +44,10 @@ class _Inference(TorchDispatchMode):
         self.rows: list[tuple[Entry, list[int]]] = []  # with the slots of operands
         self.operands = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports torch._dynamo at the first op, to exclude this method from compilation
+
     def operand(self, meta: Meta) -> RemoteTensor:
         self.operands += 1
         return make(meta, _Operand(meta, self.operands - 1, self.valid))  # type: ignore[arg-type]

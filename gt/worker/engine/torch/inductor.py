@@ -21,9 +21,9 @@ from gt.errors import UnsupportedOp
 from gt.ir.arguments import operands
 from gt.ir.ops import RANDOM
 from gt.ir.spec import Spec
+from gt.wire.deferred_imports import execute_deferred
 from gt.worker.engine.base import CompiledSegment, DeviceRecorder
 from gt.worker.engine.codegen import finish, fitting
-from gt.worker.engine.deferred_imports import execute_deferred
 from gt.worker.engine.torch import code_cache
 from gt.worker.engine.torch.bounds import BOUNDS
 from gt.worker.engine.torch.compiled_segment import Code, InputSignature, Traced

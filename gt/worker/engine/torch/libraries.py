@@ -13,7 +13,8 @@ import torch
 
 from gt.errors import ConfigError
 from gt.ir.schema import OWN, TABLE, library_schemas
-from gt.worker.engine.deferred_imports import UNUSED, execute_deferred
+from gt.wire.deferred_imports import execute_deferred
+from gt.worker.engine.registry import UNUSED
 from gt.worker.engine.torch.overloads import row
 
 log = logging.getLogger("gt.worker")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from gt.worker.engine import deferred_imports
+from gt.wire import deferred_imports
 from tests.helpers.limits import limit
 
 
@@ -67,10 +69,58 @@ def test_an_error_of_the_module_is_raised_at_each_use() -> None:
             _ = broken.value
 
 
+@pytest.mark.usefixtures("package")
+def test_a_module_that_a_deferred_one_imports_at_its_own_import_is_executed_once(package: Path) -> None:
+    (package / "heavy.py").write_text("import sys\nimport deferred_package.tool\nsys.executions.append(__name__)\n")
+    (package / "tool.py").write_text("import sys\nsys.executions.append(__name__)\n")
+    with deferred_imports.deferred("deferred_package.heavy"):
+        importlib.import_module("deferred_package")
+    tool = importlib.import_module("deferred_package.tool")
+    assert sys.executions == ["deferred_package.tool", "deferred_package.heavy"]  # type: ignore[attr-defined]
+    assert tool is sys.modules["deferred_package.tool"] is sys.modules["deferred_package"].tool
+    assert tool.__spec__ is not None and tool.__spec__.loader is tool.__loader__ and tool.__spec__.origin == tool.__file__
+    assert importlib.reload(tool) is tool
+
+
+@pytest.mark.usefixtures("package")
+def test_another_thread_waits_for_a_module_that_is_being_executed(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(sys, "gates", (begun, go), raising=False)
+    (package / "heavy.py").write_text("import sys\nsys.gates[0].set()\nassert sys.gates[1].wait(60)\nvalue = 3\n")
+    with deferred_imports.deferred("deferred_package.heavy"):
+        heavy = importlib.import_module("deferred_package").heavy
+    values: list[int] = []
+    threads = [threading.Thread(target=lambda: values.append(heavy.value)) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(limit(60))
+    threads[1].start()
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert values == [3, 3]
+
+
+@pytest.mark.usefixtures("package")
+def test_stand_ins_are_for_their_importers_until_the_module_is_executed(package: Path) -> None:
+    (package / "asking.py").write_text("from deferred_package.heavy import value\ndef ask():\n    return value\n")
+    (package / "strange.py").write_text("from deferred_package.heavy import value\n")
+    stand_in = deferred_imports.StandIn(object(), frozenset({"deferred_package.asking"}))
+    with deferred_imports.deferred("deferred_package.heavy", before=(), stand_ins={"value": stand_in}):
+        package_ = importlib.import_module("deferred_package")
+    asking = importlib.import_module("deferred_package.asking")
+    assert asking.ask() is stand_in.value
+    assert sys.executions == []  # type: ignore[attr-defined]
+    assert importlib.import_module("deferred_package.strange").value == 3
+    assert sys.executions == ["deferred_package.heavy"]  # type: ignore[attr-defined]
+    assert asking.ask() == 3
+    assert type(package_.heavy) is ModuleType and package_.heavy.__spec__.loader is package_.heavy.__loader__
+    assert package_.heavy.__loader__.get_source("deferred_package.heavy").startswith("import sys")
+
+
 def test_a_workers_torch_executes_the_deferred_modules_when_they_are_used() -> None:
     code = """
 import sys
-from gt.worker.engine.deferred_imports import DeferredModule, execute_deferred
+from gt.wire.deferred_imports import DeferredModule, execute_deferred
 from gt.worker.engine.registry import UNUSED, import_torch_engine
 
 import_torch_engine()
