@@ -74,10 +74,14 @@ def endpoint(sock: zmq.Socket, ip: str, port: int | str) -> str:
 
 
 def options(sock: zmq.Socket, heartbeat: float, longest: int) -> None:
-    """Set options of both ends: a silent peer is dropped after PATIENCE heartbeats, frames have at most `longest` bytes."""
+    """Set options of both ends: a silent peer is dropped after PATIENCE heartbeats, frames have at most `longest` bytes.
+
+    heartbeat: seconds; 0 waits for a silent peer for ever.
+    """
     sock.setsockopt(zmq.MAXMSGSIZE, longest + SEALED)
-    sock.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(heartbeat * 200)))
-    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(100, int(heartbeat * PATIENCE * 1000)))
+    if heartbeat:
+        sock.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(heartbeat * 200)))
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(100, int(heartbeat * PATIENCE * 1000)))
     sock.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE * 1000))
     sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
 

@@ -18,6 +18,7 @@ from gt.dispatcher.events import Log, PeerLost
 from gt.dispatcher.instruction_log import line
 from gt.dispatcher.server import Server
 from gt.errors import DispatcherLost, Refused
+from gt.wire.access.auth import Access, made
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
 from gt.wire.messages import Query, Report
@@ -149,6 +150,28 @@ def test_a_killed_or_stopped_client_is_noticed(number):
         assert client.stdout.readline() == b"up\n"
         client.send_signal(number)
         assert lost.wait(limit(20))
+    finally:
+        client.kill()
+        client.communicate()
+        server.stop()
+        thread.join()
+
+
+def test_a_program_that_is_stopped_for_long_keeps_its_own_server():
+    """Ctrl-Z, or a debugger that looks at it: all remote tensors would be lost."""
+    core, lost = ToyCore(), threading.Event()
+    handle = core.handle
+    core.handle = lambda event: (isinstance(event, PeerLost) and lost.set(), handle(event))[1]
+    server = Server(core=core, heartbeat=0.05, access=Access(secret=made()))  # others are dropped after 0.3 s
+    thread = threading.Thread(target=server.run, name="gt-test-server")
+    thread.start()
+    client = subprocess.Popen([sys.executable, "-c", CLIENT, server.address], stdout=subprocess.PIPE, stderr=-3)
+    try:
+        assert client.stdout.readline() == b"up\n"
+        client.send_signal(signal.SIGSTOP)
+        assert not lost.wait(2.0)
+        client.kill()
+        assert lost.wait(limit(2.0))
     finally:
         client.kill()
         client.communicate()

@@ -166,6 +166,13 @@ def test_a_nursery_that_is_stopped_is_named(monkeypatch):
         local.start(1, backend="numpy", meanwhile=lambda: os.kill((set(children(me)) - set(before)).pop(), signal.SIGSTOP))
 
 
+def test_a_nursery_that_is_killed_at_the_start_is_named_with_its_signal():
+    me = os.getpid()
+    before = children(me)
+    with pytest.raises(SystemFailure, match=r"the process that starts dispatcher and workers died \(signal SIGKILL\)"):
+        local.start(1, backend="numpy", meanwhile=lambda: os.kill((set(children(me)) - set(before)).pop(), signal.SIGKILL))
+
+
 def test_workers_of_a_dispatcher_that_is_ending_have_nothing_to_say(monkeypatch, capfd):
     """They lose their links before it can be waited for."""
     monkeypatch.setattr(nursery, "_ended", lambda: iter(()))  # not yet

@@ -27,7 +27,7 @@ _SALT, _COST, _BLOCK = b"gt wire keys, version 1", 1 << 15, 8  # of scrypt: 32 M
 class Access:
     """The rules of one server: token "" is none given; encrypt: CURVE on loopback too; insecure: off loopback without a token.
 
-    secret: of this start; "" makes one.
+    secret: of this start, for a server that a program starts for itself; "" makes one.
     """
 
     token: str = ""
