@@ -154,6 +154,18 @@ def test_a_seed_of_each_call_is_not_a_draw_that_is_followed(one):
     assert len({f()[0].item() for _ in range(8)}) == 1
 
 
+def test_a_function_that_draws_may_make_tensors_of_numbers(one):
+    x = torch.ones(3, device="remote")
+
+    @gt.compile
+    def f():
+        torch.rand(())
+        return x * torch.tensor([1.0, 2.0, 3.0], device=x.device)
+
+    assert [f().tolist() for _ in range(5)] == [[1.0, 2.0, 3.0]] * 5
+    assert f.explain().splitlines()[0].endswith(": 1 program"), f.explain()
+
+
 def noise(device):
     return torch.randn(6, 4).to(device)
 
