@@ -92,9 +92,17 @@ def _extend_feature_lists() -> None:
             original = getattr(holder, getter, None)
             if original is not None:
                 setattr(holder, getter, wrapped.setdefault(id(original), _with_remote(original)))
+    # Clipping asks with the device that C++ knows. `foreach=True` is served; the default stays the loop over gradients
+    clipping: Any = torch.nn.utils.clip_grad
+    clipping._device_has_foreach_support = _or_lazy(clipping._device_has_foreach_support)
     for optimizer in ("asgd", "nadam", "radam"):
         module: Any = importlib.import_module(f"torch.optim.{optimizer}")
         module._default_to_fused_or_foreach = _loop_by_default(module._default_to_fused_or_foreach)
+
+
+def _or_lazy(original: Callable[[torch.device], bool]) -> Callable[[torch.device], bool]:
+    """Return a test of devices that remote tensors pass too."""
+    return lambda device: device.type == LAZY.type or original(device)
 
 
 def _loop_by_default(original: Callable[..., tuple[bool, bool]]) -> Callable[..., tuple[bool, bool]]:

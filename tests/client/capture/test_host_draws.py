@@ -154,6 +154,18 @@ def test_a_seed_of_each_call_is_not_a_draw_that_is_followed(one):
     assert len({f()[0].item() for _ in range(8)}) == 1
 
 
+def test_a_function_that_draws_may_make_tensors_of_numbers(one):
+    x = torch.ones(3, device="remote")
+
+    @gt.compile
+    def f():
+        torch.rand(())
+        return x * torch.tensor([1.0, 2.0, 3.0], device=x.device)
+
+    assert [f().tolist() for _ in range(5)] == [[1.0, 2.0, 3.0]] * 5
+    assert f.explain().splitlines()[0].endswith(": 1 program"), f.explain()
+
+
 def noise(device):
     return torch.randn(6, 4).to(device)
 
@@ -293,3 +305,45 @@ def test_draws_whose_number_changes_run_in_python(one):
     x = torch.ones(2)
     torch.manual_seed(6)
     assert got == [f().tolist() for _ in range(30)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("use", ["decide", "upload"])
+def test_draws_in_a_pipeline_schedule(session, use, schedule):
+    """Layer drop and noise from the CPU in each micro-batch: a schedule's replays have an eager step's bits."""
+    session("stage0: {shard: {axis: 0, workers: [0]}}\nstage1: {shard: {axis: 0, workers: [1]}}\n")
+
+    def train(captured: bool):
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)).to("remote")
+        for p in layers.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+
+        def step(batch):
+            optimizer.zero_grad(set_to_none=False)
+            total = torch.zeros((), device=batch.device)
+            for x in gt.microbatches(batch, 4):
+                for n, layer in enumerate(layers):
+                    with gt.signal.context(f"stage{n // 2}"):
+                        if use == "decide" and torch.rand([]) < 0.01:
+                            continue
+                        x = x + torch.tanh(layer(x))
+                        if use == "upload":
+                            x = x + 0.1 * torch.randn(x.shape).to("remote")
+                with gt.signal.context("stage1"):
+                    loss = x.square().mean() / 4
+                loss.backward()
+                total = total + loss.detach()
+            optimizer.step()
+            return total
+
+        run = gt.compile(step, schedule=schedule) if captured else step
+        batches = [torch.full((8, 4), 0.1 * n).to("remote") for n in range(10)]
+        torch.manual_seed(1)
+        return [run(batch).item() for batch in batches], [p.tolist() for p in layers.parameters()], torch.rand(3).tolist(), run
+
+    *got, step = train(True)
+    *want, _ = train(False)
+    assert got == want
+    assert f"schedule {schedule}" in step.explain()

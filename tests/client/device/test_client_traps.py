@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gt
 from tests.helpers.inline_session import InlineSession, inline  # noqa: F401
@@ -33,6 +34,30 @@ def base(d: Device, *shape: int) -> torch.Tensor:
 
 
 # ---- making
+
+
+class Passing(TorchDispatchMode):
+    """Executes every op as it is."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@row
+def tensor_of_list_under_a_dispatch_mode(d):
+    with Passing():
+        made = torch.tensor([[1, 2], [3, 4]], device=d), torch.tensor(2.5, device=d), torch.tensor([], device=d)
+        return *made, torch.as_tensor([1.0], device=d), made[0].new_tensor([1.5]), torch.tensor([True], device=d)
+
+
+@row
+def clipping_by_lists(d):
+    weights = [base(d, 3).requires_grad_(), base(d, 2, 2).requires_grad_()]
+    sum(w.square().sum() for w in weights).backward()
+    norm = nn.utils.clip_grad_norm_(weights, 1.0, foreach=True)
+    clipped = [w.grad.clone() for w in weights]
+    nn.utils.clip_grad_value_(weights, 0.2, foreach=True)
+    return norm, *clipped, *[w.grad for w in weights]
 
 
 @row
