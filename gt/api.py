@@ -118,7 +118,7 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
 
 
 def _why_lost(address: str) -> str:
-    """What ended the server at this address, if this program has started it; "" if that is not known."""
+    """The end of the server at this address, as text, if this program has started it; "" if that is not known."""
     local = _Started.local
     return local.why_ended() if local is not None and local.address == address else ""
 

@@ -51,7 +51,7 @@ class Local:
             _end(self._process)
 
     def why_ended(self, seconds: float = WORD) -> str:
-        """What ended the dispatcher, as its supervisor reports within so many seconds; "" while nothing did, or in a child."""
+        """The end of the dispatcher, as its supervisor reports within so many seconds; "" while it runs, or in a child."""
         if self._pid != os.getpid() or self._process.stdout is None or self._process.stdout.closed:
             return ""
         deadline, text = time.monotonic() + seconds, b""

@@ -58,7 +58,7 @@ def ending(pid: int) -> bool:
 
 
 def how_ended(code: int) -> str:
-    """How a child ended, in brackets after a space; "" for exit code 0. code: negative ones are signals."""
+    """The end of a child, in brackets after a space; "" for exit code 0. code: negative ones are signals."""
     return f" (signal {signal.Signals(-code).name})" if code < 0 else f" (exit code {code})" if code else ""
 
 
