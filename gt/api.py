@@ -196,7 +196,10 @@ def gpu_workers(
     """
     have = torch.cuda.device_count()
     if have < n and _job() is None:
-        log.warning("gt.gpu_workers(%d) found %s: it uses %d CPU workers instead", n, f"{have} GPUs" if have else "no GPU", n)
+        there = f"{have} GPUs" if have > 1 else "one GPU" if have else "no GPU"
+        log.warning(
+            "gt.gpu_workers(%d) found %s: it uses %s instead", n, there, "a CPU worker" if n == 1 else f"{n} CPU workers"
+        )
     _start_local(n, have >= n, config, name, stall_timeout, libraries)
 
 

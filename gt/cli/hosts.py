@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from gt import env
 from gt.errors import SystemFailure
-from gt.launch import job, job_agents, launchers, ssh
+from gt.launch import job, job_agents, launchers, machine, ssh
 from gt.launch.host_agent import Listener
 
 Facts = Mapping[str, Any]
@@ -380,7 +380,7 @@ def _plugins(names: Sequence[str], known: Sequence[Facts]) -> Iterator[Row]:
     paths = {about["plugin"]["path"] for about in known}
     if paths == {""}:
         mesh = any(len(subnets(a, b)) == 1 and a["rdma"] and b["rdma"] for a, b in itertools.combinations(known, 2))
-        old = [name for name, about in zip(names, known) if _release(about["versions"].get("nccl", "")) < ROUTED]
+        old = [name for name, about in zip(names, known) if machine.release(about["versions"].get("nccl", "")) < ROUTED]
         if mesh and len(known) > 2 and old:
             todo = "set NCCL_IB_SUBNET_AWARE_ROUTING=1 with NCCL 2.30 or later, or NCCL_NET_PLUGIN to a plugin for meshes"
             yield FAILS, "plugin", f"RDMA devices in several subnets, and NCCL before 2.30 on {', '.join(old)}: {todo}"
@@ -399,11 +399,6 @@ def _plugins(names: Sequence[str], known: Sequence[Facts]) -> Iterator[Row]:
             yield NOTE, "plugin", f"{plugin['path']} on {name} uses no verbs, so TCP only: {todo}"
         else:
             yield OK, "plugin", f"{plugin['path']} on {name}"
-
-
-def _release(version: str) -> tuple[int, int]:
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
 
 def _gids(name: str, device: Mapping[str, Any], nccl: Mapping[str, str]) -> Row:

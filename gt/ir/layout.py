@@ -14,6 +14,7 @@ from math import prod
 import numpy as np
 
 Interval = tuple[int, int]
+Spans = tuple[tuple[Interval, ...], ...]  # for each dim, the intervals of a global tensor that a worker holds
 Box = tuple[Interval, ...]  # one [start, stop) for each dim of the global tensor
 Boxes = Sequence[Sequence[Sequence[int]]]  # of one piece, as `boxes` makes them or in their wire form
 
@@ -103,6 +104,10 @@ class Layout:
     def partial(self) -> bool:
         return any(isinstance(p, Partial) for p in self.placements)
 
+    def with_placement(self, axis: int, placement: Placement) -> Layout:
+        """The same layout but for the placement on one axis."""
+        return Layout(self.mesh, (*self.placements[:axis], placement, *self.placements[axis + 1 :]))
+
 
 def replicated(mesh: Mesh) -> Layout:
     return Layout(mesh, (R,) * len(mesh.axes))
@@ -127,17 +132,21 @@ def intervals(extent: int, splits: list[tuple[int, int, int]]) -> list[Interval]
     return spans
 
 
+def spans(layout: Layout, shape: Sequence[int], rank: int) -> Spans:
+    """Intervals that the rank-th worker of the mesh holds, one list for each dim."""
+    splits: dict[int, list[tuple[int, int, int]]] = {}
+    for (_, size), place, placement in zip(layout.mesh.axes, layout.mesh.coordinates(rank), layout.placements, strict=True):
+        if isinstance(placement, Shard):
+            splits.setdefault(placement.dim, []).append((size, place, placement.parts))
+    return tuple(tuple(intervals(extent, splits.get(dim, []))) for dim, extent in enumerate(shape))
+
+
 def boxes(layout: Layout, shape: tuple[int, ...], rank: int) -> list[Box]:
     """The boxes of a global tensor that the rank-th worker of the mesh holds, in the order of its piece.
 
     The piece is the concatenation of the boxes along the one dim that has parts. Without parts there is one box.
     """
-    splits: dict[int, list[tuple[int, int, int]]] = {}
-    for (_, size), place, placement in zip(layout.mesh.axes, layout.mesh.coordinates(rank), layout.placements, strict=True):
-        if isinstance(placement, Shard):
-            splits.setdefault(placement.dim, []).append((size, place, placement.parts))
-    spans = [intervals(extent, splits.get(dim, [])) for dim, extent in enumerate(shape)]
-    return [tuple(box) for box in product(*spans)]
+    return [tuple(box) for box in product(*spans(layout, shape, rank))]
 
 
 def local_shape(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:

@@ -88,8 +88,13 @@ def interned(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype
 
 def contiguous(shape: tuple[int, ...], dtype: str) -> Spec:
     """The row-major spec of a shape."""
+    return Spec(tuple(shape), row_major_stride(shape), 0, dtype)
+
+
+def row_major_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of row-major memory, as torch counts them: an empty dim counts as one element."""
     stride, step = [], 1
     for n in reversed(shape):
         stride.append(step)
         step *= max(n, 1)
-    return Spec(tuple(shape), tuple(reversed(stride)), 0, dtype)
+    return tuple(reversed(stride))

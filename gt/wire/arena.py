@@ -4,14 +4,12 @@ The client owns an arena, because it copies a tensor before anybody knows which 
 anonymous memory (memfd) of mode 0600. It has no name in a file system, so nothing is left when a process is killed. A worker
 opens it through /proc/PID/fd/FD, two numbers that the client states, and believes none of the client's words:
 
-- Path: only numbers enter it. The process must be the worker's own user's, whatever the worker may look into. The descriptor
-  is first opened with O_PATH, which has no effect on a file of any kind.
-- Kind: it must be memory of this name, of the worker's own user, with no rights for others. The name is read first: it asks no
-  file system, which might never answer.
+- Path: only numbers enter it, of a process of the worker's own user. It is first opened with O_PATH, which changes no file.
+- Kind: it must be memory of this name, of the worker's own user, with no rights for others. The name is read first, since a
+  file system might never answer.
 - Proof: it must begin with the proof that the dispatcher derives from the client's nonce and session. So a client on another
   host, in another pid namespace or of another user keeps using the socket. A proof opens no arena for another session.
-- Size: seals forbid any change of size. Pages are the usual ones, allocated before by a call that may fail. So no access ends
-  in SIGBUS.
+- Size: seals forbid any change of size, and usual pages are allocated by a call that may fail: no access ends in SIGBUS.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Constants:
         return tensor in self._makers or tensor in self._places
 
     def read(self, tensor: int) -> ArgumentRead:
-        """How to compute a value that varies."""
+        """A computation of a value that varies."""
         ops: dict[int, tuple[RecordedOp, dict[int, torch.Tensor]]] = {}  # by op, each after those that it needs
         arguments: dict[int, int] = {}
 

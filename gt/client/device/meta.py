@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gt.errors import UnsupportedOp
-from gt.ir.spec import DIMS, DTYPES, Spec
+from gt.ir.spec import DIMS, DTYPES, Spec, row_major_stride
 
 _table: dict[tuple, Meta] = {}
 
@@ -72,11 +72,7 @@ def of_spec(spec: Spec) -> Meta:
 
 
 def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Meta:
-    stride, step = [], 1
-    for n in reversed(shape):
-        stride.append(step)
-        step *= max(n, 1)
-    return intern(tuple(shape), tuple(reversed(stride)), 0, dtype)
+    return intern(tuple(shape), row_major_stride(shape), 0, dtype)
 
 
 def clear() -> None:

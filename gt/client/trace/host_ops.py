@@ -92,7 +92,7 @@ def copy(info: OpInfo, args: tuple, kwargs: dict) -> torch.Tensor:
 def new_empty(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     """Factories of uninitialised memory. `copy` needs to know the newest one."""
     if not is_remote(kwargs.get("device")):
-        return elsewhere(info, args, kwargs)
+        return from_shapes(info, args, kwargs)
     kwargs.pop("pin_memory", None)
     tensor = call(info, args, kwargs)
     Current.fresh = (tensor._ref.id, current_session.current().ops)
@@ -109,11 +109,11 @@ def placed(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     kwargs.pop("pin_memory", None)
     if is_remote(kwargs.get("device")):
         return call(info, args, kwargs)
-    return elsewhere(info, args, kwargs)
+    return from_shapes(info, args, kwargs)
 
 
-def elsewhere(info: OpInfo, args: tuple, kwargs: dict) -> Any:
-    """A factory on another device that needs only shape and dtype of a remote tensor: torch runs it there."""
+def from_shapes(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    """An op that needs only shapes and dtypes of remote tensors: a factory on another device, is_same_size. Nothing is sent."""
     return info.func(*(a._ref.meta.stand_in() if isinstance(a, RemoteTensor) else a for a in args), **kwargs)
 
 

@@ -70,7 +70,7 @@ def random(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     generator = kwargs.pop("generator", generator)
     kwargs.pop("pin_memory", None)
     if not is_remote(kwargs.get("device")):
-        return host_ops.elsewhere(info, args, kwargs)
+        return host_ops.from_shapes(info, args, kwargs)
     return call(info, args, kwargs, draw(generator))
 
 
@@ -207,11 +207,6 @@ def refuse(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     raise UnsupportedOp(f"{info.name} is not supported on remote: compute it on the CPU and move the result with .to('remote')")
 
 
-def from_shapes(info: OpInfo, args: tuple, kwargs: dict) -> Any:
-    """An op that returns no tensor, such as is_same_size: it needs only shapes and dtypes, and nothing is sent."""
-    return info.func(*(a._ref.meta.stand_in() if isinstance(a, RemoteTensor) else a for a in args), **kwargs)
-
-
 def no(info: OpInfo, args: tuple, kwargs: dict) -> bool:
     return False
 
@@ -288,7 +283,7 @@ def _returns_no_tensor(info: OpInfo) -> bool:
 _CONDITIONS: list[tuple[Condition, Handler]] = [
     (lambda info: info.composite, decompose),
     (library_ops.foreign, library_ops.run),
-    (_returns_no_tensor, from_shapes),
+    (_returns_no_tensor, host_ops.from_shapes),
     (lambda info: info.name.startswith("aten.set_."), host_ops.set_),
     (lambda info: torch.Tag.inplace_view in info.func.tags, view_in_place),
     (lambda info: info.random, random),

@@ -11,7 +11,6 @@ from typing import Any
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.planning.op_binder import OpBinder
 from gt.dispatcher.sharding.base import Place
-from gt.dispatcher.sharding.layout_changes import spans
 from gt.dispatcher.sharding.localize import SIZES, dense, duplicate
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.rules import decide_along
@@ -19,7 +18,7 @@ from gt.dispatcher.sharding.views import VIEWS
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.tensors import RecipeStep, Storage, Tensor
 from gt.dispatcher.state.uploads import Uploads
-from gt.ir.layout import Layout, R, Shard, boxes, local_shape, replicated
+from gt.ir.layout import Layout, R, Shard, boxes, local_shape, replicated, spans
 from gt.ir.spec import Spec
 
 ELEMENTWISE = ("clone", "_to_copy", "zeros_like", "empty_like")  # and whatever torch tags as pointwise

@@ -169,7 +169,7 @@ class Redistributor:
             name = root.layout.mesh.axes[axis][0]
             for tensor in storage.tensors.values():
                 assert tensor.layout is not None
-                tensor.layout = self._context.intern(replaced(tensor.layout, axis))
+                tensor.layout = self._context.intern(tensor.layout.with_placement(axis, R))
             op = "" if place.op == "sum" else f" ({place.op})"
             text = f"all_reduce{op} over {name}"
             emitter.line(root.id, root.spec.text(), root.layout, text, [root.id], self._context.note(f"{root.spec.nbytes} B"))
@@ -378,11 +378,6 @@ def same_terms(have: Layout, want: Layout) -> bool:
     return have.mesh == want.mesh and all(
         h == w for h, w in zip(have.placements, want.placements, strict=True) if isinstance(h, Partial)
     )
-
-
-def replaced(layout: Layout, axis: int) -> Layout:
-    """With the value whole on one axis."""
-    return Layout(layout.mesh, (*layout.placements[:axis], R, *layout.placements[axis + 1 :]))
 
 
 def unsplit(layout: Layout) -> Layout:

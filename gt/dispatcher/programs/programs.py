@@ -389,7 +389,7 @@ class Programs:
 
     def _doomed(self, program: Program, seq: int) -> bool:
         """Taint the results of a replay that reads a failed tensor; True if it cannot be sent, for want of a worker."""
-        mark = self._journal.mark
+        mark = self._journal.set_cause
         cause = program.failed or next((read.failed for read in program.reads if read.failed is not None), None)
         for storage in program.makes:
             if cause is not None:

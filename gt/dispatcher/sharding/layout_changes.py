@@ -12,10 +12,8 @@ from itertools import product
 from math import prod
 
 from gt.dispatcher.cluster.workers import Cluster
-from gt.ir.layout import Interval, Layout, Mesh, Partial, Placement, R, Replicate, Shard, intervals, local_shape
+from gt.ir.layout import Interval, Layout, Mesh, Partial, Placement, R, Replicate, Shard, Spans, local_shape, spans
 from gt.ir.spec import DTYPES
-
-Spans = tuple[tuple[Interval, ...], ...]  # for each dim, the intervals of the global tensor that a worker holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +33,6 @@ class RedistributionStep:
     layout: Layout
     text: str
     nbytes: int
-
-
-def spans(layout: Layout, shape: Sequence[int], rank: int) -> Spans:
-    """Intervals that the rank-th worker holds, one list for each dim."""
-    splits: dict[int, list[tuple[int, int, int]]] = {}
-    for (_, size), place, p in zip(layout.mesh.axes, layout.mesh.coordinates(rank), layout.placements, strict=True):
-        if isinstance(p, Shard):
-            splits.setdefault(p.dim, []).append((size, place, p.parts))
-    return tuple(tuple(intervals(extent, splits.get(dim, []))) for dim, extent in enumerate(shape))
 
 
 def common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
@@ -78,7 +67,7 @@ def on_mesh(cluster: Cluster, shape: Sequence[int], dtype: str, have: Layout, wa
             continue
         if isinstance(held, Partial):
             raise AssertionError("a partial tensor is reduced in place before it is redistributed")
-        if isinstance(wanted, Shard) and all(_alone(at, axis) for at in (now, want, _with(now, axis, wanted))):
+        if isinstance(wanted, Shard) and all(_alone(at, axis) for at in (now, want, now.with_placement(axis, wanted))):
             step = _exchange(cluster, shape, dtype, now, axis, wanted)
         else:
             step = _gather(cluster, shape, dtype, now, axis)
@@ -112,16 +101,12 @@ def _alone(layout: Layout, axis: int) -> bool:
     )
 
 
-def _with(layout: Layout, axis: int, placement: Placement) -> Layout:
-    return Layout(layout.mesh, (*layout.placements[:axis], placement, *layout.placements[axis + 1 :]))
-
-
 def _nbytes(shape: Sequence[int], dtype: str) -> int:
     return prod(shape) * DTYPES[dtype][0]
 
 
 def _gather(cluster: Cluster, shape: Sequence[int], dtype: str, layout: Layout, axis: int) -> RedistributionStep:
-    mesh, after = layout.mesh, _with(layout, axis, R)
+    mesh, after = layout.mesh, layout.with_placement(axis, R)
     orders = []
     for team in mesh.teams(axis):
         whole = spans(after, shape, team[0])
@@ -139,7 +124,7 @@ def _gather(cluster: Cluster, shape: Sequence[int], dtype: str, layout: Layout, 
 
 def _exchange(cluster: Cluster, shape: Sequence[int], dtype: str, layout: Layout, axis: int, to: Shard) -> RedistributionStep:
     """Shard(i) -> Shard(j) with one all_to_all."""
-    mesh, after, whole_layout = layout.mesh, _with(layout, axis, to), _with(layout, axis, R)
+    mesh, after, whole_layout = layout.mesh, layout.with_placement(axis, to), layout.with_placement(axis, R)
     orders = []
     for team in mesh.teams(axis):
         whole = spans(whole_layout, shape, team[0])
@@ -159,7 +144,7 @@ def _exchange(cluster: Cluster, shape: Sequence[int], dtype: str, layout: Layout
 
 def _slice(shape: Sequence[int], dtype: str, layout: Layout, axis: int, to: Placement) -> RedistributionStep:
     """Replicate -> Shard or Partial: each worker keeps its chunk, or the first worker the value."""
-    mesh, after = layout.mesh, _with(layout, axis, to)
+    mesh, after = layout.mesh, layout.with_placement(axis, to)
     orders = []
     for rank, worker in enumerate(mesh.workers):
         if isinstance(to, Partial):
@@ -192,7 +177,7 @@ def reduce(cluster: Cluster, layout: Layout, axis: int) -> tuple[Order, ...]:
 
 def scatter(cluster: Cluster, shape: Sequence[int], dtype: str, layout: Layout, axis: int, to: Placement) -> RedistributionStep:
     """Partial -> Shard with one reduce_scatter."""
-    mesh, after, place = layout.mesh, _with(layout, axis, to), layout.placements[axis]
+    mesh, after, place = layout.mesh, layout.with_placement(axis, to), layout.placements[axis]
     assert isinstance(place, Partial)
     orders = []
     for team in mesh.teams(axis):

@@ -43,13 +43,13 @@ def rest(layout: Layout, shape: Sequence[int], dim: int | None = None) -> Layout
     axis, free = axis_of(layout), dims(layout, shape)
     if axis is None or not free:
         return used(layout)
-    return _along(layout, axis, Shard(free[0] if dim is None else dim))
+    return layout.with_placement(axis, Shard(free[0] if dim is None else dim))
 
 
 def used(layout: Layout) -> Layout:
     """A layout with the tensor whole along the data-parallel axis."""
     axis = axis_of(layout)
-    return layout if axis is None or not isinstance(layout.placements[axis], Shard) else _along(layout, axis, R)
+    return layout if axis is None or not isinstance(layout.placements[axis], Shard) else layout.with_placement(axis, R)
 
 
 def at_rest(known: OpSchema) -> bool:
@@ -103,7 +103,3 @@ def scattered_axis(have: Layout, want: Layout) -> int | None:
         isinstance(p, Shard) and p.dim == wanted.dim for n, p in enumerate(want.placements) if n != differ[0]
     )
     return differ[0] if terms and alone else None
-
-
-def _along(layout: Layout, axis: int, placement: Placement) -> Layout:
-    return Layout(layout.mesh, (*layout.placements[:axis], placement, *layout.placements[axis + 1 :]))

@@ -185,7 +185,7 @@ class OpJournal:
             if not kept:
                 del self.marks[storage]
 
-    def mark(self, seq: int, storage: Storage, cause: Cause | None) -> None:
+    def set_cause(self, seq: int, storage: Storage, cause: Cause | None) -> None:
         """Op `seq` has left this value failed for this cause, or good. Ops behind it may have been marked before it."""
         marks = self.marks.setdefault(storage, [])
         at = len(marks)
@@ -203,7 +203,7 @@ class OpJournal:
     def fail(self, seq: int, storage: Storage, cause: Cause) -> None:
         """Op `seq` has failed this value, unless it had failed before."""
         if self._behind(seq, storage) is None:
-            self.mark(seq, storage, cause)
+            self.set_cause(seq, storage, cause)
 
     def _behind(self, seq: int, storage: Storage) -> Cause | None:
         """Why a value is worthless behind op `seq`."""
@@ -261,7 +261,7 @@ class OpJournal:
                     if storage in tainted and not storage.unallocated:
                         tainted.discard(storage)
                         if self._behind(row.seq, storage) is cause:
-                            self.mark(row.seq, storage, None)
+                            self.set_cause(row.seq, storage, None)
 
     def earlier(self, seq: int) -> Cause | None:
         """Why something that op `seq`, or its replay, reads had failed before: then its own failure says nothing new."""
@@ -314,7 +314,7 @@ class Failures:
         elif overwrites:
             for storage in writes:
                 if storage.failed is not None and storage.failed.lost < 0 and not storage.unallocated:
-                    self._journal.mark(row.seq, storage, None)
+                    self._journal.set_cause(row.seq, storage, None)
 
     def trouble(self, seq: int, error: GTError, others: Sequence[int] = (), full: bool = False) -> None:
         """A worker reported that op `seq` failed. One that was given a placeholder fails of that, which is no news."""

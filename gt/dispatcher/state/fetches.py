@@ -14,7 +14,6 @@ from math import prod
 from gt import errors
 from gt.dispatcher.planning.materializer import Materializer
 from gt.dispatcher.planning.redistributor import Redistributor
-from gt.dispatcher.sharding.layout_changes import spans
 from gt.dispatcher.state.arenas import BlockPlace, SessionArenas
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.emitter import lost_in
@@ -23,7 +22,7 @@ from gt.dispatcher.state.records import Cause
 from gt.dispatcher.state.tensors import Tensor
 from gt.errors import CheckpointError, GTError, OpFailed, ProtocolError
 from gt.ir.instr import Define
-from gt.ir.layout import Layout, boxes, local_shape, replicated
+from gt.ir.layout import Layout, boxes, local_shape, replicated, spans
 from gt.ir.spec import Spec
 from gt.wire.messages import AHEAD, CHUNK, THROUGH, Described, Failed, Piece, Report, UseBlock, Value, WindowUpdate
 

@@ -74,8 +74,10 @@ class OffloadFile:
         """Write the buffer of `buffer_of` in this list, and empty the list. The buffer must not change until that is done."""
         while self._writes and (self._writes[0][0].done() or sum(n for _, n in self._writes) > MAX_WAITING_BYTES):
             self._writes.popleft()[0].exception()  # waits; the tensor's own note says why it failed
-        self._writes.append((self._threads.submit(self._written, start, unwritten), len(unwritten[0])))
-        return self._writes[-1][0]
+        nbytes = len(unwritten[0])
+        writing = self._threads.submit(self._written, start, unwritten)
+        self._writes.append((writing, nbytes))
+        return writing
 
     def read(self, start: int, nbytes: int) -> Future:
         """A buffer with the bytes of a slot."""

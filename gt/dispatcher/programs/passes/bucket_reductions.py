@@ -133,11 +133,11 @@ class _Bucket:
         """True if something that waits touches this memory, or makes one of these names."""
         return any(not (r.memory.isdisjoint(memory) and r.names.isdisjoint(names)) for r in self.waiting)
 
-    def release(self) -> list[Instruction]:
+    def take(self) -> list[Instruction]:
         """The reductions, those of one team side by side, and then the names of their results; none waits any longer."""
-        released = sorted(self.waiting, key=lambda reduction: reduction.key)
+        taken = sorted(self.waiting, key=lambda reduction: reduction.key)
         self.waiting = []
-        return [r.rows[0] for r in released] + [row for r in released for row in r.rows[1:]]
+        return [r.rows[0] for r in taken] + [row for r in taken for row in r.rows[1:]]
 
 
 def _moved(rows: Sequence[Instruction], room: int) -> Iterator[Instruction]:
@@ -149,15 +149,15 @@ def _moved(rows: Sequence[Instruction], room: int) -> Iterator[Instruction]:
     for n, row in enumerate(rows):
         if n not in placed:
             if bucket.waiting and bucket.holds(memory[n], row.operands):
-                yield from bucket.release()
+                yield from bucket.take()
             yield row
         for reduction in ready.get(n, ()):
             if bucket.holds([*reduction.memory], ()):  # a sum of sums
-                yield from bucket.release()
+                yield from bucket.take()
             bucket.waiting.append(reduction)
         if bucket.full:
-            yield from bucket.release()
-    yield from bucket.release()
+            yield from bucket.take()
+    yield from bucket.take()
 
 
 def _touched_memory(rows: Sequence[Instruction]) -> list[list[int]]:
