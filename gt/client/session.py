@@ -125,14 +125,8 @@ class Session:
         self.compiles = False  # a captured program was launched for the first time, and no answer was awaited since
         self._handlers = self._message_handlers()
         self._greeting = _Pending()
-        self._link = Dealer(
-            address,
-            self._on_message,
-            self._on_lost,
-            on_turn=self._turn,
-            timeouts=LinkTimeouts(wait, heartbeat),
-            token=token,
-        )
+        timeouts = LinkTimeouts(wait, heartbeat)
+        self._link = Dealer(address, self._on_message, self._on_lost, on_turn=self._turn, timeouts=timeouts, token=token)
         try:
             self._link.send(link.hello("client", *config, switches=switches or {}, info=about_process()))
             welcome = self._await_welcome(address, wait)
@@ -376,7 +370,6 @@ class Session:
         _open.discard(self)
         self.on_idle = None
         self._outbox.clear()  # or batches would be sent after the goodbye
-        self.on_idle = None
         if self.failure is None:
             self._fail_all(SystemFailure("the session is closed"))
             self._link.send(Goodbye())

@@ -52,7 +52,7 @@ from gt.client.capture.boundary import (
     why_key_differs,
 )
 from gt.client.capture.captured_program import CapturedProgram, ProgramResult
-from gt.client.capture.constants import argument_value
+from gt.client.capture.constants import argument_values
 from gt.client.capture.fragment_tape import FragmentTape
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import LEADS_ELSEWHERE, UPLOADED, HostDraws
@@ -255,7 +255,7 @@ class CompiledFunction:
         self._recorded = True
         last = self._last if self._last is not None and self._last.key == key and self._last.tape.recorder is recorder else None
         self._last = None
-        values = {k: value.clone() for k, leaf in enumerate(leaves) if (value := argument_value(leaf, recorder)) is not None}
+        values = argument_values(leaves, recorder)
         prepared, inputs = prepare_inputs(leaves, last)
         draws = self._host_draws()
         filled = [*inputs.values(), *(draws.inputs if draws else ())]
@@ -263,15 +263,15 @@ class CompiledFunction:
         recorder.flush()
         deferral, rng, kept, memory = self._deferral(), HostRngState(), False, None
         containers, before = Containers(given, tree, leaves, prepared), identities(prepared)
+        known = {prepared[k]._ref.id: (k, value) for k, value in values.items()}
         tape = CallRecording(
             recorder, current_session.Current.origins, random.initial_seed(), random._State.counter, deferral > 0, self._strict,
-            known={prepared[k]._ref.id: (k, value) for k, value in values.items()},
+            known=known, host_draws=draws,
         )  # fmt: skip
         try:
             recorder.code.extend((RECORD, self._slot, deferral, len(filled), *[t._ref.id for t in filled]))
             recorder.flush()
             recorder.tape = tape
-            tape.host_draws = draws
             with OutputWatch() as watch, draws or contextlib.nullcontext():
                 results = tree_map(detach, self.fn(*containers.args, **containers.kwargs))
             gc.collect()  # frees tensors in reference cycles, which would seem to outlive the call
@@ -279,9 +279,7 @@ class CompiledFunction:
             tape.finish()
             memory = call_memory(tape, entry, prepared, before)
             tape.prevents += [Difference("", f"{CHANGED}{OUTSIDE}")] if containers.give_back() else []
-            if draws is not None:
-                draws.finish()
-                self._drawn = draws if draws.uploads and not draws.obstacle else None
+            self._end_draws(draws)
             if watch.place:
                 self._note_output(tape, watch)
             recorder.tape = None
@@ -314,6 +312,12 @@ class CompiledFunction:
             return None
         predicted = [] if self._drawn is None else self._drawn.prediction()
         return HostDraws([upload(value) for value in predicted], predicted)
+
+    def _end_draws(self, draws: HostDraws | None) -> None:
+        """The call is over: the next one begins with what this one would upload again."""
+        if draws is not None:
+            draws.finish()
+            self._drawn = draws if draws.uploads and not draws.obstacle else None
 
     def _note_output(self, tape: CallRecording, watch: OutputWatch) -> None:
         """The call has made output. With a schedule it is captured all the same, since a part of it could not have one."""

@@ -42,6 +42,11 @@ def argument_value(leaf: Any, recorder: Recorder) -> torch.Tensor | None:
     return leaf if plain and leaf.numel() * leaf.itemsize <= MAX_BYTES else None
 
 
+def argument_values(leaves: list, recorder: Recorder) -> dict[int, torch.Tensor]:
+    """Copies of the arguments' values that are known before a call, by place."""
+    return {k: value.clone() for k, leaf in enumerate(leaves) if (value := argument_value(leaf, recorder)) is not None}
+
+
 @dataclass(frozen=True)
 class ArgumentRead:
     """A value that a recorded call has read, and the ops that compute it from arguments. Ids are those of the call.
