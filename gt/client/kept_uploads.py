@@ -25,6 +25,7 @@ from gt.wire.messages import CHUNK, UNREADABLE, UploadChunk, UploadRequest
 
 log = logging.getLogger("gt.client")
 
+LONG_UPLOAD_BYTES = 16 << 20  # of uploads that may take a second
 NO_PLACE = -1  # value of a gt.upload op whose bytes are in no arena
 
 
@@ -73,6 +74,10 @@ class KeptUploads:
     def waiting_bytes(self) -> int:
         """Bytes that workers have still to get, as far as this process knows: of several that get them, the first counts."""
         return sum(max(array.nbytes - self._sent[tensor], 0) for tensor, array in list(self.copies.items()))
+
+    @property
+    def may_take_long(self) -> bool:
+        return bool(self.copies) and self.waiting_bytes >= LONG_UPLOAD_BYTES
 
     @contextmanager
     def bar(self) -> Iterator[progress.Tick]:

@@ -54,7 +54,6 @@ from gt.wire.messages import (
 log = logging.getLogger("gt.client")
 
 MAX_WAITING_BATCHES = 8  # for the server's credit; then wait_credit blocks
-LONG_UPLOAD_BYTES = 16 << 20  # of uploads that may take a second
 TICK_SECONDS = 0.5  # between two looks at a wait that shows a bar
 ROOM_SECONDS = 0.25  # until a wait for room becomes a wait for all workers
 FIRST_NOTICE_SECONDS = 3.0  # without an answer; then a warning tells the user
@@ -391,12 +390,10 @@ class Session:
             self.compiles = False
             with progress.bar("first replay of a captured step, which workers may compile", unit="s") as tick:
                 return self._ask(question, tick)
-        if tick is None and self._uploads.copies and progress.shown() and self._uploads.waiting_bytes >= LONG_UPLOAD_BYTES:
+        if tick is None and self._uploads.may_take_long and progress.shown():
             with self._uploads.bar() as tick:
                 return self._ask(question, tick)
-        if spans.current is None:
-            return self.wait(self.begin(question), tick)
-        with spans.span(WAITS.get(type(question(0)), "wait for an answer")):
+        with spans.span("" if spans.current is None else WAITS.get(type(question(0)), "wait for an answer")):
             return self.wait(self.begin(question), tick)
 
     def begin(self, question: Question, into: host_buffers.Into = host_buffers.Assembly) -> int:
