@@ -13,12 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.helpers.processes import MARK, of_the_server, started, wait_until
 
 WORKERS = 8
 os.environ[MARK] = uuid.uuid4().hex  # each process of xdist has its own
+# An example that takes long is the machine's or a collection's matter
+hypothesis.settings.register_profile("gt", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("gt")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -30,8 +30,7 @@ from gt.wire.records import (
     SessionRecord,
     WorkerRecord,
 )
-from tests.helpers.counters import settled
-from tests.helpers.serving import serving
+from tests.helpers.serving import serving, settled
 
 
 def moment(at: float, more: int = 0) -> list[Record]:

@@ -6,7 +6,7 @@ import torch
 
 import gt
 from tests.dispatcher.planning.test_plan_counts import B, Block, C, Fused, T, stages
-from tests.helpers.counters import settled
+from tests.helpers.serving import settled
 
 
 def counters() -> list[dict]:

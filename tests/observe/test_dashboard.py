@@ -26,9 +26,8 @@ from gt.observe.dashboard.page_server import FILES, PageServer
 from gt.observe.dashboard.predicted_schedule import PredictedSchedules
 from gt.observe.live_view import LiveView
 from gt.observe.record_stream import RecordStream
-from tests.helpers.counters import settled
 from tests.helpers.limits import limit
-from tests.helpers.serving import serving
+from tests.helpers.serving import serving, settled
 from tests.observe.synthetic_records import SyntheticStream
 
 

@@ -14,9 +14,8 @@ import gt
 from gt.observe.dashboard import feed as feed_module
 from gt.observe.record_stream import RecordStream
 from gt.wire.records import ServerRecord
-from tests.helpers.counters import settled
 from tests.helpers.limits import limit
-from tests.helpers.serving import serving
+from tests.helpers.serving import serving, settled
 from tests.observe.browser import Browser, chromium
 from tests.observe.synthetic_records import SyntheticStream
 from tests.observe.test_dashboard import page, synthetic

@@ -38,8 +38,7 @@ from gt.wire.messages import (
     TensorRoles,
     Watched,
 )
-from tests.helpers.counters import settled
-from tests.helpers.serving import serving
+from tests.helpers.serving import serving, settled
 
 STATS = {"instructions": 7, "live_bytes": 64, "session_bytes": {"0": 64}, "bytes_sent": {"w1": 5}, "busy_seconds": 0.5}
 

@@ -16,8 +16,8 @@ from gt.client import current_session
 from gt.ir.text import parse
 from tests.dispatcher.programs.test_compile_memory import ROWS, peak, peaks  # noqa: F401 - a fixture
 from tests.helpers import CONFIGS
-from tests.helpers.counters import settled
 from tests.helpers.models import accumulating, mini
+from tests.helpers.serving import settled
 
 PARTS = 4
 

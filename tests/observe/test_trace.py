@@ -17,8 +17,8 @@ from gt.dispatcher.events import Log, Received, Send
 from gt.dispatcher.schedule.measure import measured
 from gt.observe import timeline
 from gt.wire.messages import Report, Stats
-from tests.helpers.counters import settled
 from tests.helpers.planned import planned
+from tests.helpers.serving import settled
 from tests.observe.test_plan import CONFIGS, training
 
 

@@ -31,6 +31,7 @@ from tests.helpers.streams import Stream
 from tests.stress.starve import at
 
 LONG = 15 << 20
+LEAST_TRIPS, LEAST_CONNECTIONS = 50, 4  # of the client; of each stranger: a loaded machine takes its time
 
 
 def idle(sock: socket.socket, rng: random.Random, over: threading.Event) -> None:
@@ -85,7 +86,7 @@ WAYS = (idle, greeted, scan, parts, command, long_hello, guess, garbage)
 
 
 def bother(port: int, count: int, seconds: float) -> int:
-    """Be so many strangers for so long; how many connections they made."""
+    """Be so many strangers for so long, and until they have made some connections; how many they made."""
     over, made = threading.Event(), [0] * count
 
     def one(number: int) -> None:
@@ -100,7 +101,9 @@ def bother(port: int, count: int, seconds: float) -> int:
     threads = [threading.Thread(target=one, args=(number,), daemon=True) for number in range(count)]
     for thread in threads:
         thread.start()
-    over.wait(seconds)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end or sum(made) < LEAST_CONNECTIONS * count:
+        over.wait(0.05)
     over.set()
     for thread in threads:
         thread.join(10)
@@ -169,7 +172,7 @@ def trips(client: Stream, end: float, between: Any = lambda: None) -> list[float
     """Seconds of each round trip, sorted: a hundred a second at most, as the client is no attacker."""
     times: list[float] = []
     pause = threading.Event()
-    while time.monotonic() < end or not times:
+    while time.monotonic() < end or len(times) < LEAST_TRIPS:
         start = time.perf_counter()
         client.session.synchronize()
         times.append(time.perf_counter() - start)

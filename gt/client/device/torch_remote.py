@@ -49,6 +49,8 @@ def synchronize(device: Any = None) -> None:
 def _bytes(key: str) -> int:
     if Current.recorder is None:
         return 0
+    if not recording():
+        Current.recorder.flush()  # with what has ended, which synchronize() leaves for the next batch
     synchronize()
     return sum(worker[key] for worker in Current.recorder.session.stats()["workers"])
 

@@ -64,8 +64,8 @@ class WorkerMemory:
 def held() -> list[WorkerMemory]:
     """The memory of every worker, by index. Waits for all ops."""
     recorder = current_session.current()
+    recorder.flush()  # with what has ended
     torch_remote.synchronize()
-    recorder.flush()
     roles, number = _roles(), str(recorder.session.number)
     workers = []
     for row in recorder.session.stats(holders=True)["workers"]:

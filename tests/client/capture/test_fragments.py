@@ -18,8 +18,8 @@ from torch import nn
 import gt
 from gt.errors import OpFailed
 from tests.helpers import CONFIGS
-from tests.helpers.counters import settled
 from tests.helpers.models import mini
+from tests.helpers.serving import settled
 
 functional = nn.functional
 CALLS = 24

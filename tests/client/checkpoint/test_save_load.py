@@ -17,7 +17,7 @@ import gt
 from gt.client import current_session
 from gt.client.arenas import ClientArenas
 from gt.client.checkpoint.folder import NewFolder
-from tests.helpers.counters import settled
+from tests.helpers.serving import settled
 
 DP4 = "gt: {data_parallel: [0, 1, 2, 3], zero: 3}"
 TP4 = "a_colpar: {workers: [0, 1, 2, 3]}\nb_rowpar: {workers: [0, 1, 2, 3]}\n"

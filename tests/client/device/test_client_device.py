@@ -180,6 +180,16 @@ def test_libraries_are_told_that_values_cannot_be_read_once_one_was(one: None) -
         assert not torch.cuda.is_current_stream_capturing()
 
 
+def test_memory_of_a_tensor_that_has_ended_is_not_counted(one: None) -> None:
+    current_session.current().session.on_idle = None  # nothing else hands over that it has ended
+    before = torch.remote.memory_allocated()
+    for count in (torch.remote.memory_allocated, lambda: sum(row.session for row in gt.memory_summary().workers)):
+        x = torch.ones(1 << 16, device="remote")
+        assert count() - before >= x.nbytes
+        del x
+        assert count() - before < 64
+
+
 def test_the_devices_module_waits_and_counts(one: None) -> None:
     kept = [torch.ones(256, 4, device="remote") for _ in range(3)]
     want = sum(t.nbytes for t in kept)

@@ -8,7 +8,7 @@ import torch
 from tests.client.device.test_client_training import OPTIMIZERS, train
 from tests.client.device.test_client_training import same as same_training
 from tests.client.device.test_client_traps import APPROXIMATE, ROWS, plain, same
-from tests.helpers.counters import settled
+from tests.helpers.serving import settled
 
 pytestmark = pytest.mark.usefixtures("plain_threads", "one")
 

@@ -12,7 +12,7 @@ import torch
 from torch.cuda import _memory_viz
 
 import gt
-from tests.helpers.counters import settled
+from tests.helpers.serving import settled
 
 pytestmark = pytest.mark.usefixtures("plain_threads")
 

@@ -10,8 +10,8 @@ import torch
 
 import gt
 from tests.helpers import CONFIGS
-from tests.helpers.counters import settled
 from tests.helpers.models import accumulating, mini
+from tests.helpers.serving import settled
 
 CALLS, PARTS = 5, 4
 

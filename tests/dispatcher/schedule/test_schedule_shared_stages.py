@@ -25,8 +25,7 @@ from gt.dispatcher.schedule import Costs, ScheduleRequest, check, make, parse, s
 from gt.dispatcher.schedule.placement import spread
 from gt.errors import ConfigError
 from tests.dispatcher.schedule.schedules import in_order, random_costs
-from tests.helpers.counters import settled
-from tests.helpers.serving import serving
+from tests.helpers.serving import serving, settled
 
 NAMES = ("gpipe", "1f1b", "zb-h1", "auto")
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gt
-from tests.helpers.counters import settled
+from tests.helpers.serving import settled
 
 VOCABULARY, WIDTH, BATCH, LENGTH, SKIPPED = 50257, 8, 4, 64, -100  # a vocabulary that nothing divides
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import gt
-from tests.helpers.counters import settled
-from tests.helpers.serving import serving
+from tests.helpers.serving import serving, settled
 
 WIDTH, LAYERS, STEPS = 128, 3, 4
 

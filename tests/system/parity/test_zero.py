@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gt
-from tests.helpers.counters import settled
+from tests.helpers.serving import settled
 
 STEPS, ROWS, WORDS, WIDTH = 20, 16, 33, 16
 CLOSE = 1e-5

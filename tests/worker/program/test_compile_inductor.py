@@ -21,9 +21,8 @@ from gt.wire.messages import OpError
 from gt.worker.engine.numpy import NumpyEngine
 from tests.helpers import CONFIGS
 from tests.helpers.compiled_parts import Script, inputs, program, replay, report, same
-from tests.helpers.counters import settled
 from tests.helpers.models import GPT, accumulating, mini
-from tests.helpers.serving import serving
+from tests.helpers.serving import serving, settled
 
 HAVE = any(map(shutil.which, ("g++", "clang++")))
 compiler = pytest.mark.skipif(not HAVE, reason="no C++ compiler is found")

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from gt.client.current_session import Current
 from gt.client.trace import recorder as recorder_module
 from gt.client.trace.composites.linear import prepare
-from tests.helpers.counters import settled
+from tests.helpers.serving import settled
 
 pytestmark = pytest.mark.usefixtures("one", "kernel")
 INPUTS, OUTPUTS = 3, 5
