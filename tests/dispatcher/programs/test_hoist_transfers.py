@@ -14,9 +14,9 @@ from gt.dispatcher.programs.recording import Instruction, Recording
 from gt.dispatcher.programs.reorder_check import CannotReorder, DataFlow, check_same_dataflow
 from gt.ir.instr import Define
 from gt.ir.spec import contiguous
+from tests.dispatcher.programs.passes import context
 from tests.dispatcher.programs.test_bucket_reductions import op
 from tests.helpers.counters import settled
-from tests.helpers.passes import context
 
 SPEC = contiguous((8,), "float32").wire()
 MADE = op(10, "aten.exp.default", 1, ["new", SPEC, -1])

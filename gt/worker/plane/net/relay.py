@@ -93,7 +93,7 @@ class Passage:
 
 
 class Relay:
-    """What one worker passes on, in the threads that read. relayed: bytes of payload by "source>target"."""
+    """Frames that one worker passes on, in the threads that read. relayed: bytes of payload by "source>target"."""
 
     def __init__(self, network: Network, wake: Callable[[], None]) -> None:
         self.relayed: Counter[str] = Counter()
