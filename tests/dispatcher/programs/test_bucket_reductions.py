@@ -18,7 +18,7 @@ from gt.dispatcher.programs.reorder_check import check_no_deadlock
 from gt.ir.instr import FREE, Define
 from gt.ir.spec import contiguous
 from gt.wire.messages import FinishCapture
-from tests.helpers.passes import context
+from tests.dispatcher.programs.passes import context
 
 SPEC = contiguous((8,), "float32").wire()  # 32 bytes
 

@@ -14,8 +14,8 @@ from gt.dispatcher.programs.recording import Instruction, Recording
 from gt.dispatcher.programs.reorder_check import CannotReorder, DataFlow, check_same_dataflow
 from gt.ir.instr import Define
 from gt.ir.spec import contiguous
+from tests.dispatcher.programs.passes import context
 from tests.dispatcher.programs.test_bucket_reductions import op
-from tests.helpers.passes import context
 from tests.helpers.serving import settled
 
 SPEC = contiguous((8,), "float32").wire()

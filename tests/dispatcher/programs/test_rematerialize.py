@@ -21,8 +21,8 @@ from gt.dispatcher.programs.recording import Instruction, Recording
 from gt.ir.instr import FREE, Define
 from gt.ir.spec import contiguous
 from gt.wire.messages import FinishCapture
+from tests.dispatcher.programs.passes import passed
 from tests.helpers.models import GPT, accumulating
-from tests.helpers.passes import passed
 from tests.helpers.planned import planned
 
 FAR = 1 << 20  # names that are made here
