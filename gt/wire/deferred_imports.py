@@ -142,9 +142,9 @@ def _replace(module: ModuleType, stand_ins: Mapping[str, StandIn]) -> None:
     """Give modules that have imported stand-ins by name the attributes themselves."""
     for attribute, stand_in in stand_ins.items():
         for name in stand_in.importers:
-            table = vars(sys.modules.get(name, module))
+            table = sys.modules.get(name, module).__dict__
             for key in [key for key, value in table.items() if value is stand_in.value]:
-                table[key] = getattr(module, attribute)
+                table[key] = module.__dict__[attribute]
 
 
 def execute_deferred(*names: str) -> None:
