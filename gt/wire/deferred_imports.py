@@ -16,6 +16,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+# Modules of torch that workers defer: they carry out no op. Inductor executes the meta kernels.
+UNUSED = ("torch._meta_registrations", "torch.distributions", "torch.export")
+# Modules that only these import, which other functions of torch take for attributes of torch
+REACHED = frozenset({"_custom_ops", "_decomp", "_export", "_prims", "_refs"})
 # Attributes that the import system asks a module for, and sets before it executes the module if this has them
 _OF_IMPORTS = frozenset({"__path__", "__file__", "__cached__"})
 _lock = threading.RLock()  # several threads may use a module first
@@ -138,9 +142,9 @@ def _replace(module: ModuleType, stand_ins: Mapping[str, StandIn]) -> None:
     """Give modules that have imported stand-ins by name the attributes themselves."""
     for attribute, stand_in in stand_ins.items():
         for name in stand_in.importers:
-            table = vars(sys.modules.get(name, module))
+            table = sys.modules.get(name, module).__dict__
             for key in [key for key, value in table.items() if value is stand_in.value]:
-                table[key] = getattr(module, attribute)
+                table[key] = module.__dict__[attribute]
 
 
 def execute_deferred(*names: str) -> None:

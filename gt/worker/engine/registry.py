@@ -8,14 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from gt.errors import ConfigError
-from gt.wire.deferred_imports import deferred, execute_when_reached
+from gt.wire.deferred_imports import REACHED, UNUSED, deferred, execute_when_reached
 from gt.wire.process_settings import uncollected
 from gt.worker.engine.base import Engine
-
-# Modules of torch that carry out no op. Inductor executes the meta kernels.
-UNUSED = ("torch._meta_registrations", "torch.distributions", "torch.export")
-# Modules that only these import, which other functions of torch take for attributes of torch
-REACHED = frozenset({"_custom_ops", "_decomp", "_export", "_prims", "_refs"})
 
 
 def import_torch_engine() -> None:

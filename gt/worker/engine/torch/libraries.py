@@ -13,8 +13,7 @@ import torch
 
 from gt.errors import ConfigError
 from gt.ir.schema import OWN, TABLE, library_schemas
-from gt.wire.deferred_imports import execute_deferred
-from gt.worker.engine.registry import UNUSED
+from gt.wire.deferred_imports import UNUSED, execute_deferred
 from gt.worker.engine.torch.overloads import row
 
 log = logging.getLogger("gt.worker")
