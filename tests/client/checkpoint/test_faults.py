@@ -119,10 +119,10 @@ def test_a_save_of_which_any_one_call_fails_harms_no_checkpoint(path, way, monke
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB, with room for one checkpoint and no second one."""
+    """A file system of 5 MiB, with room for one checkpoint and no second one."""
     where = tmp_path / "disk"
     where.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", where], capture_output=True).returncode:
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "none", where], capture_output=True).returncode:
         pytest.skip("a file system is mounted by root alone")
     yield where
     subprocess.run(["umount", where], check=True)
