@@ -122,7 +122,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 5 MiB, with room for one checkpoint and no second one."""
     where = tmp_path / "disk"
     where.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "none", where], capture_output=True).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=5m,huge=never", "none", where]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("a file system is mounted by root alone")
     yield where
     subprocess.run(["umount", where], check=True)
