@@ -42,8 +42,8 @@ def path(session: Callable[..., None], tmp_path: Path, monkeypatch: pytest.Monke
 
 def state(value: float) -> dict[str, Any]:
     """Tensors of workers, one of several messages, and one of this process."""
-    wide = torch.full((700, 1000), value, device="remote")
-    return {"model": {"wide": wide, "small": torch.full((5,), value, device="remote"), "here": torch.full((9,), value)}}
+    wide, here = torch.full((700, 1000), float(value), device="remote"), torch.full((9,), float(value))
+    return {"model": {"wide": wide, "small": torch.full((5,), float(value), device="remote"), "here": here}}
 
 
 def save(path: Path, way: str, monkeypatch: pytest.MonkeyPatch, value: float = 2) -> None:
