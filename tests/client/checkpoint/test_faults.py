@@ -144,10 +144,7 @@ def test_a_full_disk(session, disk, way, reserves, monkeypatch):
     with pytest.raises(gt.CheckpointError, match=r"disk/c cannot be saved: .*no space left on device"):
         save(disk / "c", way, monkeypatch)
     monkeypatch.undo()
-    assert os.listdir(disk) == ["c"] and gt.load(disk / "c")["model"]["wide"].sum().item() == 700_000
-    os.unlink(disk / "c" / "model-00001-of-00001.safetensors")
-    save(disk / "c", way, monkeypatch, 3)
-    assert gt.load(disk / "c", device="cpu")["model"]["wide"][0, 0].item() == 3
+    assert os.listdir(disk) == ["c"] and gt.load(disk / "c", device="cpu")["model"]["wide"].sum().item() == 700_000
     assert torch.ones(3, device="remote").sum().item() == 3
 
 
@@ -206,13 +203,12 @@ def test_the_new_folder_is_removed_by_others(path, way, monkeypatch, in_the_midd
         save(path, way, monkeypatch)
 
 
-def test_a_read_only_disk(session, disk):
-    session()
-    gt.save(state(1), disk / "c")
+def test_a_read_only_disk(disk):
+    gt.save({"model": {"here": torch.ones(9)}}, disk / "c")
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     with pytest.raises(gt.CheckpointError, match="disk/c cannot be written: read-only file system"):
-        gt.save(state(2), disk / "c")
-    assert os.listdir(disk) == ["c"] and gt.load(disk / "c")["model"]["wide"].sum().item() == 700_000
+        gt.save({"model": {"here": torch.zeros(9)}}, disk / "c")
+    assert os.listdir(disk) == ["c"] and gt.load(disk / "c")["model"]["here"].tolist() == [1] * 9
 
 
 @pytest.mark.parametrize("way", WAYS)
