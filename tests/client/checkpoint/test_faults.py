@@ -126,7 +126,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("a file system is mounted by root alone")
     yield where
-    subprocess.run(["umount", where], check=True)
+    subprocess.run(["umount", "-l", where], check=True)  # workers may have files of it open
 
 
 def reserves_nothing(fd: int, offset: int, nbytes: int) -> None:
