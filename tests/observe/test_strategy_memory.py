@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import gt
+from gt.client import current_session
 from gt.dispatcher.programs.passes import rematerialize
 from tests.dispatcher.programs.test_compile_memory import peaks  # noqa: F401 - a fixture
 from tests.helpers.serving import serving
@@ -39,6 +40,7 @@ def eager_training(steps: int, before: Any = lambda: None) -> Any:
     model = nn.Sequential(*[Block() for _ in range(LAYERS)]).to("remote")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     x = torch.randn(ROWS, WIDE).to("remote")
+    current_session.current().session.on_idle = None  # batches, which end with what is freed, are those of the plan
     for _ in range(steps):
         gc.collect()
         before()
@@ -111,6 +113,10 @@ def test_the_planned_peak_is_that_of_a_step(strategy: str, train: Any, peaks: di
     if "theory" in body:
         for row in body["memory"]:
             theory = body["theory"][row["workers"][0]]
+            if "params" in STRATEGIES[strategy]:
+                kept = row["weights"] + row["optimizer"] + row["offloaded"]
+                assert kept == pytest.approx(theory["weights"] + theory["optimizer"], rel=0.05)
+                continue
             assert row["weights"] == pytest.approx(theory["weights"], rel=0.05)
             assert row["optimizer"] + row.get("offloaded", 0) == pytest.approx(theory["optimizer"], rel=0.05)
 

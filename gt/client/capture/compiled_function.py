@@ -329,13 +329,9 @@ class CompiledFunction:
             tape.prevents.append(Difference(watch.place, f"the function {watch.what}"))
 
     def _chosen_backend(self) -> str:
-        """The backend of programs. Tensors that rest elsewhere come back to other addresses, which graphs do not know.
-
-        Compiled segments look their inputs up in each call, and end where a tensor is evicted or comes back.
-        """
+        """The backend of programs. Tensors that rest elsewhere come back to other addresses, which graphs do not know."""
         live = current_session.Current
-        chosen = self.backend or live.backend
-        return "eager" if live.offloads and chosen == "cudagraphs" else chosen
+        return "eager" if live.offloads else self.backend or live.backend
 
     def _recompute_mode(self) -> int:
         """Value of messages.FinishCapture.recompute for this function."""

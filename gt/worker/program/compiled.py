@@ -82,10 +82,8 @@ class Segment:
     def sample_inputs(self, compiler: Compiler) -> None:
         """Note the signature of the inputs, before the segment is carried out as instructions."""
         if self.compiled is None and not self.why and self._runner.run_rows(self.bound.before):
-            try:  # a look-up brings back what is offloaded
-                self.signature = compiler.signature([self._tensors[i] for i in self.bound.inputs])
-            except KeyError:
-                self.signature = None
+            inputs = [self._tensors.get(i) for i in self.bound.inputs]
+            self.signature = None if any(t is None for t in inputs) else compiler.signature(inputs)
 
 
 class CompiledProgram:

@@ -42,8 +42,8 @@ def path(session: Callable[..., None], tmp_path: Path, monkeypatch: pytest.Monke
 
 def state(value: float) -> dict[str, Any]:
     """Tensors of workers, one of several messages, and one of this process."""
-    wide = torch.full((700, 1000), value, device="remote")
-    return {"model": {"wide": wide, "small": torch.full((5,), value, device="remote"), "here": torch.full((9,), value)}}
+    wide, here = torch.full((700, 1000), float(value), device="remote"), torch.full((9,), float(value))
+    return {"model": {"wide": wide, "small": torch.full((5,), float(value), device="remote"), "here": here}}
 
 
 def save(path: Path, way: str, monkeypatch: pytest.MonkeyPatch, value: float = 2) -> None:
@@ -119,13 +119,14 @@ def test_a_save_of_which_any_one_call_fails_harms_no_checkpoint(path, way, monke
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB, with room for one checkpoint and no second one."""
+    """A file system of 5 MiB, with room for one checkpoint and no second one."""
     where = tmp_path / "disk"
     where.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", where], capture_output=True).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=5m,huge=never", "none", where]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("a file system is mounted by root alone")
     yield where
-    subprocess.run(["umount", where], check=True)
+    subprocess.run(["umount", "-l", where], check=True)  # workers may have files of it open
 
 
 def reserves_nothing(fd: int, offset: int, nbytes: int) -> None:
@@ -143,10 +144,7 @@ def test_a_full_disk(session, disk, way, reserves, monkeypatch):
     with pytest.raises(gt.CheckpointError, match=r"disk/c cannot be saved: .*no space left on device"):
         save(disk / "c", way, monkeypatch)
     monkeypatch.undo()
-    assert os.listdir(disk) == ["c"] and gt.load(disk / "c")["model"]["wide"].sum().item() == 700_000
-    os.unlink(disk / "c" / "model-00001-of-00001.safetensors")
-    save(disk / "c", way, monkeypatch, 3)
-    assert gt.load(disk / "c", device="cpu")["model"]["wide"][0, 0].item() == 3
+    assert os.listdir(disk) == ["c"] and gt.load(disk / "c", device="cpu")["model"]["wide"].sum().item() == 700_000
     assert torch.ones(3, device="remote").sum().item() == 3
 
 
@@ -205,13 +203,12 @@ def test_the_new_folder_is_removed_by_others(path, way, monkeypatch, in_the_midd
         save(path, way, monkeypatch)
 
 
-def test_a_read_only_disk(session, disk):
-    session()
-    gt.save(state(1), disk / "c")
+def test_a_read_only_disk(disk):
+    gt.save({"model": {"here": torch.ones(9)}}, disk / "c")
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     with pytest.raises(gt.CheckpointError, match="disk/c cannot be written: read-only file system"):
-        gt.save(state(2), disk / "c")
-    assert os.listdir(disk) == ["c"] and gt.load(disk / "c")["model"]["wide"].sum().item() == 700_000
+        gt.save({"model": {"here": torch.zeros(9)}}, disk / "c")
+    assert os.listdir(disk) == ["c"] and gt.load(disk / "c")["model"]["here"].tolist() == [1] * 9
 
 
 @pytest.mark.parametrize("way", WAYS)

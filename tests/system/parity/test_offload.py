@@ -15,7 +15,7 @@ from tests.helpers.serving import serving, settled
 WIDTH, LAYERS, STEPS = 128, 3, 4
 
 
-def trained(captured: bool = False, backend=None, **options):
+def trained(captured: bool = False, **options):
     """Losses, the weights, and what keeps them alive."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]).to("remote")
@@ -29,7 +29,7 @@ def trained(captured: bool = False, backend=None, **options):
         optimizer.step()
         return loss.detach()
 
-    call = gt.compile(step, backend=backend) if captured else step
+    call = gt.compile(step) if captured else step
     x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1)).to("remote")
     losses = [float(call(x)) for _ in range(STEPS)]
     return losses, (model, optimizer)
@@ -89,28 +89,6 @@ def test_training_is_that_without_offload(session, tmp_path, offload, step, opti
     assert all(torch.equal(a, b) for a, b in zip(values(kept), wanted, strict=True))
     if "nvme" in offload:
         assert list((tmp_path / "files").iterdir()) == []  # the file has no name
-
-
-@pytest.mark.parametrize("offload", SPACES)
-def test_segments_are_compiled_between_what_is_evicted(graphs, tmp_path, offload):
-    """Their inputs may rest elsewhere, and what ends with them is freed there, too."""
-    offload = offload.replace("PATH", str(tmp_path / "files")).replace("STEP", "step: host")
-    made = {}
-    with serving(2, "torch") as server:
-        for backend in ("eager", "inductor"):
-            gt.connect(server.address, config=f"gt: {{data_parallel: [0, 1], zero: 3, offload: {offload}}}")
-            try:
-                losses, kept = trained(True, backend, fused=True)
-                made[backend] = losses, values(kept), [away for _, away, _ in counted()]
-                del kept
-                gc.collect()
-                torch.ones(1).to("remote").add(1).cpu()
-                assert not any(away for _, away, _ in counted())
-            finally:
-                gt.shutdown()
-    eager, compiled = made["eager"], made["inductor"]
-    assert graphs and compiled[0] == eager[0] and compiled[2] == eager[2]
-    assert all(torch.equal(a, b) for a, b in zip(compiled[1], eager[1], strict=True))
 
 
 def test_a_list_op_on_much_state_is_done_in_parts(session, monkeypatch):
