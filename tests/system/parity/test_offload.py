@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gt
-from tests.helpers.serving import serving, settled
+from tests.helpers.serving import settled
 
 WIDTH, LAYERS, STEPS = 128, 3, 4
 
