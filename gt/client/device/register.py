@@ -58,7 +58,8 @@ def _kernels(key: str) -> None:
     aten.impl("copy_", lambda to, source, non_blocking=False: dispatch(RemoteTensor, copy, (), (to, source)), key)
     # Autograd would decompose WHOLE. Under a dispatch mode torch asks for BELOW_TENSOR's own kernels, not for a fallback.
     for overload in (*overrides.WHOLE, *overrides.BELOW_TENSOR):
-        aten.impl(overload.name(), functools.partial(fallback, overload), key)
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key):  # gt_autoload's, which call ours
+            aten.impl(overload.name(), functools.partial(fallback, overload), key)
     for name, kernel in overrides.FACTORIES.items():
         aten.impl(name, kernel, key)
     _libraries.extend((anything, aten))
