@@ -74,6 +74,7 @@ LOOK_UPS = {
     ("gt/worker/engine/torch/libraries.py", "import_module"): "names of modules, from the process's owner alone",
     ("gt/worker/engine/torch/overloads.py", "getattr"): "names of the table's ops, or of the process's owner",
     ("gt/wire/codec.py", "attrgetter"): "names of a message's own fields",
+    ("gt/wire/deferred_imports.py", "__dict__"): "attributes of this process's modules, by names that its code imports",
 }
 CALLS = ("getattr", "setattr", "delattr", "hasattr", "eval", "exec", "compile", "import_module", "__import__", "attrgetter",
          "methodcaller")  # fmt: skip

@@ -23,10 +23,10 @@ from gt.worker.plane.net import handshake
 from gt.worker.plane.net.handshake import Greeting
 from gt.worker.plane.net.lane import Lane
 from gt.worker.plane.net.listener import listen
-from gt.worker.plane.net.relay import PAUSE_BYTES, Passage, Relay
+from gt.worker.plane.net.relay import PAUSE_BYTES, Relay
 from gt.worker.plane.net.route import Route, routes
 from gt.worker.plane.net.strangers import Strangers
-from gt.worker.plane.net.wire import CREDIT, DATA, FAIL, HEADER, HEADER_BYTES, NOWAIT, Ended, Frame, Wire, reason
+from gt.worker.plane.net.wire import CREDIT, DATA, FAIL, HEADER, HEADER_BYTES, NOWAIT, Ended, Frame, Onward, Wire, reason
 
 log = logging.getLogger("gt.worker")
 
@@ -270,10 +270,10 @@ class Network:
 
     # ---- frames, in the thread that reads
 
-    def passage(self, wire: Wire, frame: Frame) -> Passage | None:
+    def passage(self, wire: Wire, frame: Frame) -> Onward | None:
         return None if frame.target == self.own else self.relay.passage(wire, frame)
 
-    def pass_on(self, wire: Wire, passage: Passage) -> None:
+    def pass_on(self, wire: Wire, passage: Onward) -> None:
         self.relay.pass_on(wire, passage)
 
     def begin(self, wire: Wire, frame: Frame) -> memoryview:

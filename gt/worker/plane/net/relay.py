@@ -12,12 +12,9 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from gt.worker.plane.net.wire import DATA, HEADER, MAX_HOPS, Ended, Frame, Wire
-
-if TYPE_CHECKING:
-    from gt.worker.plane.net.network import Network
+from gt.worker.plane.net.wire import DATA, HEADER, MAX_HOPS, Ended, Frame, Onward, Wire
 
 PASSED_BYTES = 64 << 10  # of payload from which on a frame is passed on so: a smaller one costs less copied
 PIPE_BYTES = 1 << 20  # of a pipe, if its user may have as many: it holds a segment of a connection for each 4 KiB
@@ -40,7 +37,7 @@ class Pipe:
 
 
 class Piped:
-    """The rest of a frame's payload, in a pipe. Its length falls as it is sent."""
+    """The rest of a frame's payload, in a pipe (wire.KernelBytes)."""
 
     __slots__ = ("_left", "_pipe")
 
@@ -51,14 +48,13 @@ class Piped:
         return self._left
 
     def send(self, fd: int) -> int:
-        """Send as much as the connection takes now, which must not wait. BlockingIOError if that is nothing."""
         sent = os.splice(self._pipe.source, fd, self._left, flags=NOWAIT)
         self._left -= sent
         return sent
 
 
-class Passage:
-    """From one connection to `out`, for one frame after the other. left: bytes of the frame that have not arrived."""
+class PipeWay:
+    """A wire.Onward through a pipe."""
 
     def __init__(self, out: Wire) -> None:
         self.out, self.left = out, 0
@@ -68,20 +64,16 @@ class Passage:
 
     @property
     def frame(self) -> Frame:
-        """The header of the frame that passes."""
         return self._frame
 
     @property
     def free(self) -> bool:
-        """True if nothing is in the pipe."""
         return not self._piped
 
     def begin(self, frame: Frame, left: int, credit: int) -> None:
-        """The next frame, of which `left` bytes are to come, and its credit is to be passed on."""
         self._frame, self.left = frame._replace(hops=frame.hops + 1, credit=credit), left
 
     def take(self, fd: int) -> tuple[memoryview, Piped]:
-        """A frame of the bytes that are there, while the pipe is free. BlockingIOError if none are, OSError at the end."""
         got = os.splice(fd, self._pipe.target, self.left, flags=NOWAIT)
         if not got:
             raise Ended("its connection ended")
@@ -92,16 +84,32 @@ class Passage:
         return header, self._piped
 
 
+class RelayWires(Protocol):
+    """The connections of this worker, which a relay uses (network.Network)."""
+
+    def onward(self, target: int) -> Wire | None:
+        """The connection on the way to a worker."""
+
+    def lives(self, target: int) -> bool:
+        """True unless a worker is lost."""
+
+    def arm(self, wire: Wire) -> None:
+        """Wait in the background for what a connection is to do next."""
+
+    def lost(self, wire: Wire, error: OSError) -> None:
+        """A connection has ended."""
+
+
 class Relay:
     """Bytes that one worker passes on, in the threads that read. relayed: bytes of payload by "source>target"."""
 
-    def __init__(self, network: Network, wake: Callable[[], None]) -> None:
+    def __init__(self, network: RelayWires, wake: Callable[[], None]) -> None:
         self.relayed: Counter[str] = Counter()
         self._network, self._wake = network, wake
         self._early: list[tuple[Wire, Frame, memoryview]] = []  # to be passed on once there is a connection
         self._lock = threading.Lock()  # of these
 
-    def passage(self, wire: Wire, frame: Frame) -> Passage | None:
+    def passage(self, wire: Wire, frame: Frame) -> Onward | None:
         """The way through a pipe of a frame for another worker, if it can take one."""
         out = self._network.onward(frame.target) if frame.kind == DATA and frame.nbytes >= PASSED_BYTES else None
         if out is None or self._lost(frame, out):
@@ -109,13 +117,13 @@ class Relay:
         passage = wire.passages.get(out.index)
         if passage is None or passage.out is not out:
             try:
-                passage = wire.passages[out.index] = Passage(out)
+                passage = wire.passages[out.index] = PipeWay(out)
             except OSError:  # too few descriptors
                 return None
             out.wait_outside()
         return passage
 
-    def pass_on(self, wire: Wire, passage: Passage) -> None:
+    def pass_on(self, wire: Wire, passage: Onward) -> None:
         """Pass on what is there of a frame. BlockingIOError if nothing is, or the pipe is not free."""
         out, frame = passage.out, passage.frame
         if not passage.free:

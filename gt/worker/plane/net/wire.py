@@ -13,15 +13,10 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from gt.wire import tcp
 from gt.worker.plane.net.lane import Incoming
-
-if TYPE_CHECKING:
-    from gt.worker.plane.net.relay import Passage, Piped
-
-    Part: TypeAlias = memoryview | Piped
 
 DATA, CREDIT, FAIL = 1, 2, 3
 HEADER = struct.Struct("<BBHIHHIQQQ")  # kind, hops, credit, bytes of payload, source, target, epoch, key, total, note
@@ -53,13 +48,46 @@ class Frame(NamedTuple):
     note: int
 
 
+class KernelBytes(Protocol):
+    """The rest of a payload that the kernel holds. Its length falls as it is sent."""
+
+    def __len__(self) -> int: ...
+
+    def send(self, fd: int) -> int:
+        """Send as much as the connection takes now, which must not wait. BlockingIOError if that is nothing."""
+
+
+Part: TypeAlias = memoryview | KernelBytes
+
+
+class Onward(Protocol):
+    """A way from one connection to `out`, for one frame after the other. left: bytes of the frame that have not arrived."""
+
+    out: Wire
+    left: int
+
+    @property
+    def frame(self) -> Frame:
+        """The header of the frame that passes."""
+
+    @property
+    def free(self) -> bool:
+        """True if nothing is under way."""
+
+    def begin(self, frame: Frame, left: int, credit: int) -> None:
+        """The next frame, of which `left` bytes are to come, and its credit is to be passed on."""
+
+    def take(self, fd: int) -> tuple[memoryview, KernelBytes]:
+        """A frame of the bytes that are there, while the way is free. BlockingIOError if none are, OSError at the end."""
+
+
 class Sink(Protocol):
     """The receiver of a wire's frames."""
 
-    def passage(self, wire: Wire, frame: Frame) -> Passage | None:
+    def passage(self, wire: Wire, frame: Frame) -> Onward | None:
         """The way of a large frame that is not for this worker, if its bytes may stay in the kernel."""
 
-    def pass_on(self, wire: Wire, passage: Passage) -> None:
+    def pass_on(self, wire: Wire, passage: Onward) -> None:
         """Pass on what is there. BlockingIOError if that is nothing, or nothing can be passed on now."""
 
     def begin(self, wire: Wire, frame: Frame) -> memoryview:
@@ -107,8 +135,8 @@ class Wire:
         self._payload = self._rest = memoryview(b"")
         self._large = False
         self._waits = True  # the kernel waits in calls of the socket, unless they say NOWAIT
-        self._passing: Passage | None = None  # the way of the frame that arrives, if it is passed on through a pipe
-        self.passages: dict[int, Passage] = {}  # by index of the worker at the other end
+        self._passing: Onward | None = None  # the way of the frame that arrives, if it is passed on through a pipe
+        self.passages: dict[int, Onward] = {}  # by index of the worker at the other end
 
     # ---- reading
 
@@ -203,7 +231,7 @@ class Wire:
             stage[:left] = bytes(stage[start:stop])
         self._start, self._stop = 0, left
 
-    def _begin_passage(self, passage: Passage, frame: Frame, have: memoryview) -> None:
+    def _begin_passage(self, passage: Onward, frame: Frame, have: memoryview) -> None:
         """Pass a frame on as it arrives; the bytes that were read with its header as a frame of their own."""
         if have:
             part = frame._replace(nbytes=len(have))
@@ -215,7 +243,7 @@ class Wire:
         self._passing = passage
         self._wake_at(min(left, WAKE_BYTES))
 
-    def _pass_on(self, passage: Passage) -> bool:
+    def _pass_on(self, passage: Onward) -> bool:
         """As `read`, of a frame that is passed on as it arrives."""
         if passage.out.ended:  # the rest of the frame is lost too, though the next may have another way
             self._passing = None
