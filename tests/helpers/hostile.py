@@ -316,7 +316,8 @@ class Liar:
         numbers = [[], [1, 2, 3.0, 4.0], [float("nan")] * 4, [1 << 62]]
         names = rng.choice([[], [[1, "op", "x", 1, []]], [3], [["origin"]], [["op", 1, 2, 3, 4]]])
         clock = rng.choice([0.0, float("nan"), float("inf"), -1e300])
-        parts = rng.choice(numbers), rng.choice(numbers), rng.choice(numbers), names
+        streams = rng.choice([[], ["compute"], [3], [["x"]], ["compute"] * 100])
+        parts = rng.choice(numbers), rng.choice(numbers), streams, rng.choice(numbers), names
         return TraceRows(
             request, rng.choice([0, -1, 1 << 40]), *parts, clock, rng.choice([0, -1]), rng.choice([0, 1, -1, 1 << 62])
         )
