@@ -58,7 +58,12 @@ def test_idle_strangers_make_room_for_who_comes():
         for _ in range(2 * LIMIT):
             stack.enter_context(socket.create_connection((host, int(port)), 5))
         first.stats()  # those who are connected notice nothing
-        Session(address, wait=60).close()
+        for _ in range(20):  # who comes before room is made is told so, and comes again
+            with contextlib.suppress(Refused):
+                Session(address, wait=60).close()
+                break
+        else:
+            pytest.fail("no room was made")
     assert f"a connection is ended: more than {LIMIT // 4} connections have said nothing" in said[0]
     assert said[0].count("no file descriptors left, of 64") <= 1  # it may not come to that
 
