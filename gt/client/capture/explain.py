@@ -35,7 +35,22 @@ def backend_lines(session: Session, program: int, asked: str) -> list[str]:
     for (backend, *rest), names in alike.items():
         text.append(f"backend {backend} on {', '.join(names)}: {rest[0]}")
         text += [f"  {line}" for line in rest[1:]]
-    return text
+    return text + compilation_lines({worker["name"]: worker.get("plans") or [] for worker in workers})
+
+
+def compilation_lines(plans: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """How long the worker that took longest needed for its compiled code. plans: by name of a worker, as it reports them."""
+    seconds = {
+        name: [sum(column) for column in zip(*(plan.get("seconds") or [0, 0, 0] for plan in of))] for name, of in plans.items()
+    }
+    name, parts = max(seconds.items(), key=lambda item: sum(item[1]), default=("", []))
+    if not sum(parts):
+        return []
+    generating, kernels, first = parts
+    return [
+        f"compiled code took {sum(parts):.1f} s on {name}: {generating:.1f} s to generate, "
+        f"{kernels:.1f} s more for its kernels, {first:.1f} s in first calls"
+    ]
 
 
 def fragment_lines(session: Session, slot: int, calls: int, cuts: Counter[tuple[str, str]]) -> tuple[int, list[str]]:

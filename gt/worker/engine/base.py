@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,11 +26,24 @@ class Misfit(Exception):
     """The inputs of compiled code do not match its signature; the code has done nothing."""
 
 
+@dataclass(slots=True)
+class CompilationSeconds:
+    """Seconds that compiled code took until it ran: to generate it, to wait for its kernels, and in its first call.
+
+    The first call loads kernels, and measures which of their forms is fastest.
+    """
+
+    generating: float = 0.0
+    kernels: float = 0.0
+    first_call: float = 0.0
+
+
 class CompiledSegment(Protocol):
     """A segment as compiled code, called with its inputs for its outputs. Misfit for other inputs, else its ops' errors."""
 
     key: Hashable  # equal for equal code
     specs: Sequence[Spec]  # of its outputs
+    seconds: CompilationSeconds
 
     @property
     def writes(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -257,6 +258,7 @@ class CompiledProgram:
     def report(self) -> dict[str, Any]:
         """For explain(): the compiler, counts of segments and graphs, and reasons for rows that stayed instructions."""
         compiled = [s.compiled for s in self.segments if s.compiled is not None]
+        distinct = {segment.key: astuple(segment.seconds) for segment in compiled}
         reasons = Counter(s.why for s in self.segments if s.why)
         graphs, others = (0, []) if self._replays is None else self._replays.report()
         reasons.update(f"no graph: {why}" for why in (*others, *self._unrecorded.elements()))
@@ -265,7 +267,8 @@ class CompiledProgram:
             "why": self.why,
             "segments": len(self.segments),
             "compiled": len(compiled),
-            "distinct": len({segment.key for segment in compiled}),
+            "distinct": len(distinct),
+            "seconds": [sum(column) for column in zip(*distinct.values(), strict=True)],
             "ready": self._ready,
             "graphs": graphs,
             "reasons": [[count, why] for why, count in reasons.most_common(MAX_REASONS)],

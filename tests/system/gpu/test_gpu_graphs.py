@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,6 +20,15 @@ from tests.helpers.processes import started, wait_until
 from tests.worker.program.test_compile_graphs import REFUSED, Plainly
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(autouse=True)
+def no_build_processes() -> Iterator[None]:
+    """Compilers of this process start Inductor's build processes, which would stay until it ends."""
+    yield
+    from torch._inductor.async_compile import shutdown_compile_workers
+
+    shutdown_compile_workers()
 
 
 class Engine(TorchEngine):

@@ -78,6 +78,8 @@ def test_a_form_is_compiled_once_however_often_it_comes(graphs: list) -> None:
     replay(got, 3)
     found = report(got)
     assert (found["segments"], found["compiled"], found["distinct"]) == (6, 6, 1) and len(graphs) == 1
+    generating, kernels, first_call = found["seconds"]  # of the one form, however often it comes
+    assert generating > 0 and kernels >= 0 and first_call > 0
 
 
 def test_segments_that_differ_in_the_order_of_views_alone_are_one_form(graphs: list) -> None:
@@ -504,6 +506,7 @@ def test_a_pipeline_compiled_is_the_same_within_rounding(session: Callable) -> N
     close(got, want)
     said = run.explain()
     assert run._programs[0].replays >= 16 and "backend inductor on w0" in said, said
+    assert "compiled code took " in said and " s to generate, " in said
 
 
 @pytest.mark.usefixtures("plain_threads", "one")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from operator import sub
+from time import monotonic
 
 import torch
 
 from gt.ir.spec import Spec
-from gt.worker.engine.base import Misfit
+from gt.worker.engine.base import CompilationSeconds, Misfit
 from gt.worker.engine.torch.dtypes import DTYPE, NAME, conform
 from gt.worker.engine.torch.memory import laid_out
 
@@ -53,6 +54,7 @@ class Code:
     ) -> None:
         self.key = key
         self.specs: Sequence[Spec] = traced.specs
+        self.seconds = CompilationSeconds()
         self._written = [place for place, n in enumerate(traced.given) if n in traced.changed]
         self.run, self.given, self.outs = run, traced.given, traced.outs
         self._shapes = [torch.Size(shape) for shape, _, _ in signature.specs]
@@ -90,6 +92,7 @@ class Code:
         """The first call, which finds kernels that do not load and results that do not fit. It changes all or nothing."""
         written = [given[place] for place in self._written]
         saved = _snapshot(written)
+        start = monotonic()
         try:
             results = self.run(*given)
             self._mends = self._mend(results, inputs)
@@ -97,6 +100,7 @@ class Code:
             for tensor, before in zip(written, saved, strict=True):
                 tensor.copy_(before)
             raise
+        self.seconds.first_call = monotonic() - start
         return results
 
     def named(self, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:

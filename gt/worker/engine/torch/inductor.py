@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class Inductor:
         settings = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
         results: dict[Hashable, CompiledSegment | str] = {}
         keys: list[Hashable] = []
-        lowered: dict[Hashable, Waits] = {}
+        lowered: dict[Hashable, tuple[Code, Waits]] = {}
         with _alone, kernel_builds(self._engine.host) as waits:
             for segment, signature in requests:
                 written = _written(segment)
@@ -105,16 +106,20 @@ class Inductor:
                     results[key] = self._kept[key]
                 if key in results:
                     continue
+                start = monotonic()
                 try:
-                    results[key] = self._lower(segment, signature, written, key)
-                    lowered[key] = waits.copy()
+                    results[key] = code = self._lower(segment, signature, written, key)
+                    code.seconds.generating = monotonic() - start
+                    lowered[key] = code, waits.copy()
                 except Exception as error:
                     results[key] = _refusal(segment, error)
                 waits.clear()
-            for key, kernels in lowered.items():
+            for key, (code, kernels) in lowered.items():
+                start = monotonic()
                 try:
                     for wait in kernels:
                         wait()
+                    code.seconds.kernels = monotonic() - start
                 except Exception as error:
                     results[key] = _refusal(requests[keys.index(key)][0], error)
         self._keep(results)
@@ -125,9 +130,7 @@ class Inductor:
         while len(self._kept) > MAX_COMPILED_GRAPHS:
             del self._kept[next(iter(self._kept))]
 
-    def _lower(
-        self, segment: BoundSegment, signature: InputSignature, written: frozenset[int], key: Hashable
-    ) -> CompiledSegment:
+    def _lower(self, segment: BoundSegment, signature: InputSignature, written: frozenset[int], key: Hashable) -> Code:
         execute_deferred("torch._meta_registrations")
         from torch._inductor.compile_fx import compile_fx
 

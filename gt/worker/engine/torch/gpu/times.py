@@ -52,7 +52,7 @@ class GpuTimes:
 
     def clocks(self) -> Moment | None:
         with suppress(RuntimeError):
-            return look(lambda: torch.cuda.Event(enable_timing=True).record(self._clock), monotonic, LOOKS)
+            return look(lambda: self._clock.record_event(torch.cuda.Event(enable_timing=True)), monotonic, LOOKS)
         return None
 
     def seconds(self, marks: Sequence[Any], began: Moment | None) -> list[float | None]:
