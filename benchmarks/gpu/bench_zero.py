@@ -3,6 +3,9 @@
 `python benchmarks/gpu/bench_zero.py [--json FILE] [--gpus 2] [--cases dp zero1 ..] [--rivals ddp fsdp2 ..]`. Eight rows of 1024
 tokens for each GPU, fused AdamW, gradients added up in fp32. Prints milliseconds a step, tokens a second, the peak memory of
 each GPU, and one line of JSON. All have to have the first row's losses. `--model tiny --size 2x64` tries it on CPUs.
+`--gpus 1 --cases offload offload-all --rivals fsdp2-offload`: state in host memory. "busy" is the share of the timed steps in
+which a kernel ran on the GPUs; "link" the bytes that state has to cross the link for a step, over what pinned copies both ways
+at once move in that time.
 """
 
 from __future__ import annotations
@@ -23,14 +26,20 @@ import native
 CASES = {  # settings below `gt:` beside data_parallel and precision
     "dp": "zero: 0", "zero1": "zero: 1", "zero2": "zero: 2", "zero3": "zero: 3",
     "zero3-checkpoint": 'zero: 3, activation_checkpoint: {modules: "*.layers.*"}',
+    "offload": "zero: 0, offload: {optimizer: cpu}", "offload-all": "zero: 3, offload: {optimizer: cpu, params: cpu}",
 }  # fmt: skip
-RIVALS = ("ddp", "fsdp2", "fsdp2-reshard", "fsdp2-prefetch", "fsdp2-checkpoint")
+RIVALS = ("ddp", "fsdp2", "fsdp2-reshard", "fsdp2-prefetch", "fsdp2-checkpoint", "fsdp2-offload")
+# Bytes a parameter that cross the link at each step, both ways together, where the host computes the step: an fp32 gradient and
+# value; a value for forward and for backward where parameters are offloaded too
+LINK_BYTES = {"offload": 8, "offload-all": 12, "fsdp2-offload": 12}
 # of a case: the native rows of the same strategy, of which the best counts
 BESIDE = {
     "dp": ("ddp",), "zero1": ("fsdp2",), "zero2": ("fsdp2",), "zero3": ("fsdp2-reshard", "fsdp2-prefetch"),
-    "zero3-checkpoint": ("fsdp2-checkpoint",),
+    "zero3-checkpoint": ("fsdp2-checkpoint",), "offload": ("fsdp2-offload",), "offload-all": ("fsdp2-offload",),
 }  # fmt: skip
-COLUMNS = {"": -30, "ms": 10, "alone ms": 10, "tokens/s": 11, "first s": 9, "losses off by": 15, "peak MiB": 28}
+COLUMNS = {
+    "": -30, "ms": 10, "alone ms": 10, "tokens/s": 11, "first s": 9, "losses off by": 15, "busy": 8, "link": 8, "peak MiB": 28,
+}  # fmt: skip
 RATE, MEMORY = 1.0, 1.05  # at least and at most, times that of the best native row
 NOISE = 1e-2  # relative: what bf16 does to losses of so many steps where kernels differ
 LR = 1e-4
@@ -96,14 +105,27 @@ def ours(case: str, gpus: int, size: str, name: str, seconds: float) -> cases.Ro
     start = time.perf_counter()
     losses = [step(**batch).item() for _ in range(cases.MADE)][: cases.STEPS]
     first = time.perf_counter() - start
-    ms, alone = cases.timed(lambda: step(**batch), torch.remote.synchronize, seconds)
+    with cases.GpuUtilization() as busy:
+        ms, alone = cases.timed(lambda: step(**batch), torch.remote.synchronize, seconds)
     step(**batch).item()
     stats = gt.stats()
     print(step.explain(), file=sys.stderr)
     gt.shutdown()
     peaks = [round(worker["peak_bytes"] / 2**20) for worker in stats["workers"]]
     live = [round(worker["live_bytes"] / 2**20) for worker in stats["workers"]]
-    return {"ms": ms, "alone ms": alone, "first s": first, "losses": losses, "peak MiB": peaks, "live MiB": live}
+    found = {"ms": ms, "alone ms": alone, "first s": first, "losses": losses, "peak MiB": peaks, "live MiB": live}
+    return found | shares(case, model, ms, busy)
+
+
+def shares(kind: str, model: Any, ms: float, busy: cases.GpuUtilization) -> cases.Row:
+    """The shares of time in which GPUs computed, and of the link in use, as far as they are known."""
+    import torch
+
+    found: cases.Row = {"busy": busy.share}
+    if kind in LINK_BYTES and torch.cuda.is_available():
+        nbytes = LINK_BYTES[kind] * sum(p.numel() for p in model.parameters())
+        found["link"] = nbytes / (ms / 1e3) / cases.link_rate()
+    return found
 
 
 # ---- rivals
@@ -122,18 +144,19 @@ def wrapped(kind: str, model: Any, own: native.World) -> Any:
         if compiled:
             torch._dynamo.config.optimize_ddp = False  # cuts the graph at buckets, which a static graph does not have
         return torch.compile(parallel) if compiled else parallel
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     if kind == "fsdp2-checkpoint":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layers = list(model.model.layers)
+    more = {"offload_policy": CPUOffloadPolicy(pin_memory=compiled)} if kind == "fsdp2-offload" else {}
     for layer in layers:
         if compiled:
             layer.compile()
-        fully_shard(layer, mp_policy=policy, reshard_after_forward=kind != "fsdp2")
-    fully_shard(model, mp_policy=policy, reshard_after_forward=kind != "fsdp2")
-    if kind == "fsdp2-prefetch":
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=kind != "fsdp2", **more)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=kind != "fsdp2", **more)
+    if kind in ("fsdp2-prefetch", "fsdp2-offload"):
         for layer, following in itertools.pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])
     return model
@@ -165,9 +188,11 @@ def rival(own: native.World, kind: str, size: str, name: str, seconds: float) ->
         dist.all_reduce(loss)
         losses.append(loss.item())
     first = time.perf_counter() - start
-    ms, alone = cases.timed(step, own.wait, seconds, own.agree)
+    with cases.GpuUtilization() as busy:
+        ms, alone = cases.timed(step, own.wait, seconds, own.agree)
     peaks = [round(mib) for mib in own.gathered(own.peak())]
-    return {"ms": ms, "alone ms": alone, "first s": first, "losses": losses[: cases.STEPS], "peak MiB": peaks}
+    found = {"ms": ms, "alone ms": alone, "first s": first, "losses": losses[: cases.STEPS], "peak MiB": peaks}
+    return found | shares(kind, model, ms, busy)
 
 
 # ---- the table
@@ -177,7 +202,9 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, cases.Row | None, str]
     rest = (args.gpus, args.size, args.model, "--seconds", args.seconds)
     for kind in args.rivals:
         with cases.meeting(__file__, args.gpus, "--child", "native", kind, *rest) as commands:
-            yield f"native {kind}", *cases.together(commands, args.limit, OMP_NUM_THREADS="1")
+            # The host computes the step of offloaded state: its processes share its cores
+            threads = "1" if kind != "fsdp2-offload" else str(max(1, (os.cpu_count() or 1) // args.gpus))
+            yield f"native {kind}", *cases.together(commands, args.limit, OMP_NUM_THREADS=threads)
     for case in args.cases:
         yield case, *cases.together([[__file__, "--child", "gt", case, *rest]], args.limit)
 
@@ -198,8 +225,9 @@ def main() -> int:
     parser.add_argument("--model", default="1.1b", choices=["1.1b", "tiny"])
     parser.add_argument("--size", default="8x1024", help="rows a GPU x tokens")
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--rivals", nargs="*", default=list(RIVALS), choices=RIVALS)
+    usual = ([name for name in names if "offload" not in name] for names in (CASES, RIVALS))
+    parser.add_argument("--cases", nargs="*", default=next(usual), choices=list(CASES))
+    parser.add_argument("--rivals", nargs="*", default=next(usual), choices=RIVALS)
     parser.add_argument("--rank", type=int)
     parser.add_argument("--world", type=int)
     parser.add_argument("--meet")
@@ -236,7 +264,7 @@ def cells(row: cases.Row) -> list[str]:
     n = cases.number
     return [
         n(row["ms"]), n(row["alone ms"]), n(row["tokens/s"], ".0f"), n(row["first s"], ".1f"), n(row["apart"], ".1e"),
-        " ".join(f"{mib:.0f}" for mib in row["peak MiB"]),
+        *(n(row.get(share), ".2f") for share in ("busy", "link")), " ".join(f"{mib:.0f}" for mib in row["peak MiB"]),
     ]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import statistics
 import subprocess
@@ -79,6 +80,49 @@ def timed(
     count = agree(max(4, int(BLOCK / alone * 1e3)))
     blocks = agree(max(3, int(seconds / (count * alone / 1e3))))
     return statistics.median(block(count) for _ in range(blocks)), alone
+
+
+class GpuUtilization:
+    """The share of time in which a kernel ran on the GPUs, within this context, as nvidia-smi samples it. None without it."""
+
+    def __init__(self) -> None:
+        self.share: float | None = None
+
+    def __enter__(self) -> GpuUtilization:
+        query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--loop-ms=100"]
+        found = shutil.which(query[0])
+        self._process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True) if found else None
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        samples = [int(line) for line in self._process.communicate()[0].split() if line.isdigit()]
+        self.share = statistics.fmean(samples) / 100 if samples else None
+
+
+def link_rate(nbytes: int = 1 << 28, rounds: int = 8) -> float:
+    """Bytes a second, both ways together, of pinned copies to and from a GPU at once."""
+    import torch
+
+    host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    device = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    up, down = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def both() -> None:
+        with torch.cuda.stream(up):
+            device[0].copy_(host[0], non_blocking=True)
+        with torch.cuda.stream(down):
+            host[1].copy_(device[1], non_blocking=True)
+
+    both()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(rounds):
+        both()
+    torch.cuda.synchronize()
+    return 2 * nbytes * rounds / (time.perf_counter() - start)
 
 
 class Weights:
