@@ -89,6 +89,7 @@ class Server:
         self._workers: set[bytes] = set()
         self._names: dict[bytes, str] = {}  # of peers that were welcomed
         self._parted: set[bytes] = set()  # peers that are done with, until their connection ends
+        self._held: dict[bytes, Hello] = {}  # of peers that wait until there are descriptors for them
         self.on_workers: Callable[[int], None] | None = None  # told how many workers there are, when that changes
         self._start = time.monotonic()
         self._cycles = CycleCollector()
@@ -172,6 +173,7 @@ class Server:
             self._handle_item(gone)
         self._handle(Tick(self._now()))
         self._reserve.poll(self._now())
+        self._answer_held()
         if self._journal is not None:
             self._journal.flush()
 
@@ -208,6 +210,7 @@ class Server:
     def _forget(self, peer: bytes) -> bool:
         """Forget a connection; True if there was one."""
         self._count(self._workers - {peer})
+        self._held.pop(peer, None)
         return self._gates.pop(peer, None) is not None
 
     def _part(self, peer: bytes) -> None:
@@ -240,13 +243,22 @@ class Server:
             self._handle(Malformed(item.peer, str(error), self._now()))
             return
         if type(message) is Hello and not self._reserve.admits():
-            self._router.send(item.peer, Reject(to_wire(Refused(self._reserve.reason()))))
-            self._part(item.peer)
+            self._held[item.peer] = message
             return
         if type(message) is Goodbye:
             self._part(item.peer)
             frames = ()
         self._handle(Received(item.peer, message, frames, self._now()))
+
+    def _answer_held(self) -> None:
+        """Let in who came while descriptors were short, or refuse them where no connection is left whose end makes room."""
+        for peer, hello in list(self._held.items()):
+            if self._reserve.admits():
+                del self._held[peer]
+                self._handle(Received(peer, hello, (), self._now()))
+            elif not self._reserve.hopeful:
+                self._router.send(peer, Reject(to_wire(Refused(self._reserve.reason()))))
+                self._part(peer)
 
     def _handle(self, event: Event) -> None:
         self._event = event

@@ -181,8 +181,10 @@ class Router:
         ips = ["0.0.0.0" if name == "*" else resolve(name.strip()) for name in names]  # once: access is by the bound address
         open_at = next((at for at, ip in enumerate(ips) if not auth.loopback(ip)), 0)  # its rules hold for all
         entry = auth.entry(access, ips[open_at], names[open_at])
-        # A program's own server waits for it while Ctrl-Z or a debugger stops it. If it dies, the kernel closes its connection.
-        options(self._sock, 0.0 if access.secret else heartbeat, CHUNK)
+        # PLAIN opens to processes of this host alone, and a server waits for them while Ctrl-Z or a debugger stops them. If one
+        # dies, the kernel closes its connection.
+        here = bool(access.secret) or entry.mechanism == auth.PLAIN
+        options(self._sock, 0.0 if here else heartbeat, CHUNK)
         # Credit bounds the messages in flight, and a full queue would make ROUTER drop messages silently.
         self._sock.setsockopt(zmq.SNDHWM, 0)
         self._sock.setsockopt(zmq.RCVHWM, QUEUE)

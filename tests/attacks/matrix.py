@@ -20,9 +20,11 @@ from gt import env
 from gt.launch.supervisor import AGAIN
 from tests.attacks.beside import ROOT, Holder
 from tests.attacks.ground import Ground, alive, born, children
+from tests.attacks.victim import VIEWS
 
 SIGNALS = ("KILL", "STOP", "TERM", "SEGV")
-TARGETS = ("client", "dispatcher", "worker", "all workers", "supervisor")
+OBSERVER = "observer"
+TARGETS = ("client", "dispatcher", "worker", "all workers", "supervisor", OBSERVER)
 OF_SERVER = ("dispatcher", "supervisor")  # the server ends with these
 MOMENTS = (
     "starting",
@@ -30,16 +32,20 @@ MOMENTS = (
     "eager",
     "fetch",
     "upload",
+    "batches",
     "capture",
     "replay",
     "schedule",
     "all-reduce",
     "saving",
+    "saving beside",
     "loading",
+    "observed",
     "offload",
     "zero replay",
 )
 LIMIT = 60.0  # seconds until a cell is a hang
+SEEN = 30.0  # seconds until an observer has another view, or an error
 ARRIVAL = 300.0  # seconds in which a client comes to the moment: a loaded machine uploads 1 GB twice
 CAUSES = (
     "worker w", "server at", "is stopped", "dispatcher", "the process that starts", "is alive and", "signal SIG", "died",
@@ -213,7 +219,9 @@ class Matrix:
     def _working(self, cell: Cell) -> None:
         ground = self.ground
         before = {pid: at_work(pid) for pid in ground.processes()}
+        (self.folder / VIEWS).unlink(missing_ok=True)
         victim = self.victims.begin(moment=cell.moment, address=ground.address, token=ground.token, size=self.size)
+        observer = victim.wait(OBSERVER, ARRIVAL) if cell.moment == "observed" else None
         if victim.wait("mark", ARRIVAL, 2) is None:
             error = victim.wait("error", 0.0)
             cell.hang, cell.text = True, f"before the moment: {error['text']}" if error else "it did not come to the moment"
@@ -221,18 +229,33 @@ class Matrix:
             return
         if cell.moment in ("eager", "replay", "schedule", "all-reduce"):
             victim.wait("mark", LIMIT, 5)
-        pids = self._targets(cell.target, victim.pid, before)
+        pids = [observer[OBSERVER]] if observer and cell.target == OBSERVER else self._targets(cell.target, victim.pid, before)
+        seen = len(self._views())
         self.pause.wait({"upload": 0.05, "fetch": 0.02}.get(cell.moment, 0.0))
         self._harm(cell, victim, pids)
         if cell.target in OF_SERVER or (not ground.whole and cell.signal != "STOP" and cell.target == "all workers"):
             self._resume(pids)
         cell.again = self._newcomer(cell)
         self._resume(pids)
+        if observer and cell.target != "client" and (cell.target != OBSERVER or cell.signal == "STOP"):
+            cell.left += self._fault_of_views(seen)
         if cell.target in OF_SERVER:
             victim.tell(json.dumps([ground.address, ground.token]))
             answer = victim.wait("again", 30.0)
             cell.again = answer["again"] if answer else cell.again
         self.victims.end(victim)
+
+    def _views(self) -> list[str]:
+        path = self.folder / VIEWS
+        return path.read_text().splitlines() if path.exists() else []
+
+    def _fault_of_views(self, seen: int) -> list[str]:
+        """An observer goes on, or is told why not."""
+        deadline = time.monotonic() + SEEN
+        while len(views := self._views()) <= seen and time.monotonic() < deadline:
+            self.pause.wait(0.05)
+        bad = [line for line in views if line != "view" and not any(word in line for word in CAUSES)]
+        return [f"observer: {line[:80]}" for line in bad] if len(views) > seen else ["the observer hears nothing more"]
 
     def _targets(self, target: str, client: int, before: dict[int, int]) -> list[int]:
         """Pids. The one worker is that which did most for the client: others may not be its concern."""
@@ -359,9 +382,9 @@ class Matrix:
         return []
 
     def _left(self, cell: Cell, before: set[str]) -> None:
-        if cell.moment in ("saving", "loading"):
+        if cell.moment in ("saving", "saving beside", "loading"):
             cell.left += self._checkpoint()
-        for sign in self.ground.look() if self.ground.local and cell.target == "client" else []:
+        for sign in self.ground.look() if self.ground.local and cell.target in ("client", OBSERVER) else []:
             cell.left.append(f"{sign.kind}: {sign.text[:80]}")
         if cell.target in OF_SERVER and self.ground.local:
             self.ground.stop()  # so that what is left afterwards is of the one that was harmed
@@ -390,6 +413,7 @@ class Matrix:
 
 def cells(only: list[str]) -> list[Cell]:
     made = [Cell(s, target, moment) for target in TARGETS for s in SIGNALS for moment in MOMENTS]
+    made = [cell for cell in made if cell.target != OBSERVER or cell.moment == "observed"]
     return [cell for cell in made if not only or any(word in cell.name for word in only)]
 
 

@@ -1,23 +1,29 @@
 """The program of a cell of the matrix: at work of one kind until something ends it, then on with what is left.
 
 `python -m tests.attacks.victim` imports torch once and forks a child for each order, a JSON line {"moment", "address", "token",
-"folder", "size", "orders", "answers"}; the last two are named pipes.
+"folder", "size", "orders", "answers"}; the last two are named pipes. `python -m tests.attacks.victim ADDRESS FILE` observes a
+server until its standard input ends, and writes a line for each view, or for what ends it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gt import env
 from gt.launch.process import fork
 from tests.attacks.honest import CONFIGS
 
 ON = 20.0  # seconds in which new work has to succeed
+BATCH = 8 << 20  # bytes of a batch: blocks of shared memory are used in turn
+VIEWS = "views"  # file of an observer's views
 CONFIG = {"all-reduce": "eager", "schedule": "pipelined"}
 SHARDED = "gt: {{data_parallel: [0, 1], zero: {zero}, bucket: 4KiB{offload}}}\n"
 
@@ -67,12 +73,33 @@ def checkpoints(moment: str, folder: Path, size: int) -> Iterator[Callable[[], A
         gt.save(state, where)
         (state["model"]["small"] + 1).sum().item()
 
+    def save_beside() -> None:
+        last = gt.save(state, where, wait=False)
+        (state["model"]["small"] + 1).sum().item()
+        last.wait()
+
     def load() -> None:
         gt.load(where)["model"]["weight"].sum().item()
 
     save()
     while True:
-        yield save if moment == "saving" else load
+        yield {"saving": save, "saving beside": save_beside, "loading": load}[moment]
+
+
+def batches() -> Iterator[Callable[[], Any]]:
+    """Uploads one after the other, each of which has to arrive as it is."""
+    import torch
+
+    number = 0
+    while True:
+        number += 1
+        hosts = [torch.full((BATCH // 4,), float(number + part)) for part in range(4)]
+
+        def upload(hosts: list = hosts, total: float = sum(number + part for part in range(4)) * (BATCH // 4)) -> None:
+            got = sum(host.to("remote") for host in hosts).double().sum().item()
+            assert got == total, f"{got} of {total}"
+
+        yield upload
 
 
 def moments(moment: str, size: int, folder: Path) -> Iterator[Callable[[], Any]]:
@@ -98,13 +125,15 @@ def moments(moment: str, size: int, folder: Path) -> Iterator[Callable[[], Any]]
 
         return step
 
-    if moment in ("starting", "idle", "eager"):
+    if moment in ("starting", "idle", "eager", "observed"):
         while True:
             yield small
     if moment in ("offload", "zero replay"):
         yield from sharded(moment == "zero replay")
-    if moment in ("saving", "loading"):
+    if moment in ("saving", "saving beside", "loading"):
         yield from checkpoints(moment, folder, size)
+    if moment == "batches":
+        yield from batches()
     if moment == "fetch":
         large = torch.ones(size // 16, device="remote")
         while True:
@@ -151,6 +180,8 @@ def serve(order: dict[str, Any]) -> None:
 
     moment = order["moment"]
     try:
+        if moment == "observed":
+            say(observer=_observer(order).pid)
         say(mark=0)
         _connect(order["address"], order["token"], moment, Path(order["folder"]))
         for number, work in enumerate(moments(moment, order["size"], Path(order["folder"])), 1):
@@ -209,7 +240,37 @@ def _works(before: Callable[[], None]) -> float:
     return -1
 
 
+def _observer(order: dict[str, Any]) -> subprocess.Popen:
+    """A process that observes the server as long as this one lives."""
+    code = [sys.executable, "-m", "tests.attacks.victim", order["address"], str(Path(order["folder"]) / VIEWS)]
+    own = env.child(PYTHONPATH=os.getcwd(), GT_TOKEN=order["token"])
+    observer = subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=own, text=True)
+    assert observer.stdout is not None
+    observer.stdout.readline()
+    return observer
+
+
+def observe(address: str, path: str) -> None:
+    """Views of a server, a line each; the first is announced."""
+    from gt.errors import GTError
+    from gt.observe.record_stream import RecordStream
+
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+    with open(path, "a", buffering=1) as file:
+        try:
+            with RecordStream(address, env.get("GT_TOKEN"), 0.5) as stream:
+                while stream.next():
+                    file.write("view\n")
+                    sys.stdout.write("view\n")
+                    sys.stdout.flush()
+        except GTError as error:
+            file.write(f"{type(error).__name__}: {error}\n")
+
+
 def main() -> int:
+    if len(sys.argv) > 1:
+        observe(*sys.argv[1:])
+        return 0
     import torch  # noqa: F401
 
     import gt  # noqa: F401

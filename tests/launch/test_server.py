@@ -141,8 +141,8 @@ def test_a_killed_or_stopped_client_is_noticed(number):
     core, lost = ToyCore(), threading.Event()
     handle = core.handle
     core.handle = lambda event: (isinstance(event, PeerLost) and lost.set(), handle(event))[1]
-    # nobody looks at a client's process
-    server = Server(core=core, heartbeat=3600.0 if number == signal.SIGKILL else 0.25)
+    # nobody looks at a client's process, which may be another host's
+    server = Server(core=core, heartbeat=3600.0 if number == signal.SIGKILL else 0.25, access=Access(encrypt=True))
     thread = threading.Thread(target=server.run, name="gt-test-server")
     thread.start()
     client = subprocess.Popen([sys.executable, "-c", CLIENT, server.address], stdout=subprocess.PIPE, stderr=-3)
@@ -157,26 +157,35 @@ def test_a_killed_or_stopped_client_is_noticed(number):
         thread.join()
 
 
-def test_a_program_that_is_stopped_for_long_keeps_its_own_server():
-    """Ctrl-Z, or a debugger that looks at it: all remote tensors would be lost."""
+@contextmanager
+def stopped_client(access: Access, heartbeat: float):
+    """A server with a client whose process is stopped: the client, and an event that is set when the server has lost it."""
     core, lost = ToyCore(), threading.Event()
     handle = core.handle
     core.handle = lambda event: (isinstance(event, PeerLost) and lost.set(), handle(event))[1]
-    server = Server(core=core, heartbeat=0.05, access=Access(secret=made()))  # others are dropped after 0.3 s
+    server = Server(core=core, heartbeat=heartbeat, access=access)
     thread = threading.Thread(target=server.run, name="gt-test-server")
     thread.start()
     client = subprocess.Popen([sys.executable, "-c", CLIENT, server.address], stdout=subprocess.PIPE, stderr=-3)
     try:
         assert client.stdout.readline() == b"up\n"
         client.send_signal(signal.SIGSTOP)
-        assert not lost.wait(2.0)
-        client.kill()
-        assert lost.wait(limit(2.0))
+        yield client, lost
     finally:
         client.kill()
         client.communicate()
         server.stop()
         thread.join()
+
+
+@pytest.mark.parametrize("access", [Access(secret=made()), Access()], ids=["own server", "started by hand"])
+def test_a_program_that_is_stopped_for_long_keeps_its_tensors_on_a_server_of_its_host(access):
+    """Ctrl-Z, or a debugger that looks at it. A server that lets in other hosts has to take silence for an end."""
+    with stopped_client(access, 0.05) as (client, lost), stopped_client(Access(encrypt=True), 0.3) as (_, other_lost):
+        assert other_lost.wait(limit(20))  # later than the first server would lose its client
+        assert not lost.is_set()
+        client.kill()
+        assert lost.wait(limit(20))
 
 
 def test_a_fault_in_the_core_ends_one_session_and_not_the_server():

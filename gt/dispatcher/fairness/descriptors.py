@@ -1,7 +1,8 @@
-"""A server whose process has no file descriptors left: it serves those who are connected, and tells newcomers.
+"""A server whose process has no file descriptors left: it serves those who are connected, and makes room for newcomers.
 
-libzmq accepts connections by itself and can do so only where a descriptor is free, so a few are kept for that moment. Who is
-accepted then is told and leaves again; connections of peers that have said nothing for a while are ended.
+libzmq accepts connections by itself and can do so only where a descriptor is free, so a few are kept for that moment. Then
+connections of peers that have said nothing for a while are ended. Whoever comes waits for that, and is refused only where no
+such connection is left.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Reserve:
         self._silent: dict[int, float] = {}
         self._seen: dict[int, float] = {}
         self._place = self._room = 0
+        self._counted = 0  # strangers of this round so far
+        self._strangers = 0  # of the last whole round: connections that may be ended for newcomers
         self.short = False
         self._keep(KEPT)
 
@@ -48,6 +51,7 @@ class Reserve:
                 return False
             log.warning("%s; it goes on with those who are connected", self.reason())
             self.short = True
+            self._counted, self._strangers = 0, 1  # nobody has looked yet
             self.close()
         self._shed(now)
         if self._keep(KEPT + SPARE):
@@ -64,8 +68,15 @@ class Reserve:
 
     def admits(self) -> bool:
         """True if one more peer may come in: while there are too few, as many as connections were ended for."""
+        if self.short and self._room <= 0:
+            return False
         self._room -= self.short
-        return not self.short or self._room >= 0
+        return True
+
+    @property
+    def hopeful(self) -> bool:
+        """True if there are connections left whose end makes room."""
+        return bool(self._strangers or self._counted)
 
     def reason(self) -> str:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -99,9 +110,11 @@ class Reserve:
                     ended += descriptor not in told
                     since = math.inf
                 self._seen[status.st_ino] = since
+                self._counted += descriptor not in told
         self._place = end
         if end >= limit:
             self._place, self._silent, self._seen = 0, self._seen, {}
+            self._strangers, self._counted = self._counted, 0
         self._room = ended or self._room
 
     def _accepted(self, descriptor: int) -> bool:
