@@ -58,9 +58,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "expect_true": lambda a, skip=0: a if type(a) is bool else NotImplemented,
     **dict.fromkeys(("guard_int", "size_hint"), lambda a, *_: a if type(a) is int else NotImplemented),
     "guarding_hint_or_throw": lambda a: a if type(a) in (bool, int) else NotImplemented,
-    **dict.fromkeys(
-        ("has_guarding_hint", "has_hint"), lambda a: True if type(a) in (bool, int, float) else NotImplemented
-    ),
+    **dict.fromkeys(("has_guarding_hint", "has_hint"), lambda a: True if type(a) in (bool, int, float) else NotImplemented),
     "is_nested_int": lambda a: False if type(a) in (bool, int, float) else NotImplemented,
     "sym_and": lambda *terms: all(terms) if {*map(type, terms)} == {bool} else NotImplemented,
     "sym_or": lambda *terms: any(terms) if {*map(type, terms)} == {bool} else NotImplemented,
