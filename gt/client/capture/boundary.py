@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from gt.client.capture.aliasing import CallMemory, sharing_arguments
+from gt.client.capture.gradients import LeafGradient, memory_of
 from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import StateItem, StateSnapshot, comparable, is_scalar_like, tensor_identity, unchanged
@@ -239,14 +240,14 @@ def loop_carried(
     return list(pairs.items()), None
 
 
-def gradients(entry: StateSnapshot, leaving: StateSnapshot, reads: dict) -> list[tuple[RemoteTensor, bool, Any, Any]]:
-    """Rows of leaf, whether it had a gradient, the gradient that was read, the gradient that is left."""
+def gradients(entry: StateSnapshot, leaving: StateSnapshot, reads: dict) -> list[LeafGradient]:
+    """The gradients that a program reads and leaves."""
     before = {id(leaf): entry.grads.get(path) for path, leaf in entry.leaves}
     rows = []
     for _, leaf in leaving.leaves:
         start = before.get(id(leaf))
         read = start if start is not None and start._ref.id in reads else None
-        rows.append((leaf, start is not None, read, leaf.grad))
+        rows.append(LeafGradient(leaf, start is not None, memory_of(read), memory_of(leaf.grad)))
     return rows
 
 

@@ -10,8 +10,10 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from gt.client import current_session
+from gt.client.capture import gradients
 from gt.client.capture.aliasing import ArgumentView, CallMemory, sharing_arguments, write_back
 from gt.client.capture.constants import ArgumentRead, argument_value
+from gt.client.capture.gradients import LeafGradient
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import HostDraws
 from gt.client.device import random
@@ -43,8 +45,8 @@ class CapturedProgram:
     key: tuple  # of a call: structure, arguments, modes
     guard: Guard
     inputs: dict[int, RemoteTensor]  # argument -> the tensor that a replay fills
-    same: dict[int, torch.Tensor]  # argument -> the very tensor that it must be
-    grads: list[tuple[RemoteTensor, bool, Any, Any]]  # leaf, whether it had a gradient, the one read, the one left
+    same: dict[int, tuple[RemoteTensor, Any]]  # argument -> the very tensor that it must be, and its reference
+    grads: list[LeafGradient]
     results: list  # leaves of what the function returned
     tree: TreeSpec  # their structure
     draws: int  # random ops
@@ -62,16 +64,12 @@ class CapturedProgram:
 
     def mismatch(self, leaves: list) -> str:
         """Why the program cannot serve a call with the same key, or "". What it draws on the CPU is drawn then."""
-        for k, tensor in self.same.items():
-            if leaves[k] is not tensor:
+        for k, (tensor, ref) in self.same.items():
+            if leaves[k] is not tensor or tensor._ref is not ref:
                 return f"argument {k} is another tensor than in the recorded call"
         if self.inputs and not self.inputs.keys().isdisjoint(sharing_arguments(leaves, self.memory)):
             return "an argument shares memory that the function changes"
-        for leaf, had, _, _ in self.grads:
-            if (leaf.grad is not None) != had:
-                then, now = ("a gradient", "none") if had else ("no gradient", "one")
-                return f"a parameter of shape {list(leaf.shape)} had {then} when the step was recorded, and has {now} now"
-        violation = self.guard.violation()
+        violation = gradients.mismatch(self.grads) or self.guard.violation()
         for read in () if violation else self.argument_reads:
             violation = violation or read.violation(lambda k: argument_value(leaves[k], self.recorder))
         return self.host_draws.violation() if self.host_draws is not None and not violation else violation
@@ -85,9 +83,7 @@ class CapturedProgram:
         if self.host_draws is not None:
             for target, drawn in zip(self.host_draws.inputs, self.host_draws.values, strict=True):
                 call(copy, (target, upload(drawn)))
-        for leaf, _, read, _ in self.grads:
-            if read is not None and leaf.grad is not read:  # another program or the user has replaced it
-                call(copy, (read, leaf.grad))
+        changed = [row for row in self.grads if row.fill()]
         recorder.uploaded.clear()  # the program may write to any of them
         state, seed = random._State, random.initial_seed()
         counter = state.counter
@@ -96,9 +92,8 @@ class CapturedProgram:
         self.replays += 1
         if self.replays == 1:
             recorder.session.compiles = True
-        for leaf, _, _, left in self.grads:
-            if leaf.grad is not left:
-                leaf.grad = left
+        for row in changed:
+            row.set()
         if self.written:
             write_back(leaves, self.inputs, self.written)
         results = self.copy_results(leaves)

@@ -54,6 +54,7 @@ from gt.client.capture.boundary import (
 from gt.client.capture.captured_program import CapturedProgram, ProgramResult
 from gt.client.capture.constants import argument_values
 from gt.client.capture.fragment_tape import FragmentTape
+from gt.client.capture.gradients import VIEWED
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import LEADS_ELSEWHERE, UPLOADED, HostDraws
 from gt.client.capture.output_watch import OutputWatch
@@ -162,11 +163,13 @@ class CompiledFunction:
             return self.fn(*args, **kwargs)
         leaves, tree = _flat(args, kwargs)
         key = (tree, *map(key_of, leaves), *modes())
-        mismatch = ""
+        mismatch = viewed = ""
         for n, program in enumerate(self._programs):
             if program.recorder is not recorder or program.key != key:
                 continue
             mismatch = program.mismatch(leaves)
+            if mismatch.startswith(VIEWED):
+                viewed = mismatch
             if not mismatch:
                 if n:
                     self._programs.insert(0, self._programs.pop(n))
@@ -180,8 +183,10 @@ class CompiledFunction:
             args, kwargs = tree_unflatten(prepare_inputs(leaves, None)[0], tree)
             return tree_map(detach, self.fn(*args, **kwargs))
         try:
-            if self._eager_calls:
-                self._eager_calls -= 1
+            if viewed:
+                self._add_reason(viewed)
+            if viewed or self._eager_calls:
+                self._eager_calls -= bool(self._eager_calls)
                 with spans.span(f"call {self._name}"):
                     return self._run_in_fragments(recorder, leaves, tree, (args, kwargs))
             with spans.span(f"record {self._name}", why=self._why):
@@ -424,14 +429,18 @@ class CompiledFunction:
                 return leaf
             return copied.setdefault(leaf._ref.id, ProgramResult(leaf, now.memory.owner(leaf) in lasting))
 
+        grads = gradients(entry, leaving, reads)
+        objects = {id(memory.tensor) for row in grads for memory in (row.read, row.left) if memory is not None}
+        used = [t for state in (entry, leaving) for _, t in state.tensors() if t._ref.id in reads or t._ref.id >= first]
+        leaving.grads.clear()  # only the gradients' memories hold their objects
         return CapturedProgram(
             number=number,
             recorder=tape.recorder,
             key=now.key,
             guard=Guard(leaving),
             inputs=now.inputs,
-            same={k: t for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs},
-            grads=gradients(entry, leaving, reads),
+            same={k: (t, t._ref) for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs},
+            grads=grads,
             results=list(map(result, leaves)),
             tree=tree,
             draws=tape.draws(),
@@ -441,7 +450,7 @@ class CompiledFunction:
             answer=answer,
             written=written_inputs(now.leaves, now.inputs, now.memory),
             memory=now.memory,
-            keep=[t for state in (entry, leaving) for _, t in state.tensors() if t._ref.id in reads or t._ref.id >= first],
+            keep=[t for t in used if id(t) not in objects],
         )
 
     def _obstacle(

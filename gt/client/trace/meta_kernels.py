@@ -49,16 +49,16 @@ def _symbols(x: Any) -> Any:
     return OrderedSet() if plain and type(x.storage_offset()) is int else NotImplemented
 
 
-# Functions of symbolic shapes -> their answers to plain arguments, or NotImplemented
+# Functions of symbolic shapes, in any version -> their answers to plain arguments, or NotImplemented
 _ANSWERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
         ("guard_or_false", "guard_or_true", "statically_known_true", "guard_bool", "guard_size_oblivious"),
         lambda a: a if type(a) is bool else NotImplemented,
     ),
     "expect_true": lambda a, skip=0: a if type(a) is bool else NotImplemented,
-    "guard_int": lambda a: a if type(a) is int else NotImplemented,
+    **dict.fromkeys(("guard_int", "size_hint"), lambda a, *_: a if type(a) is int else NotImplemented),
     "guarding_hint_or_throw": lambda a: a if type(a) in (bool, int) else NotImplemented,
-    "has_guarding_hint": lambda a: True if type(a) in (bool, int, float) else NotImplemented,
+    **dict.fromkeys(("has_guarding_hint", "has_hint"), lambda a: True if type(a) in (bool, int, float) else NotImplemented),
     "is_nested_int": lambda a: False if type(a) in (bool, int, float) else NotImplemented,
     "sym_and": lambda *terms: all(terms) if {*map(type, terms)} == {bool} else NotImplemented,
     "sym_or": lambda *terms: any(terms) if {*map(type, terms)} == {bool} else NotImplemented,

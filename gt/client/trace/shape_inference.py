@@ -268,6 +268,7 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
     try:
         with uninterrupted(), torch.no_grad():  # the first one imports much of torch, which Ctrl-C would break
             result = _META.get(info.name, info.func)(*args, **kwargs)
+            _check_cast(info, args, kwargs)
         if info.name in _SAVES_NOTHING and not args[5]:
             result = (result[0], *(saved.new_empty(0) for saved in result[1:]))
         if info.names[-1] == "output_mask" and len(args) == len(info.names):  # other kernels return None for masked outputs
@@ -281,6 +282,17 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
         if any(text in str(error) for text in _NO_SHAPE):
             return None, False
         raise refusals.as_on_cpu(info, args, kwargs, error) from None
+
+
+def _check_cast(info: OpInfo, args: list, kwargs: dict) -> None:
+    """Raise if an op in place computes what its tensor cannot hold, such as half of an integer: some meta kernels do not."""
+    kind, _, overload = info.name.removeprefix("aten.").partition(".")
+    if not info.pointwise or not info.writes or not kind.endswith("_") or args[0].dtype.is_floating_point:
+        return
+    func = getattr(getattr(torch.ops.aten, kind[:-1], None), overload, None)
+    found = args[0] if func is None else func(*args, **kwargs)
+    if not torch.can_cast(found.dtype, args[0].dtype):
+        raise RuntimeError(f"result type {found.dtype} can't be cast to the desired output type {args[0].dtype}")
 
 
 def _by_values(info: OpInfo, args: list, kwargs: dict) -> bool:

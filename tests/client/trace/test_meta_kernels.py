@@ -65,8 +65,8 @@ def test_deferred_functions_of_symbolic_shapes_answer_as_the_real_ones() -> None
 import itertools, warnings
 from gt.client.trace.meta_kernels import _ANSWERS, _answering
 
-deferred = {name: _answering(name, answer) for name, answer in _ANSWERS.items()}
 from torch.fx.experimental import symbolic_shapes as real
+deferred = {name: _answering(name, answer) for name, answer in _ANSWERS.items() if hasattr(real, name)}
 warnings.simplefilter("ignore")  # one of the functions is deprecated
 assert real.ShapeEnv and not is_deferred("sympy") and real.sym_eq.__module__ == real.__name__
 
@@ -85,7 +85,7 @@ for name, function in deferred.items():
     for args in [] if "constrain_range" in name else calls:
         assert outcome(function, args) == outcome(getattr(real, name), args), (name, args)
         answered += _ANSWERS[name](*args) is not NotImplemented
-assert answered > 80, answered
+assert len(deferred) > 10 and answered > 80, (deferred, answered)
 """
     )
 

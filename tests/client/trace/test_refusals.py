@@ -35,6 +35,8 @@ MISTAKES: dict[str, Callable[[Make], object]] = {
     "too many of the largest": lambda t: t(3).topk(5),
     "a view": lambda t: t(2, 3).view(4, 2),
     "integers in place": lambda t: t(3).long().div_(2),
+    "integers times others in place": lambda t: t(3).long().mul_(t(3)),
+    "a power of integers in place": lambda t: t(3).long().pow_(0.5),
     "an out= that is an input": lambda t: torch.take(x := t(4), t(4).long(), out=x),
     "an out= that is part of an input": lambda t: torch.take(x := t(4).long(), x[1:], out=x[:-1]),
     "an out= that is a detached input": lambda t: torch.take((x := t(4)).detach(), t(4).long(), out=x.detach()),
