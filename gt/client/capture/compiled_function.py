@@ -219,6 +219,7 @@ class CompiledFunction:
                 lines += [f"    {line}" for line in order.get("said", ())]
             lines += [f"    {line}" for line in explain.recompute_lines(program.answer["recomputed"])]
             lines += [f"    {line}" for line in explain.batch_lines(program.answer["batched"])]
+            lines += [f"    {line}" for line in explain.host_step_lines(program.answer["advanced"])]
             if program.answer["backend"] != "eager":
                 described = explain.backend_lines(program.recorder.session, program.number, program.answer["backend"])
                 lines += [f"    {line}" for line in described]
@@ -334,9 +335,8 @@ class CompiledFunction:
             tape.prevents.append(Difference(watch.place, f"the function {watch.what}"))
 
     def _chosen_backend(self) -> str:
-        """The backend of programs. Tensors that rest elsewhere come back to other addresses, which graphs do not know."""
-        live = current_session.Current
-        return "eager" if live.offloads else self.backend or live.backend
+        """The backend of programs."""
+        return self.backend or current_session.Current.backend
 
     def _recompute_mode(self) -> int:
         """Value of messages.FinishCapture.recompute for this function."""
@@ -344,9 +344,12 @@ class CompiledFunction:
         return int(graphs) if self.recompute is None else 2 * self.recompute
 
     def _deferral(self) -> int:
-        """Value of ir.instr.RECORD for this function: no deferral with a schedule, which needs times of single ops."""
+        """Value of ir.instr.RECORD for this function.
+
+        No deferral with a schedule, which needs times of single ops, nor with offload: state leaves the device as it is made.
+        """
         live = current_session.Current
-        deferred = self._chosen_backend() == "cudagraphs" and not (self.schedule or live.schedule)
+        deferred = self._chosen_backend() == "cudagraphs" and not (self.schedule or live.schedule or live.offloads)
         return 1 + self._recompute_mode() if deferred else 0
 
     def _seal(

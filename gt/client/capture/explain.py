@@ -98,6 +98,18 @@ def batch_lines(batched: dict[str, list[int]]) -> list[str]:
     return [f"{text} on {', '.join(names)}" for text, names in alike.items()]
 
 
+def host_step_lines(advanced: dict[str, list[int]]) -> list[str]:
+    """Number of parts of the optimizer's step on the host that begin early, one line for all workers with the same figures.
+
+    advanced: name of a worker -> parts, and those that begin early.
+    """
+    alike: dict[str, list[str]] = {}
+    for name, (parts, early) in advanced.items():
+        text = f"{early} of {parts} parts of the optimizer's step on the host begin during the backward pass"
+        alike.setdefault(text, []).append(name)
+    return [f"{text} on {', '.join(names)}" for text, names in alike.items()]
+
+
 def _worker_lines(plans: list[dict[str, Any]]) -> list[str]:
     """A worker's backend, then lines on it. A long program has several plans."""
     first = plans[0]

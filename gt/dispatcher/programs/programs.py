@@ -190,9 +190,10 @@ class Programs:
         counts = {self._cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
         recomputed = {self._cluster.workers[worker].name: row for worker, row in context.recomputed.items()}
         batched = {self._cluster.workers[worker].name: row for worker, row in context.batched.items()}
+        advanced = {self._cluster.workers[worker].name: row for worker, row in context.advanced.items()}
         return {
             "why": why, "ops": len(tape.journal), "instructions": counts, "schedule": context.schedule,
-            "recomputed": recomputed, "batched": batched,
+            "recomputed": recomputed, "batched": batched, "advanced": advanced,
         }  # fmt: skip
 
     def _pass_context(self, tape: Recording, message: FinishCapture, added: dict[str, Define]) -> PassContext:

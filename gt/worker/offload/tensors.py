@@ -117,6 +117,12 @@ class OffloadedTensors(dict[int, Any]):
     def count_to_device(self, nbytes: int) -> None:
         self._to_device += nbytes
 
+    def bring(self, ids: Iterable[int]) -> None:
+        """Bring back those of these that rest elsewhere: for work that does not look its tensors up."""
+        for i in ids if self._away else ():
+            if i in self._away:
+                self[i]
+
     def prefetch(self, i: int) -> None:
         if i in self._away:
             self._away[i][0].prefetch()

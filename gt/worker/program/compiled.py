@@ -18,7 +18,7 @@ from gt.ir.dataflow import Definition, decode, exposed, summarize
 from gt.ir.instr import COMMUNICATION, FREE
 from gt.worker.engine.base import CompiledSegment, Compiler, DeviceRecorder, DeviceReplays, Misfit
 from gt.worker.instructions.step import Row, Step, StepOfRows
-from gt.worker.program.overlap import RecordedProgram, group_collectives, overlap_transfers
+from gt.worker.program.overlap import RecordedProgram, evicted_places, group_collectives, overlap_transfers
 from gt.worker.program.partition import (
     BoundSegment,
     DefinitionTraits,
@@ -140,7 +140,7 @@ class CompiledProgram:
             self.segments.append(segment)
             first = next(at for at, _ in run if code[at] != FREE)
             self._instructions[first] = run
-            grouped.append((first, StepOfRows(run, self._step(segment))))
+            grouped.append((first, StepOfRows(run, self._with_inputs_back(segment.bound.inputs, self._step(segment)))))
         return grouped
 
     def _step(self, segment: Segment) -> Step:
@@ -158,6 +158,25 @@ class CompiledProgram:
             segment(code, at)
 
         return step
+
+    def _with_inputs_back(self, ids: Sequence[int], step: Step) -> Step:
+        """A step before which its inputs are on the device.
+
+        The host may still compute the value of a parameter. A failure of that is told once, to who waits for it.
+        """
+        bring = self._tensors.bring
+
+        def after_inputs(code: list, at: int) -> None:
+            failed = None
+            try:
+                bring(ids)
+            except Exception as error:
+                failed = error
+            step(code, at)  # in any case: other workers may wait for it
+            if failed is not None:
+                raise failed
+
+        return after_inputs
 
     def _compile_reached(self, segment: Segment) -> None:
         if self._runner.recording:  # a device that records does not compile
@@ -225,14 +244,15 @@ class CompiledProgram:
             return () if row[1] in marks else self._instructions.get(row[0], [row])
 
         program = RecordedProgram(code, definition, summary.sets, runner.table.device_only, within)
-        obstacle = partial(_obstacle, recorder, program, drawn)
+        obstacle = partial(_obstacle, recorder, program, drawn, evicted_places(rows, program))
         for fits, run in runs(rows, code, lambda at: not obstacle(at)):
             reads, makes = exposed([at for row in run for at, _ in within(row)], code, definition)
             if fits:
                 run = overlap_transfers(run, program, replays)
                 moving -= makes
                 place = next((at for at, _ in run if code[at] != FREE), first)
-                found.append((place, StepOfRows(run, replays.run(run, reads, makes, moving & set(reads)))))
+                replay = replays.run(run, reads, makes, moving & set(reads))
+                found.append((place, StepOfRows(run, self._with_inputs_back(reads, replay))))
             else:
                 moving |= makes
                 found += run
@@ -285,12 +305,14 @@ def _marked(actions: Actions, replays: DeviceReplays, marks: set[Step]) -> list[
     return rows
 
 
-def _obstacle(recorder: DeviceRecorder, program: RecordedProgram, drawn: set[int], at: int) -> str:
+def _obstacle(recorder: DeviceRecorder, program: RecordedProgram, drawn: set[int], evicted: set[int], at: int) -> str:
     """Reason why an instruction cannot be recorded: it does more than issue the same work each time. "" if there is none."""
     define = program.definition(program.code[at])
     if define is None:
         return "unknown definition"
     name = define.payload["op"] if define.kind == "op" else define.kind
+    if at in evicted:
+        return f"{name} uses a tensor that comes back to other memory each time"
     if at in drawn and not (define.kind == "op" and recorder.draws(define.payload)):
         return f"{name} draws other random numbers each time"
     if define.kind in COMMUNICATION:

@@ -6,6 +6,7 @@ the main stream, since their readers follow at once. Pure; knows neither torch n
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,6 +38,19 @@ class RecordedProgram:
     lives: AliasSets
     device_only: Container[int]  # definitions that move data by the device alone
     within: Callable[[Row], Sequence[Row]]  # instructions that a row stands for, none for a mark
+
+
+def evicted_places(rows: Sequence[Row], program: RecordedProgram) -> set[int]:
+    """Places of rows that use memory which the program evicts. It comes back elsewhere, where no recording would find it."""
+    root, used = program.lives.root, defaultdict[int, set[int]](set)
+    evicted: set[int] = set()
+    for row in rows:
+        for at, _ in program.within(row):
+            define, operands = instruction(program.code, at, program.definition)
+            if define is not None:
+                used[row[0]].update(map(root, (*reads(define, operands), *makes(define, operands))))
+                evicted.update(map(root, reads(define, operands) if define.kind == "evict" else ()))
+    return {place for place, memory in used.items() if not evicted.isdisjoint(memory)}
 
 
 def group_collectives(rows: Sequence[Row], code: Sequence, runner: ProgramRunner) -> tuple[list[Row], dict[int, list[Row]]]:

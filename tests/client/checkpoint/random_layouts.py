@@ -1,7 +1,8 @@
-"""`python -m tests.client.checkpoint.random_layouts [--seeds N] [--first N]`: random states, saved and loaded in two layouts.
+"""`python -m tests.client.checkpoint.random_layouts [--seeds N] [--first N] [--captured]`: random states saved and loaded.
 
 Each seed draws a model, its optimizers, a state around them, and two layouts. The state that is saved in the first is loaded in
-the second, by plain torch and by torch.distributed.checkpoint: equal to the bit. Training goes on with the same losses.
+the second, by plain torch and by torch.distributed.checkpoint: equal to the bit. Training goes on with the same losses. With
+--captured its steps are replays, and one of both layouts at least offloads its state.
 """
 
 from __future__ import annotations
@@ -93,6 +94,18 @@ def nested(draw: random.Random, device: Callable[[], str], depth: int = 0) -> An
 # ---- layouts
 
 
+def offloading(draw: random.Random, folder: Path) -> tuple[str, dict[str, Any]]:
+    """A config that offloads, on the host or in streamed parts, with small buckets in most."""
+    zero = draw.choice([0, 1, 2, 3])
+    away = (
+        f"optimizer: {draw.choice(['cpu', 'nvme'])}, step: {draw.choice(['host', 'host', 'device'])}, path: {folder / 'away'}"
+    )
+    away += ", params: cpu" if zero == 3 and draw.random() < 0.5 else ""
+    bucket = draw.choice(["1B", "2KiB", "25MiB"])
+    workers = [*range(draw.choice([2, 3, 4, 8]))]
+    return f"gt: {{data_parallel: {workers}, zero: {zero}, bucket: {bucket}, offload: {{{away}}}}}", {}
+
+
 def layout(draw: random.Random) -> tuple[str, dict[str, Any]]:
     """A config, and the groups of the model's modules."""
     zero = draw.choice(["", "zero: 1", "zero: 2", "zero: 3"])
@@ -120,6 +133,8 @@ def layout(draw: random.Random) -> tuple[str, dict[str, Any]]:
 
 class Training:
     """A model with one or two optimizers on a device, and the position in its data."""
+
+    captured = False  # whether steps are replays
 
     def __init__(self, seed: int, groups: dict[str, Any], init: int, meta: bool = False) -> None:
         draw = random.Random(seed)
@@ -151,16 +166,20 @@ class Training:
         return {"model": self.model, "optimizers": self.optimizers, "schedule": self.schedule, "random": gt.RandomState()}
 
     def steps(self, first: int, count: int) -> list[float]:
-        losses = []
-        for n in range(first, first + count):
-            batch = torch.randint(0, self.model.words, (ROWS,), generator=torch.Generator().manual_seed(n))
-            loss = self.model(batch.to("remote"))
+        def step(batch: torch.Tensor) -> torch.Tensor:
+            loss = self.model(batch)
             loss.backward()
             for optimizer in self.optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+            return loss.detach()
+
+        call, losses = gt.compile(step) if self.captured else step, []
+        for n in range(first, first + count):
+            batch = torch.randint(0, self.model.words, (ROWS,), generator=torch.Generator().manual_seed(n))
+            loss = call(batch.to("remote"))
             self.schedule.step()
-            losses.append(float(loss.detach()))
+            losses.append(float(loss))
         return losses
 
 
@@ -206,14 +225,23 @@ def check(got: Any, want: Any, name: str = "state") -> None:
 # ---- one seed
 
 
-def run(seed: int, connect: Connect, folder: Path) -> str:
+class CapturedTraining(Training):
+    """Its steps are replays."""
+
+    captured = True
+
+
+def run(seed: int, connect: Connect, folder: Path, captured: bool = False) -> str:
     """One seed; a line that says what it was. AssertionError for a value that differs."""
     draw = random.Random(seed)
     one, other = layout(draw), layout(draw)
+    if captured:
+        one, other = draw.choice([(offloading(draw, folder), other), (one, offloading(draw, folder))])
     if draw.random() < 0.3:
         other = one
     connect(one[0])
-    training = Training(seed, one[1], 0)
+    kind = CapturedTraining if captured else Training
+    training = kind(seed, one[1], 0)
     training.steps(0, BEFORE)
     extra = nested(random.Random(seed), lambda: draw.choice(["cpu", "remote"]))
     state = {**training.state(), "extra": extra, "step": BEFORE}
@@ -227,7 +255,7 @@ def run(seed: int, connect: Connect, folder: Path) -> str:
 
     connect(other[0])
     meta = draw.random() < 0.3
-    resumed = Training(seed, other[1], 1, meta)
+    resumed = kind(seed, other[1], 1, meta)
     blank = {"extra": None, "step": 0}
     if meta:
         gt.load(path, into={"model": made_there(resumed.model, path)})
@@ -297,6 +325,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.client.checkpoint.random_layouts", description=__doc__)
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--captured", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -311,7 +340,7 @@ def main() -> int:
                 gt.connect(server.address, config=str(config) if text else "", token="")
 
             try:
-                sys.stdout.write(run(seed, connect, folder) + "\n")
+                sys.stdout.write(run(seed, connect, folder, args.captured) + "\n")
                 sys.stdout.flush()
             except Exception:
                 failed.append(seed)

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import gt
-from tests.helpers.serving import settled
+from tests.helpers.serving import serving, settled
 
 WIDTH, LAYERS, STEPS = 128, 3, 4
 
 
-def trained(captured: bool = False, **options):
-    """Losses, the weights, and what keeps them alive."""
+def trained(captured: bool = False, backend=None, clip=1.0, said=None, **options):
+    """Losses, the weights, and what keeps them alive. said: gets what `explain()` says."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]).to("remote")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
@@ -25,13 +25,16 @@ def trained(captured: bool = False, **options):
         optimizer.zero_grad()
         loss = model(x).float().square().mean()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         return loss.detach()
 
-    call = gt.compile(step) if captured else step
+    call = gt.compile(step, backend=backend) if captured else step
     x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1)).to("remote")
     losses = [float(call(x)) for _ in range(STEPS)]
+    if said is not None:
+        said.append(str(call.explain()))
     return losses, (model, optimizer)
 
 
@@ -89,6 +92,47 @@ def test_training_is_that_without_offload(session, tmp_path, offload, step, opti
     assert all(torch.equal(a, b) for a, b in zip(values(kept), wanted, strict=True))
     if "nvme" in offload:
         assert list((tmp_path / "files").iterdir()) == []  # the file has no name
+
+
+@pytest.mark.parametrize("backend", ["inductor", "cudagraphs"])
+@pytest.mark.parametrize("offload", SPACES)
+def test_segments_are_compiled_between_what_is_evicted(graphs, tmp_path, offload, backend):
+    """Their inputs may rest elsewhere, and what ends with them is freed there, too. Without a GPU there are no graphs."""
+    offload = offload.replace("PATH", str(tmp_path / "files")).replace("STEP", "step: host")
+    made, said = {}, []
+    with serving(2, "torch") as server:
+        for each in ("eager", backend):
+            gt.connect(server.address, config=f"gt: {{data_parallel: [0, 1], zero: 3, bucket: 64KiB, offload: {offload}}}")
+            try:
+                losses, kept = trained(True, each, None, said, fused=True)
+                made[each] = losses, values(kept), [away for _, away, _ in counted()]
+                del kept
+                gc.collect()
+                torch.ones(1).to("remote").add(1).cpu()
+                assert not any(away for _, away, _ in counted())
+            finally:
+                gt.shutdown()
+    eager, compiled = made["eager"], made[backend]
+    assert graphs and "backend inductor on w0, w1: " in said[1] and "compiled" in said[1]
+    assert compiled[0] == eager[0] and compiled[2] == eager[2]
+    assert all(torch.equal(a, b) for a, b in zip(compiled[1], eager[1], strict=True))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("offload", SPACES[:2])
+def test_a_captured_step_on_the_host_begins_during_backward(session, tmp_path, offload, zero, clip):
+    """Its numbers are those of eager mode without offload. A norm over all gradients has it wait."""
+    offload = offload.replace("PATH", str(tmp_path / "files")).replace("STEP", "step: host")
+    session(f"gt: {{data_parallel: [0, 1], zero: {zero}}}")
+    want, kept = trained(clip=clip, fused=True)
+    wanted, said = values(kept), []
+    session(f"gt: {{data_parallel: [0, 1], zero: {zero}, bucket: 16KiB, offload: {offload}}}")
+    losses, kept = trained(True, None, clip, said, fused=True)
+    assert losses == want
+    assert all(torch.equal(a, b) for a, b in zip(values(kept), wanted, strict=True))
+    early = "2 of 3 parts of the optimizer's step on the host begin during the backward pass on w0, w1"
+    assert (early in said[0]) == (clip is None), said[0]
 
 
 def test_a_list_op_on_much_state_is_done_in_parts(session, monkeypatch):

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gt
+from tests.helpers.serving import serving
 
 STEPS, ROWS, CLOSE = 20, 16, 1e-5
 STEPS_IN_FP32 = 5e-5  # in a captured step the device counts an Adam's steps in fp32, and so computes its bias corrections
@@ -89,25 +90,26 @@ TENSOR = {"*.up": "s_colpar", "*.down": "s_rowpar", "": "s"}
 PIPELINE = {"table": "pp_stage0", "blocks.[01]": "pp_stage0", "blocks.[23]": "pp_stage1", "head": "pp_stage1"}
 
 
-def strategy(draw: random.Random, folder: str) -> str:
-    """The settings of a config besides its workers."""
+def strategy(draw: random.Random, folder: str, offload: bool) -> str:
+    """The settings of a config besides its workers. offload: always, on a side that is drawn."""
     stage = draw.choice([0, 1, 2, 3])
     parts = [f"zero: {stage}"]
     if draw.random() < 0.5:
         parts.append(f"bucket: {draw.choice(['1B', '2KiB', '25MiB'])}")
-    if draw.random() < 0.4:
+    if draw.random() < 0.4 or offload:
         spaces = [f"optimizer: {draw.choice(['cpu', 'nvme'])}"] + (
             ["params: cpu"] if stage == 3 and draw.random() < 0.5 else []
         )
+        spaces += [f"step: {draw.choice(['host', 'host', 'device'])}"] if offload else []
         parts.append(f"offload: {{{', '.join(spaces)}, path: {folder}}}")
     if draw.random() < 0.4:
         parts.append('activation_checkpoint: {modules: "blocks.[02]"}')
     return ", ".join(parts)
 
 
-def config(draw: random.Random, folder: str) -> tuple[str, dict[str, str]]:
+def config(draw: random.Random, folder: str, offload: bool = False) -> tuple[str, dict[str, str]]:
     """A config, and the groups of modules by their patterns."""
-    settings = strategy(draw, folder)
+    settings = strategy(draw, folder, offload)
     mesh = draw.choice(["dp", "dp", "tp", "pp"])
     if mesh == "dp":
         return f"gt: {{data_parallel: {[*range(draw.choice([2, 3, 4, 8]))]}, {settings}}}", {}
@@ -121,9 +123,12 @@ def config(draw: random.Random, folder: str) -> tuple[str, dict[str, str]]:
 
 
 def train(
-    draw: random.Random, device: str, groups: dict[str, str], dtype: torch.dtype = torch.float32
+    draw: random.Random, device: str, groups: dict[str, str], dtype: torch.dtype = torch.float32, backend: str = ""
 ) -> tuple[list[float], list, bool]:
-    """Losses of all steps, gradients after the first backward pass, and true if the device counts the optimizer's steps."""
+    """Losses of all steps, gradients after the first backward pass, and true if the device counts the optimizer's steps.
+
+    backend: of a step that is captured in any case, whose optimizer is fused in most.
+    """
     torch.manual_seed(0)
     model = Model(draw).to(device, dtype)
     if groups and device != "cpu":
@@ -131,9 +136,9 @@ def train(
         used = {k: g for k, g in groups.items() if not k or any(fnmatch(name, k) for name in names)}
         gt.signal.apply(model, used)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = draw.choice(OPTIMIZERS)(trained)
+    optimizer = draw.choice([OPTIMIZERS[4]] * 7 + OPTIMIZERS if backend else OPTIMIZERS)(trained)
     micro, clip, keep = draw.choice([1, 2]), draw.random() < 0.5, draw.random() < 0.5
-    captured = draw.random() < 0.5
+    captured = draw.random() < 0.5 or bool(backend)
 
     def step(batch: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=keep)
@@ -147,7 +152,7 @@ def train(
         optimizer.step()
         return total
 
-    call = gt.compile(step) if captured and device != "cpu" else step
+    call = gt.compile(step, backend=backend or None) if captured and device != "cpu" else step
     losses, first = [], []
     for batch in torch.randint(0, model.words, (STEPS, ROWS)):
         losses.append(float(call(batch.to(device))))
@@ -155,12 +160,15 @@ def train(
     return losses, first, captured and any(group.get("capturable") for group in optimizer.param_groups)
 
 
-def compare(seed: int, folder: str, session: Callable[[str], Any]) -> None:
-    """AssertionError unless the random program of a seed has the numbers of one process."""
-    text, groups = config(random.Random(seed), folder)
+def compare(seed: int, folder: str, session: Callable[[str], Any], backend: str = "") -> None:
+    """AssertionError unless the random program of a seed has the numbers of one process.
+
+    backend: that of its captured step, with offload.
+    """
+    text, groups = config(random.Random(seed), folder, bool(backend))
     session(text)
-    got, want = (train(random.Random(seed), device, groups) for device in ("remote", "cpu"))
-    exact, *_ = train(random.Random(seed), "cpu", groups, torch.float64)
+    got, want = (train(random.Random(seed), device, groups, backend=backend) for device in ("remote", "cpu"))
+    exact, *_ = train(random.Random(seed), "cpu", groups, torch.float64, backend)
     rounding = max(abs(a - b) for a, b in zip(want[0], exact, strict=True))  # that one process has itself
     assert got[0] == pytest.approx(want[0], abs=max(STEPS_IN_FP32 if got[2] else CLOSE, 4 * rounding)), text
     norm = sum(float(b.square().sum()) for b in want[1] if b is not None) ** 0.5
@@ -173,3 +181,18 @@ def compare(seed: int, folder: str, session: Callable[[str], Any]) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_random_program_has_the_numbers_of_one_process(session, seed, tmp_path):
     compare(seed, str(tmp_path), session)
+
+
+@pytest.mark.parametrize("seed", range(20, 28))
+def test_a_random_captured_program_with_offload_has_the_numbers_of_one_process(session, seed, tmp_path):
+    compare(seed, str(tmp_path), session, "eager")
+
+
+@pytest.mark.parametrize("seed", range(30, 33))
+def test_a_random_compiled_program_with_offload_has_the_numbers_of_one_process(graphs, seed, tmp_path):
+    with serving(8, "torch") as server:
+        try:
+            compare(seed, str(tmp_path), lambda text: gt.connect(server.address, config=text), "inductor")
+        finally:
+            gt.shutdown()
+    assert graphs

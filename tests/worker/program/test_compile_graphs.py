@@ -28,6 +28,7 @@ from gt.worker.program import graph_outputs
 from gt.worker.program.graph_outputs import PendingOutputs
 from tests.helpers.compiled_parts import Script, inputs, program, replay, report, same
 from tests.helpers.worker_parts import Bench
+from tests.worker.offload.test_host_ops import OwnMemory
 
 CPU = torch.device("cpu")
 
@@ -833,3 +834,71 @@ def test_what_is_copied_in_may_come_to_be_what_is_read_where_it_is(device: Playe
             bench.executor.tensors.update({1: one, 2: two.fill_(2.0)})
             replay(bench)
         same(got, want)
+
+
+class HostStepEngine(Engine):
+    """Its host ops are done by a thread beside the device, as those of a GPU."""
+
+    lane, evicted = OwnMemory.lane, OwnMemory.evicted
+
+
+PARAMETER, STATE, X = 1, 2, 3
+
+
+def host_step(script: Script, name: str, ids: list[int], fresh: list[int]) -> None:
+    """An op in host memory that changes its first operand."""
+    counts = {"tensors": 2, "values": 0, "outs": [["same", None, 0]], "writes": [0], "random": None, "fresh": fresh}
+    script._write("host_op", {"op": name, "args": [{"t": 0}, {"t": 1}], "kwargs": {}, **counts}, ids)
+
+
+def offloaded(script: Script, engine: Engine, backend: str, *evicted: int) -> Bench:
+    torch.manual_seed(1)
+    bench = script.bench(backend, {i: torch.randn(4, 4) for i in (PARAMETER, STATE, X)}, engine=engine)
+    for i in evicted:
+        bench.executor.tensors.evict(i, "cpu", "")
+    return bench
+
+
+def both(device: Played, script: Script, *evicted: int) -> Bench:
+    """Replays on the device, compared with the same as instructions."""
+    want = offloaded(script, HostStepEngine(Played()), "eager", *evicted)
+    got = offloaded(script, HostStepEngine(device), "cudagraphs", *evicted)
+    device.held = got.executor.tensors
+    for _ in range(4):
+        for bench in (got, want):
+            replay(bench)
+        for i in sorted(i for i in want.executor.tensors if i > 1000):
+            assert torch.equal(got.executor.tensors[i], want.executor.tensors[i]), i
+    for i in (PARAMETER, STATE):
+        assert torch.equal(got.executor.tensors[i], want.executor.tensors[i]), i
+    assert not got.sent and not want.sent
+    for bench in (got, want):
+        bench.executor.worker.engine.lane()._thread.shutdown()
+    return got
+
+
+def test_a_step_on_the_host_is_done_between_recordings_and_its_parameter_is_waited_for(device: Played) -> None:
+    """A recording deletes what it brings back itself: every later op on the parameter would fail, and its peers wait."""
+    script = Script({i: torch.zeros(4, 4) for i in (PARAMETER, STATE, X)})
+    (product,) = script.op("aten.mm.default", [T(0), T(1)], [X, PARAMETER])
+    (gradient,) = script.op("aten.mul.Tensor", [T(0), T(1)], [product, X])
+    host_step(script, "aten.add_.Tensor", [STATE, gradient], [1])
+    host_step(script, "aten.sub_.Tensor", [PARAMETER, STATE], [])
+    script.op("aten.mm.default", [T(0), T(1)], [X, PARAMETER])
+    bench = both(device, script, STATE)
+    assert report(bench)["graphs"] == 2 and device.records == 2
+    assert [1 for count, why in report(bench)["reasons"] if why == "no graph: host_op"] == [1]
+
+
+def test_what_a_program_evicts_is_used_by_instructions(device: Played) -> None:
+    script = Script({i: torch.zeros(4, 4) for i in (PARAMETER, STATE, X)})
+    (product,) = script.op("aten.mm.default", [T(0), T(1)], [X, X])
+    (turned,) = script.op("aten.t.default", [T(0)], [PARAMETER])
+    (other,) = script.op("aten.add.Tensor", [T(0), T(1)], [product, turned])
+    script.free(turned)
+    script._write("evict", {"space": "cpu", "path": ""}, [PARAMETER])
+    script.op("aten.mul.Tensor", [T(0), T(1)], [other, X])
+    bench = both(device, script, PARAMETER)
+    assert report(bench)["graphs"] == 2 and device.records == 2
+    reasons = [why for _, why in report(bench)["reasons"]]
+    assert "no graph: aten.add.Tensor uses a tensor that comes back to other memory each time" in reasons

@@ -21,6 +21,7 @@ from math import prod
 from gt.dispatcher.programs.passes.context import MakeDefinition, PassContext
 from gt.dispatcher.programs.recording import Code, Instruction, Recording
 from gt.ir.dataflow import MemoryAccess, accesses
+from gt.ir.instr import OPS
 from gt.ir.spec import DTYPES, Spec
 from gt.ir.template import Chosen, T, from_wire, to_wire
 
@@ -67,35 +68,62 @@ def _split_list_op(row: Instruction, memory: Sequence[int], late: set[int], defi
 
     memory: of its tensors; late: memory that is complete late.
     """
-    payload = row.define.payload
-    args = from_wire(payload["args"]) if row.kind == "op" and payload["op"].startswith(LIST_OPS) else []
-    count = len(args[0]) if args and isinstance(args[0], list) else 0
-    if not count or payload["outs"]:
+    listed = ListOp.of(row) if row.kind == "op" else None
+    if listed is None:
         yield row
         return
-    kwargs = {name: from_wire(arg) for name, arg in payload["kwargs"].items()}
-    whole = Chosen(range(count), count)
-    columns = [arg for arg in (*args, *kwargs.values()) if whole.cuts(arg)]
-    touched = [{memory[column[i].index] for column in columns if isinstance(column[i], T)} for i in range(count)]
+    touched = [{memory[n] for n in listed.tensors(index)} for index in range(listed.count)]
     waits = [not late.isdisjoint(used) for used in touched]
     parts = [set().union(*(used for used, last in zip(touched, waits, strict=True) if last == part)) for part in (False, True)]
-    beside = set(range(payload["tensors"])).difference(hole.index for arg in columns for hole in arg if isinstance(hole, T))
-    if not parts[0] or not parts[1] or not parts[0].isdisjoint(parts[1]) or any(memory[i] in late for i in beside):
+    if not parts[0] or not parts[1] or not parts[0].isdisjoint(parts[1]) or any(memory[n] in late for n in listed.beside):
         yield row
         return
     for last in (False, True):
-        yield _over(row, Chosen([i for i in range(count) if waits[i] == last], count), args, kwargs, define)
+        yield listed.over([index for index in range(listed.count) if waits[index] == last], define)
 
 
-def _over(row: Instruction, chosen: Chosen, args: list, kwargs: dict, define: MakeDefinition) -> Instruction:
-    """The list op of a row over the chosen indices of its lists."""
-    payload, operands = row.define.payload, row.operands
-    part = {**payload, "args": [to_wire(chosen(arg)) for arg in args]}
-    part["kwargs"] = {name: to_wire(chosen(arg)) for name, arg in kwargs.items()}
-    part["tensors"], part["values"] = len(chosen.ins), len(chosen.values)
-    part["writes"] = [n for n, i in enumerate(chosen.ins) if i in payload["writes"]]
-    taken = [*chosen.ins, *(payload["tensors"] + i for i in chosen.values)]
-    return Instruction(row.seq, define("op", part), [operands[i] for i in taken], row.action, row)
+@dataclass(frozen=True, slots=True)
+class ListOp:
+    """An op that does the same at each index of its lists, and makes nothing. It can be cut into ops over some indices.
+
+    columns: the lists that have an item for each index. beside: tensors, by number, that are in none of them.
+    """
+
+    row: Instruction
+    args: list
+    kwargs: dict
+    count: int
+    columns: list[list]
+    beside: frozenset[int]
+
+    @classmethod
+    def of(cls, row: Instruction) -> ListOp | None:
+        payload = row.define.payload
+        args = from_wire(payload["args"]) if row.kind in OPS and payload["op"].startswith(LIST_OPS) else []
+        count = len(args[0]) if args and isinstance(args[0], list) else 0
+        if not count or payload["outs"]:
+            return None
+        kwargs = {name: from_wire(arg) for name, arg in payload["kwargs"].items()}
+        whole = Chosen(range(count), count)
+        columns = [arg for arg in (*args, *kwargs.values()) if whole.cuts(arg)]
+        listed = {hole.index for arg in columns for hole in arg if isinstance(hole, T)}
+        return cls(row, args, kwargs, count, columns, frozenset(range(payload["tensors"])) - listed)
+
+    def tensors(self, index: int) -> list[int]:
+        """Tensors of one index, by number."""
+        return [column[index].index for column in self.columns if isinstance(column[index], T)]
+
+    def over(self, indices: Sequence[int], define: MakeDefinition) -> Instruction:
+        """The op over some indices."""
+        row, payload, chosen = self.row, self.row.define.payload, Chosen(indices, self.count)
+        part = {**payload, "args": [to_wire(chosen(arg)) for arg in self.args]}
+        part["kwargs"] = {name: to_wire(chosen(arg)) for name, arg in self.kwargs.items()}
+        part["tensors"], part["values"] = len(chosen.ins), len(chosen.values)
+        for facts in ("writes", "fresh"):  # tensors, by number
+            if facts in payload:
+                part[facts] = [n for n, i in enumerate(chosen.ins) if i in payload[facts]]
+        taken = [*chosen.ins, *(payload["tensors"] + i for i in chosen.values)]
+        return Instruction(row.seq, define(row.kind, part), [row.operands[i] for i in taken], row.action, row)
 
 
 # ---- buckets

@@ -39,6 +39,7 @@ class PassContext:
     schedule: dict[str, Any] = field(default_factory=dict)  # the report of the schedule, {} where none was asked for
     recomputed: dict[int, list[int]] = field(default_factory=dict)  # by worker: values, bytes at the peak before and after
     batched: dict[int, list[int]] = field(default_factory=dict)  # by worker: collectives, and as how many they are done
+    advanced: dict[int, list[int]] = field(default_factory=dict)  # by worker: parts of host steps, and those that moved up
     rejected: dict[str, str] = field(default_factory=dict)  # passes whose result was not verified, and why
 
     @property
@@ -53,6 +54,8 @@ class PassContext:
             self.reject_schedule(why)
         elif name == "rematerialize":
             self.recomputed = {}
+        elif name == "advance_host_steps":
+            self.advanced = {}
 
     def reject_schedule(self, why: str, pipeline: bool = True) -> None:
         """pipeline: whether the step is a pipeline at all; if not, a config's schedule is no mistake."""

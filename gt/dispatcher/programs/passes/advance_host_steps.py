@@ -1,0 +1,177 @@
+"""The pass that moves the optimizer's step on the host up to where its gradients are final.
+
+A program asks for the step behind the whole backward pass. On the host the step runs beside the device
+(gt.worker.engine.torch.gpu.host_lane), so a part of it can run while the backward pass of earlier layers goes on. The lists of
+a fused step are cut into parts of about `bucket` bytes of gradients. Each part moves up behind the last instruction that it
+depends on: a write to its gradients, or a read of its parameters. A norm over all gradients, or a loss scale, is such an
+instruction too: with these the step stays behind the backward pass.
+ZeRO-Offload (Ren et al., USENIX ATC 2021) leaves the device idle during the step. SuperOffload (Lian et al., 2025) overlaps
+both, by speculation too, which this pass has none of.
+
+Example, where `h1` is the gradient that the layer before needs:
+
+    before:  g2 = mm ...; h1 = mm d2 w2; g1 = mm h1 ...; host _fused_adamw_ [w1, w2] [g1, g2]
+    after:   g2 = mm ...; h1 = mm d2 w2; host _fused_adamw_ [w2] [g2]; g1 = mm h1 ...; host _fused_adamw_ [w1] [g1]
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import prod
+
+from gt.dispatcher.programs.passes.bucket_reductions import REDUCTIONS, ListOp, names_only
+from gt.dispatcher.programs.passes.context import PassContext
+from gt.dispatcher.programs.recording import Code, Instruction, Recording
+from gt.ir.dataflow import accesses
+
+STEP = "aten._fused_"  # ops of which each index is a parameter with its gradient, the second list, and its state
+MOVABLE = ("host_op", "restore")  # kinds that leave the device alone; `restore` begins to read a file
+
+
+def advance_host_steps(recording: Recording, context: PassContext) -> Recording:
+    """The recording with its host steps moved up, unless a schedule has placed them."""
+    if context.scheduled or not any(map(_is_step, (row for rows in recording.code.values() for row in rows))):
+        return recording
+    code: Code = {worker: _advanced(worker, rows, context) for worker, rows in recording.code.items()}
+    return replace(recording, code=code) if context.advanced else recording
+
+
+def _is_step(row: Instruction) -> bool:
+    return row.kind == "host_op" and row.define.payload["op"].startswith(STEP) and not row.makes
+
+
+@dataclass(slots=True, eq=False)
+class _Movable:
+    """A row that may move up. before: the last row before it that stays; behind: the last of these that it depends on.
+
+    after: movable rows that it depends on.
+    """
+
+    row: Instruction
+    step: bool
+    before: int
+    behind: int
+    after: list[_Movable]
+    placed: bool = False
+
+
+@dataclass(slots=True)
+class _Uses:
+    """The rows so far that use one memory: the last that stay, by number, and movable ones."""
+
+    read: int = -1
+    written: int = -1
+    readers: list[_Movable] = field(default_factory=list)
+    writers: list[_Movable] = field(default_factory=list)
+
+
+Memory = Hashable
+
+
+def _advanced(worker: int, rows: list[Instruction], context: PassContext) -> list[Instruction]:
+    movables = _movables(worker, rows, context)
+    ready: dict[int, list[_Movable]] = defaultdict(list)  # row -> steps that may follow it
+    for movable in (m for of_row in movables.values() for m in of_row if m.step):
+        ready[_behind_bucket(rows, movable.behind)].append(movable)
+    steps = [movable for n in sorted(ready) for movable in ready[n]]
+    early = sum(n < movable.before for n, of_row in ready.items() for movable in of_row)
+    if not early:
+        return rows
+    context.advanced[worker] = [len(steps), early]
+    following = dict(pairwise(steps))
+    order: list[Instruction] = []
+    for n in range(-1, len(rows)):
+        if n in movables:
+            for movable in movables[n]:  # here at the latest
+                order += _placed(movable)
+        elif n >= 0:
+            order.append(rows[n])
+        for movable in ready.get(n, ()):
+            after = following[movable].after if movable in following else ()
+            for restore in (m for m in after if m.row.kind == "restore" and m.behind <= n):
+                order += _placed(restore)  # files are read while this step is computed
+            order += _placed(movable)
+    return order
+
+
+def _placed(movable: _Movable) -> Iterator[Instruction]:
+    """A row that has no place yet, behind movable ones that it depends on."""
+    if not movable.placed:
+        movable.placed = True
+        for before in movable.after:
+            yield from _placed(before)
+        yield movable.row
+
+
+def _movables(worker: int, rows: Sequence[Instruction], context: PassContext) -> dict[int, list[_Movable]]:
+    """By number, the rows that may move, steps in parts, and what they depend on."""
+    uses: dict[Memory, _Uses] = defaultdict(_Uses)
+    found: dict[int, list[_Movable]] = {}
+    homes, before = context.homes, -1
+    for n, (row, access) in enumerate(zip(rows, accesses(rows))):
+        memory: list[Memory] = [("before", homes[i]) if i in homes else i for i in access.reads]
+        changed = row.define.effects.writes
+        if row.kind not in MOVABLE:
+            before = n
+            for i in (*memory, *access.makes):
+                uses[i].read = n
+            for i in (*(memory[k] for k in changed), *access.makes):
+                uses[i].written = n
+            continue
+        parts = _parts(worker, row, memory, uses, context) if _is_step(row) else [(row, [*range(len(memory))])]
+        found[n] = [_Movable(part, _is_step(part), before, *_dependences(memory, k, changed, uses)) for part, k in parts]
+        for movable, (_, numbers) in zip(found[n], parts, strict=True):
+            for k in numbers:
+                (uses[memory[k]].writers if k in changed else uses[memory[k]].readers).append(movable)
+        for i in access.makes:
+            uses[i].writers += found[n]
+    return found
+
+
+def _dependences(
+    memory: Sequence[Memory], numbers: Iterable[int], changed: Container[int], uses: Mapping[Memory, _Uses]
+) -> tuple[int, list[_Movable]]:
+    """`behind` and `after` of a row. numbers: of its tensors, whose memory `memory` has; changed: of those that it changes."""
+    after: dict[_Movable, None] = {}
+    behind = -1
+    for k in numbers:
+        used = uses[memory[k]]
+        behind = max(behind, used.read if k in changed else used.written)
+        after.update(dict.fromkeys([*used.writers, *(used.readers if k in changed else ())]))
+    return max([behind, *(movable.behind for movable in after)]), [*after]
+
+
+def _parts(
+    worker: int, row: Instruction, memory: Sequence[Memory], uses: Mapping[Memory, _Uses], context: PassContext
+) -> list[tuple[Instruction, list[int]]]:
+    """A step in parts of about `bucket` bytes of gradients, in the order in which these are final; the tensors of each."""
+    listed, changed = ListOp.of(row), row.define.effects.writes
+    if listed is None:
+        return [(row, [*range(len(memory))])]
+    tensors = [listed.tensors(index) for index in range(listed.count)]
+    if len({memory[k] for of_index in tensors for k in of_index}) < sum(map(len, tensors)):  # two indices share memory
+        return [(row, [*range(len(memory))])]
+    behind = [_dependences(memory, [*of_index, *listed.beside], changed, uses)[0] for of_index in tensors]
+    parts: list[list[int]] = [[]]
+    nbytes = 0
+    for index in sorted(range(listed.count), key=lambda index: (behind[index], index)):
+        if nbytes >= context.bucket and behind[index] > behind[parts[-1][-1]]:
+            parts.append([])
+            nbytes = 0
+        parts[-1].append(index)
+        shape, itemsize = context.older(worker, row.operands[tensors[index][0]]) or ((), 0)
+        nbytes += prod(shape) * itemsize
+    if len(parts) == 1:
+        return [(row, [*range(len(memory))])]
+    taken = [sorted(part) for part in parts]
+    return [(listed.over(p, context.define), [*listed.beside, *(k for index in p for k in tensors[index])]) for p in taken]
+
+
+def _behind_bucket(rows: Sequence[Instruction], n: int) -> int:
+    """The end of the reductions that a row is among, which may be done as one."""
+    while 0 <= n < len(rows) - 1 and rows[n].kind in REDUCTIONS and (rows[n + 1].kind in REDUCTIONS or names_only(rows[n + 1])):
+        n += 1
+    return n
