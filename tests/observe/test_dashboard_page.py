@@ -167,6 +167,19 @@ def test_nothing_is_wider_than_the_screen(browser: Browser, width: int, name: st
         browser.resize(1280, 900)
 
 
+def test_a_chart_out_of_sight_is_as_wide_as_its_place(browser: Browser) -> None:
+    with synthetic(stages=4, micro_batches=4) as (_, links, stream):
+        browser.resize(1280, 400)  # charts below are out of sight
+        browser.open(links[0])
+        stream.release(60)
+        browser.wait("document.querySelectorAll('#memory canvas').length === 4")
+        stretched = "[...document.querySelectorAll('canvas')].filter((c) => c.chart.draw && Math.abs(c.width - c.clientWidth) > 1).length"
+        for width in (1280, 700, 1040):
+            browser.resize(width, 400)
+            browser.wait(f"innerWidth === {width} && {stretched} === 0")
+        browser.resize(1280, 900)
+
+
 def test_charts_answer_the_keyboard(browser: Browser) -> None:
     with synthetic(stages=4, micro_batches=4) as (_, links, stream):
         browser.open(links[0])
