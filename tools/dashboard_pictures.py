@@ -34,6 +34,7 @@ try:
 except gt.OpFailed:
     sys.stdin.readline()
 """
+SHARP = "[...document.querySelectorAll('canvas')].every((c) => !c.chart.draw || Math.abs(c.width - c.clientWidth) <= 1)"
 READY = f"{list(PANELS)}.every((id) => document.getElementById(id).dataset.state === 'ready')"
 
 
@@ -95,7 +96,9 @@ def pictures(browser: Browser, folder: Path) -> None:
 
 
 def cut_out(browser: Browser, panel: str, folder: Path) -> None:
-    """The picture of one panel."""
+    """The picture of one panel. Charts are drawn when they are in sight."""
+    browser.run(f"document.getElementById('{panel}').scrollIntoView()")
+    browser.wait(SHARP)
     box = browser.run(
         f"(() => {{ const b = document.getElementById('{panel}').getBoundingClientRect();"
         " return {x: b.x + scrollX, y: b.y + scrollY, width: b.width, height: b.height}; })()"

@@ -143,7 +143,7 @@ class InspectFragments(Message):
 class Stats(Message):
     """Client -> dispatcher: asks for counters. Answered by Report. program: whose replay they show, -1 for the newest.
 
-    holders: include the session's tensors by worker: Report.body["workers"][..]["holders"], see state/memory_report.
+    holders: include the session's tensors by worker: `Report.body["workers"][..]["holders"]`, see state/memory_report.
     """
 
     request: int
@@ -538,7 +538,7 @@ class Query(Message):
     that its GPU has finished] of the current instruction or None, "work": seconds of CPU time used}; the kind is the
     instruction's, or "compile", "load" (its GPU runs it for the first time) or "device" (it waits for its GPU). With the same
     `at` twice an instruction takes long; with the same `work` too, the worker makes no progress. holders: a session's number;
-    stats["holders"] has [id, bytes] of its largest tensors; -1 for none.
+    `stats["holders"]` has [id, bytes] of its largest tensors; -1 for none.
     """
 
     request: int

@@ -225,6 +225,20 @@ def test_a_class_name_occurs_once():
     assert {cls: where for cls, where in places.items() if len(where) > 1} == {}
 
 
+def test_limits_say_what_they_count():
+    """MAX_UNITS, not MOST: a limit is used far from where it is defined."""
+    bare = {"MOST", "LEAST", "MAX", "MIN", "LIMIT", "BOUND", "CAP"}
+    found = [
+        f"{name(path)}:{node.lineno} {target.id}"
+        for path in MODULES
+        for node in tree(path).body
+        if isinstance(node, ast.Assign)
+        for target in ast.walk(node)
+        if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store) and target.id in bare
+    ]
+    assert found == []
+
+
 def test_a_folder_has_few_entries():
     """A reader sees a room at one look."""
     folders = {path.parent for path in (*MODULES, *TESTS)} - {ROOT / "gt", ROOT / "tests", ROOT / "tests" / "attacks"}

@@ -225,6 +225,8 @@ def test_the_site_has_every_page_in_its_navigation_and_no_dead_link(tmp_path: Pa
                 continue
             if (target or page) not in pages or (anchor and anchor not in headings[target or page]):
                 dead.append(f"{page} -> {target}#{anchor}")
+        if page != "api.md":  # `[a][b]` in prose is a reference to another page's name: the strict build ends there
+            dead += [f"{page}: {line}" for line in re.sub(r"`[^`\n]*`", "", text).splitlines() if "][" in line]
     assert dead == []
 
 

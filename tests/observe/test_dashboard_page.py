@@ -31,6 +31,8 @@ WIDER = """[...document.querySelectorAll('section, header, #tiles > div')].flatM
     .filter((e) => !e.closest('.scroll, pre, .tensor, option, .skip') && e.getBoundingClientRect().width
         && e.getBoundingClientRect().right > outer.getBoundingClientRect().right + 1)
     .map((e) => `${outer.id || outer.tagName}: ${e.tagName}.${e.className}`))"""
+STRETCHED = """[...document.querySelectorAll('canvas')]
+    .filter((c) => c.chart.draw && Math.abs(c.width - c.clientWidth) > 1).length"""
 REDRAW_MS = 8.0  # of scripting in one frame
 
 
@@ -164,6 +166,18 @@ def test_nothing_is_wider_than_the_screen(browser: Browser, width: int, name: st
         browser.wait(DRAWN)
         assert browser.run("document.scrollingElement.scrollWidth") <= width
         assert browser.run(WIDER) == []
+        browser.resize(1280, 900)
+
+
+def test_a_chart_out_of_sight_is_as_wide_as_its_place(browser: Browser) -> None:
+    with synthetic(stages=4, micro_batches=4) as (_, links, stream):
+        browser.resize(1280, 400)  # charts below are out of sight
+        browser.open(links[0])
+        stream.release(60)
+        browser.wait("document.querySelectorAll('#memory canvas').length === 4")
+        for width in (1280, 700, 1040):
+            browser.resize(width, 400)
+            browser.wait(f"innerWidth === {width} && {STRETCHED} === 0")
         browser.resize(1280, 900)
 
 

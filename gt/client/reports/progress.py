@@ -5,6 +5,7 @@ No thread: whoever works says how far the work is.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,18 @@ def opened() -> Any:
     return type("Bar", (tqdm,), {"monitor_interval": 0})
 
 
+def _size() -> dict[str, Any]:
+    """tqdm's options for the size of a bar: as wide as the terminal.
+
+    Terminals of containers may have no size. tqdm would show nothing there, so a usual one is taken.
+    """
+    try:
+        known = all(os.get_terminal_size(sys.stderr.fileno()))
+    except (AttributeError, OSError, ValueError):  # a replacement without a descriptor
+        known = True
+    return {"dynamic_ncols": True} if known else {"ncols": 80, "nrows": 24}
+
+
 @contextmanager
 def bar(text: str, total: int | None = None, unit: str = "B") -> Iterator[Tick]:
     """Around long work, which calls the yielded function with each part that is done. The bar is shown after DELAY seconds.
@@ -54,7 +67,7 @@ def bar(text: str, total: int | None = None, unit: str = "B") -> Iterator[Tick]:
         delay=DELAY,
         leave=False,
         file=sys.stderr,
-        dynamic_ncols=True,
+        **_size(),
     ) as drawn:
 
         def tick(count: int) -> None:

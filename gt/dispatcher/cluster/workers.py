@@ -21,7 +21,7 @@ from gt.ir.instr import FIRST, Define
 from gt.ir.schema import Schema, common
 from gt.ir.template import weight
 
-MOST = 1 << 17  # numbers of one Run, about: it has to fit a body whatever a client sends
+MAX_NUMBERS_PER_RUN = 1 << 17  # numbers of one Run, about: it has to fit a body whatever a client sends
 ABSENT = "it has not joined yet"
 RETRY_SECONDS = 2.0  # from the failure of connections to another attempt, where no other way is left
 

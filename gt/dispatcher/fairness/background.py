@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-MOST = 4  # threads at once; who comes later waits, and its session with it
+MAX_THREADS = 4  # threads at once; who comes later waits, and its session with it
 PATIENCE = 1.0  # seconds that closing waits for them
 
 
@@ -76,7 +76,7 @@ class Background(Inline):
         self._start()
 
     def _start(self) -> None:
-        while self._later and len(self._legs) < MOST:
+        while self._later and len(self._legs) < MAX_THREADS:
             leg = self._later.popleft()
             leg.thread = threading.Thread(target=self._main, args=(leg,), name="gt-pass", daemon=True)
             self._legs[leg] = None

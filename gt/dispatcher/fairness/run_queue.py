@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-LEAST = 2  # units of a session under way on a worker, however long they take: one to do, one to go on with
+MIN_UNITS = 2  # units of a session under way on a worker, however long they take: one to do, one to go on with
 AHEAD = 0.02  # estimated seconds that a session may have under way on a worker beyond these
 UNIT = 0.004  # estimated seconds of a unit, about: an op that takes longer is one by itself
 # Where another session uses the worker: work under way is waited for, and some ops take longer than is estimated.
-MOST = 4  # units
+MAX_UNITS = 4  # units
 GRAIN = 64  # ops of a unit
 CLOSER = 8  # times less than AHEAD and UNIT: single precision on a GPU takes so much longer than half precision
 
@@ -150,10 +150,12 @@ class RunQueue:
         for worker, seconds in unit.costs.items():
             flights = self._flights.get(worker, {})
             flight = flights.get(unit.owner)
-            if flight is None or len(flight.units) < LEAST:
+            if flight is None or len(flight.units) < MIN_UNITS:
                 continue
             contended = len(flights) > 1
-            if flight.seconds + seconds > (AHEAD / CLOSER if contended else AHEAD) or (contended and len(flight.units) >= MOST):
+            if flight.seconds + seconds > (AHEAD / CLOSER if contended else AHEAD) or (
+                contended and len(flight.units) >= MAX_UNITS
+            ):
                 return False
         return True
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from gt.dispatcher.cluster.workers import MOST as MAX_NUMBERS_PER_RUN
-from gt.dispatcher.cluster.workers import Worker
+from gt.dispatcher.cluster.workers import MAX_NUMBERS_PER_RUN, Worker
 from gt.dispatcher.programs.recording import Instruction, Recording
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.outbox import BufferedInstructions, Outbox

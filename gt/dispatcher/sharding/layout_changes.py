@@ -105,40 +105,38 @@ def _nbytes(shape: Sequence[int], dtype: str) -> int:
     return prod(shape) * DTYPES[dtype][0]
 
 
+def _orders(cluster: Cluster, kind: str, local: Layout, shape: Sequence[int], team: tuple[int, ...], body: dict) -> list[Order]:
+    """A collective's orders to a team. local: the layout of the members' pieces; body: what all members get alike."""
+    mesh = local.mesh
+    return [
+        Order(
+            mesh.workers[rank],
+            kind,
+            {"team": team_payload(cluster, mesh, team, place), "shape": list(local_shape(local, tuple(shape), rank)), **body},
+        )
+        for place, rank in enumerate(team)
+    ]
+
+
 def _gather(cluster: Cluster, shape: Sequence[int], dtype: str, layout: Layout, axis: int) -> RedistributionStep:
     mesh, after = layout.mesh, layout.with_placement(axis, R)
-    orders = []
+    orders: list[Order] = []
     for team in mesh.teams(axis):
         whole = spans(after, shape, team[0])
         boxes = [local_boxes(spans(layout, shape, rank), whole) for rank in team]
-        for place, rank in enumerate(team):
-            payload = {
-                "team": team_payload(cluster, mesh, team, place),
-                "shape": list(local_shape(after, tuple(shape), rank)),
-                "dtype": dtype,
-                "boxes": boxes,
-            }
-            orders.append(Order(mesh.workers[rank], "all_gather", payload))
+        orders += _orders(cluster, "all_gather", after, shape, team, {"dtype": dtype, "boxes": boxes})
     return RedistributionStep(tuple(orders), after, f"all_gather over {mesh.axes[axis][0]}", _nbytes(shape, dtype))
 
 
 def _exchange(cluster: Cluster, shape: Sequence[int], dtype: str, layout: Layout, axis: int, to: Shard) -> RedistributionStep:
     """Shard(i) -> Shard(j) with one all_to_all."""
     mesh, after, whole_layout = layout.mesh, layout.with_placement(axis, to), layout.with_placement(axis, R)
-    orders = []
+    orders: list[Order] = []
     for team in mesh.teams(axis):
         whole = spans(whole_layout, shape, team[0])
         have = [local_boxes(spans(layout, shape, rank), whole) for rank in team]
         want = [local_boxes(spans(after, shape, rank), whole) for rank in team]
-        for place, rank in enumerate(team):
-            payload = {
-                "team": team_payload(cluster, mesh, team, place),
-                "shape": list(local_shape(whole_layout, tuple(shape), rank)),
-                "dtype": dtype,
-                "have": have,
-                "want": want,
-            }
-            orders.append(Order(mesh.workers[rank], "all_to_all", payload))
+        orders += _orders(cluster, "all_to_all", whole_layout, shape, team, {"dtype": dtype, "have": have, "want": want})
     return RedistributionStep(tuple(orders), after, f"all_to_all over {mesh.axes[axis][0]}", _nbytes(shape, dtype))
 
 
@@ -179,19 +177,12 @@ def scatter(cluster: Cluster, shape: Sequence[int], dtype: str, layout: Layout, 
     """Partial -> Shard with one reduce_scatter."""
     mesh, after, place = layout.mesh, layout.with_placement(axis, to), layout.placements[axis]
     assert isinstance(place, Partial)
-    orders = []
+    orders: list[Order] = []
     for team in mesh.teams(axis):
         held = spans(layout, shape, team[0])
         boxes = [local_boxes(spans(after, shape, rank), held) for rank in team]
-        for n, rank in enumerate(team):
-            payload = {
-                "team": team_payload(cluster, mesh, team, n),
-                "op": place.op,
-                "shape": list(local_shape(layout, tuple(shape), rank)),
-                "dtype": dtype,
-                "boxes": boxes,
-            }
-            orders.append(Order(mesh.workers[rank], "reduce_scatter", payload))
+        body = {"op": place.op, "dtype": dtype, "boxes": boxes}
+        orders += _orders(cluster, "reduce_scatter", layout, shape, team, body)
     return RedistributionStep(tuple(orders), after, f"reduce_scatter over {mesh.axes[axis][0]}", _nbytes(shape, dtype))
 
 

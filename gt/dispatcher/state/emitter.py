@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from gt.dispatcher.cluster.workers import MOST, Cluster, Worker
+from gt.dispatcher.cluster.workers import MAX_NUMBERS_PER_RUN, Cluster, Worker
 from gt.dispatcher.sharding.layout_changes import Order, RedistributionStep
 from gt.dispatcher.state.log_lines import Scribe
 from gt.dispatcher.state.records import NO_ORIGIN, Bound
@@ -118,7 +118,7 @@ class Emitter:
         at, costs, kept_costs = self.seq - self.base, self.costs, self.kept
         for worker, define in bound:
             number = define.number
-            if len(worker.code) > MOST or worker.weight > MOST:
+            if len(worker.code) > MAX_NUMBERS_PER_RUN or worker.weight > MAX_NUMBERS_PER_RUN:
                 worker.cut()
             if number not in worker.known:
                 worker.define(define)
@@ -158,10 +158,10 @@ class Emitter:
     def free(self, workers: Iterable[int], ids: Sequence[int]) -> None:
         for index in workers:
             worker = self.cluster.workers[index]
-            for first in () if worker.lost else range(0, len(ids), MOST):
-                freed = self.ids(ids[first : first + MOST])
+            for first in () if worker.lost else range(0, len(ids), MAX_NUMBERS_PER_RUN):
+                freed = self.ids(ids[first : first + MAX_NUMBERS_PER_RUN])
                 worker.code += (FREE, self.seq - self.base, len(freed), *freed)
-                if len(worker.code) > MOST:
+                if len(worker.code) > MAX_NUMBERS_PER_RUN:
                     worker.cut()
 
     def end(self) -> None:

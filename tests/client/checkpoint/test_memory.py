@@ -57,14 +57,19 @@ def model(session: Callable[..., None]) -> nn.Module:
     return large
 
 
-def test_a_large_state_is_saved_and_loaded_in_bounded_memory(model, tmp_path):
+def save_and_load(model: nn.Module, folder: Path) -> None:
+    """Both in bounded memory; the values are from the folder."""
     with bounded():
-        gt.save({"model": model}, tmp_path / "c")
+        gt.save({"model": model}, folder)
     with torch.no_grad():
         for layer in model:
             layer.weight.zero_()
     with bounded():
-        gt.load(tmp_path / "c", into={"model": model})
+        gt.load(folder, into={"model": model})
+
+
+def test_a_large_state_is_saved_and_loaded_in_bounded_memory(model, tmp_path):
+    save_and_load(model, tmp_path / "c")
     with bounded():
         gt.load(tmp_path / "c", into={"model": dict(model.state_dict())})
     assert [layer.weight[-1, -1].item() for layer in model] == [*range(TENSORS)]
@@ -73,13 +78,7 @@ def test_a_large_state_is_saved_and_loaded_in_bounded_memory(model, tmp_path):
 def test_it_is_saved_and_loaded_in_bounded_memory_where_workers_share_no_disk(model, tmp_path, monkeypatch):
     """Workers receive values ahead of the ops that copy them, of one part at most."""
     monkeypatch.setattr(ClientArenas, "take", lambda self, nbytes: None)
-    with bounded():
-        gt.save({"model": model}, tmp_path / "c")
-    with torch.no_grad():
-        for layer in model:
-            layer.weight.zero_()
-    with bounded():
-        gt.load(tmp_path / "c", into={"model": model})
+    save_and_load(model, tmp_path / "c")
     assert [layer.weight[-1, -1].item() for layer in model] == [*range(TENSORS)]
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
+import struct
 import sys
+import termios
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +49,26 @@ def test_a_terminal_shows_how_far_the_work_is(monkeypatch: pytest.MonkeyPatch) -
             tick(0)
         assert set(threading.enumerate()) <= before
     assert "gt: loading" in terminal.getvalue() and set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("rows, columns", [(0, 0), (24, 60)])
+def test_a_real_terminal_shows_bars_whether_its_size_is_known(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    keyboard, screen = pty.openpty()
+    try:
+        fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        with os.fdopen(screen, "w", closefd=False) as stream:
+            monkeypatch.setattr(sys, "stderr", stream)
+            with progress.bar("loading", 4) as tick:
+                tick(2)
+                tick(0)
+            stream.write("the end")  # so that there is something to read
+        text = os.read(keyboard, 1 << 16).decode()
+    finally:
+        os.close(keyboard)
+        os.close(screen)
+    widest = max(map(len, text.replace("\r", "\n").splitlines()))
+    assert "gt: loading:  50%" in text and widest <= (columns or 80)
 
 
 def test_short_work_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

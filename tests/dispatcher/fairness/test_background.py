@@ -8,7 +8,7 @@ import pytest
 
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import PeerLost, Received, Send, Turn, TurnWanted
-from gt.dispatcher.fairness.background import MOST, Background, Inline
+from gt.dispatcher.fairness.background import MAX_THREADS, Background, Inline
 from gt.dispatcher.fairness.time_slices import Pace
 from gt.ir.instr import DISCARD, RECORD
 from gt.wire.link import hello
@@ -150,14 +150,14 @@ def test_one_thread_at_a_time_has_the_baton():
             with background.apart(lambda: False):
                 pass
 
-    for number in range(2 * MOST):
+    for number in range(2 * MAX_THREADS):
         background.begin(lambda number=number: call(number))
     while background._legs or background.pending:
         if background.pending:
             background.go_on()
         else:
             wake.wait(limit(0.01))
-    assert len(order) == 40 * MOST
+    assert len(order) == 40 * MAX_THREADS
     background.close()
 
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from gt.dispatcher.events import PeerLost
-from gt.dispatcher.fairness.run_queue import AHEAD, CLOSER, LEAST, MOST, UNIT, RunQueue, Unit
+from gt.dispatcher.fairness.run_queue import AHEAD, CLOSER, MAX_UNITS, MIN_UNITS, UNIT, RunQueue, Unit
 from gt.ir.instr import END
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, T, Template
@@ -72,11 +72,11 @@ def test_short_work_of_one_session_alone_is_never_held_back():
 
 
 def test_less_is_under_way_on_a_worker_that_another_session_uses():
-    for sessions, under_way in ((1, MOST + 1), (2, LEAST)):
+    for sessions, under_way in ((1, MAX_UNITS + 1), (2, MIN_UNITS)):
         players = Players(1, sessions)
         for owner in range(1, sessions):
             players.offer(owner, w0=0.0)
-        for _ in range(MOST + 1):
+        for _ in range(MAX_UNITS + 1):
             players.offer(0, w0=AHEAD / CLOSER * 0.9)
         assert sum(owner == 0 for owner, _ in players.order[0]) == under_way
 
@@ -85,10 +85,10 @@ def test_long_work_is_under_way_by_twos_and_more_comes_as_it_is_done():
     players = Players(1, 1)
     for _ in range(10):
         players.offer(0, w0=1.0)
-    assert len(players.order[0]) == LEAST
+    assert len(players.order[0]) == MIN_UNITS
     for n in range(1, 9):
         players.done(0)
-        assert len(players.order[0]) == n + LEAST
+        assert len(players.order[0]) == n + MIN_UNITS
     players.finish()
     assert players.order[0] == [(0, n) for n in range(10)]
 
@@ -109,7 +109,7 @@ def test_sessions_take_turns():
         for owner in range(3):
             players.offer(owner, w0=1.0)
     players.finish()
-    for start in range(3 * LEAST, 90, 3):
+    for start in range(3 * MIN_UNITS, 90, 3):
         assert {owner for owner, _ in players.order[0][start : start + 3]} == {0, 1, 2}
     for owner in range(3):
         assert [n for who, n in players.order[0] if who == owner] == list(range(30))
@@ -120,7 +120,7 @@ def test_neither_of_two_sessions_is_far_ahead_with_short_work():
     players.offer(1, w0=0.0)
     for _ in range(64):
         players.offer(0, w0=0.0)
-    assert sum(owner == 0 for owner, _ in players.order[0]) == MOST
+    assert sum(owner == 0 for owner, _ in players.order[0]) == MAX_UNITS
 
 
 def test_a_session_on_other_workers_holds_nobody_back():
@@ -156,7 +156,7 @@ def test_waiting_units_of_an_ended_session_are_handed_back_and_others_go_on():
         players.offer(0, w0=1.0)
     for _ in range(5):
         players.offer(1, w0=1.0)
-    assert len(players.queue.leave(0)) == 5 - LEAST
+    assert len(players.queue.leave(0)) == 5 - MIN_UNITS
     players.finish()
     assert [n for owner, n in players.order[0] if owner == 1] == list(range(5))
 
@@ -194,7 +194,7 @@ def test_a_batch_of_long_ops_goes_out_as_they_are_done():
     bench = CoreBench("")
     queued(bench, 40)
     runs = len(bench.to(b"w0", Run))
-    assert runs == LEAST
+    assert runs == MIN_UNITS
     while carried_out(bench):
         runs += len(bench.to(b"w0", Run))
         if bench.to(b"c", Ack):

@@ -29,7 +29,7 @@ export class Chart {
     this.height = height;
     this.canvas = make("canvas", { tabindex: "0", role: "img", "aria-label": label });
     this.canvas.style.height = `${height}px`;
-    this.reader = make("output", { class: "reading" });
+    this.reader = make("output", { class: "reading", "data-hint": "Point at the chart, or use the arrow keys in it, for its figures." });
     this.visible = true;
     this.width = 0;
     watcher.observe(this.canvas);
@@ -52,7 +52,11 @@ export class Chart {
   }
 
   redraw() {
-    if (!this.visible || !this.width || !this.draw) return;
+    if (this.visible) this.paint();
+  }
+
+  paint() {
+    if (!this.width || !this.draw) return;
     const ratio = Math.min(window.devicePixelRatio || 1, 2);
     const [w, h] = [Math.round(this.width * ratio), Math.round(this.height * ratio)];
     if (this.canvas.width !== w || this.canvas.height !== h) { this.canvas.width = w; this.canvas.height = h; }
@@ -86,7 +90,9 @@ const watcher = new IntersectionObserver((entries) => {
 }, { rootMargin: "120px" });
 const sizes = new ResizeObserver((entries) => {
   for (const { target, contentRect } of entries) {
-    if (Math.abs(target.chart.width - contentRect.width) >= 1) { target.chart.width = contentRect.width; target.chart.redraw(); }
+    if (Math.abs(target.chart.width - contentRect.width) < 1) continue;
+    target.chart.width = contentRect.width;
+    target.chart.paint(); // out of sight too: a picture or a print of the page would show the old drawing, stretched
   }
 });
 

@@ -44,6 +44,12 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+// Names of ops, files and groups: a line ends between their parts, not within a word.
+export function setCode(element, text) {
+  if (element.textContent === text) return;
+  element.replaceChildren(...text.split(/(?<=[_/])|(?=\.)/).flatMap((part, n) => (n ? [make("wbr"), part] : [part])));
+}
+
 // A table that keeps its cells, so that a redraw changes texts and builds nothing anew.
 export class Table {
   constructor(columns, label) {
@@ -59,7 +65,11 @@ export class Table {
     while (this.body.rows.length > rows.length) this.body.deleteRow(-1);
     rows.forEach((row, n) => {
       const line = this.body.rows[n] ?? this.body.appendChild(make("tr", {}, ...this.columns.map(([, kind]) => make("td", { class: kind }))));
-      row.forEach((value, k) => (typeof value === "function" ? value(line.cells[k]) : setText(line.cells[k], value)));
+      row.forEach((value, k) => {
+        if (typeof value === "function") value(line.cells[k]);
+        else if (this.columns[k][1] === "code") setCode(line.cells[k], String(value));
+        else setText(line.cells[k], value);
+      });
     });
   }
 }
