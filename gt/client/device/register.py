@@ -55,7 +55,7 @@ def _kernels(key: str) -> None:
     anything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     anything.fallback(fallback, key, with_keyset=False)
     copy = torch.ops.aten.copy_.default
-    aten.impl("copy_", lambda to, source, non_blocking=False: dispatch(RemoteTensor, copy, (), (to, source)), key)
+    aten.impl("copy_", lambda to, source, non_blocking=False: dispatch(copy, (), (to, source)), key)
     # Autograd would decompose WHOLE. Under a dispatch mode torch asks for BELOW_TENSOR's own kernels, not for a fallback.
     for overload in (*overrides.WHOLE, *overrides.BELOW_TENSOR):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key):  # gt_autoload's, which call ours

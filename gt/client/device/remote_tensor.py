@@ -18,6 +18,7 @@ import torch
 
 from gt.client.device.meta import Meta
 from gt.errors import UnsupportedOp
+from gt.ir.spec import row_major_stride
 
 LAZY = torch.device("lazy", 0)
 # NumPy's functions behind the operators of its numbers -> operators
@@ -103,9 +104,13 @@ class LiveTensors:
         """Ids that have ended since the last call."""
         ended = self.ended[:]
         del self.ended[: len(ended)]
-        ids = [live.id for live in ended if hasattr(live, "id")]  # Ctrl-C may have come before it had one
+        try:
+            ids = [live.id for live in ended]
+        except AttributeError:  # Ctrl-C came before one had its id
+            ids = [live.id for live in ended if hasattr(live, "id")]
+        forget = self.all.pop
         for number in ids:
-            self.all.pop(number, None)  # a Temporary's is not there
+            forget(number, None)  # a Temporary's is not there
         return ids
 
 
@@ -325,10 +330,12 @@ class RemoteStorage:
 
 
 def wrapper_of(meta: Meta) -> tuple:
-    """The arguments of `_make_wrapper_subclass` for a tensor."""
+    """The arguments of `_make_wrapper_subclass` for a tensor. torch counts row-major strides faster than it reads them."""
     if not meta.wrapper:
+        plain = not meta.offset and meta.stride == row_major_stride(meta.shape)
+        stride, offset = (None, None) if plain else (meta.stride, meta.offset)
         meta.wrapper = (
-            RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, torch.strided, LAZY, False, False, None,
+            RemoteTensor, meta.shape, stride, offset, None, meta.dtype, torch.strided, LAZY, False, False, None,
             False, False, _AUTOCAST,
         )  # fmt: skip
     return meta.wrapper

@@ -7,15 +7,15 @@ metas of the outputs. Nothing here waits, except for ops whose output shape depe
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._library import simple_registry
 
 from gt.client.current_session import Current, check, current
 from gt.client.device import meta as metas
-from gt.client.device.remote_tensor import LAZY, Alias, Ref, RemoteTensor, make, memory_id, rebind, wrapper_of
+from gt.client.device.remote_tensor import LAZY, Alias, Ref, RemoteTensor, make, memory_id, new_tensor, rebind, wrapper_of
 from gt.client.groups.group_context import stack
 from gt.client.trace.op_info import (
     ASK,
@@ -24,7 +24,6 @@ from gt.client.trace.op_info import (
     INTO,
     LIST,
     MANY,
-    ONE,
     TENSOR,
     TENSORS,
     TYPED,
@@ -41,18 +40,22 @@ from gt.client.trace.uploads import upload_operands
 from gt.errors import UnsupportedOp
 from gt.ir.instr import GRAD, PARAM, SHARDED
 
+if TYPE_CHECKING:
+    from gt.client.trace.recorder import Recorder
+
 # Mode of an entry -> the function that carries such a call out as several ops; modules register theirs
 SEVERAL_OPS: dict[int, Callable[[OpInfo, Entry, tuple, dict], Any]] = {}
 _SCALARS = frozenset({bool, int, float})
 _BY_VALUE = frozenset({TENSOR, VALUE})  # kinds of arguments whose numbers are sent with each call
 _known, _node, _getframe = _infos.get, torch._C._current_autograd_node, sys._getframe
+_inference = torch.is_inference_mode_enabled
 
 
 class HostOperand(Exception):
     """A CPU tensor is among the operands. The call is repeated with the tensor uploaded."""
 
 
-def dispatch(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+def dispatch(func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
     """RemoteTensor.__torch_dispatch__. The commonest calls are recorded here; `call` does the same for any call."""
     info = _known(id(func)) or info_of(func)
     if info.handler is not None:
@@ -60,68 +63,90 @@ def dispatch(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | 
     recorder = Current.recorder
     if recorder is None or not args or type(first := args[0]) is not RemoteTensor:
         return call(info, args, kwargs)
-    # The signature of the call, as `call` makes it, and its operands and scalars.
-    ref = first._ref
+    # The signature of the call, as `call` makes it, and its operand or scalar besides the first
+    ref, other = first._ref, None
     if ref.pending and first.requires_grad:
         note_first_use(first, ref)
-    operands: tuple
     if kwargs:
-        entry, operands = _with_scalar(info, args, kwargs)
-    elif len(args) == 2:
+        return _with_keyword(recorder, info, args, kwargs)
+    if len(args) == 2:
         second = args[1]
         if type(second) is RemoteTensor:
-            other = second._ref
-            if other.pending and second.requires_grad:
-                note_first_use(second, other)
-            entry, operands = info.cache.get((ref.meta, other.meta)), (ref.id, other.id)
+            operand = second._ref
+            if operand.pending and second.requires_grad:
+                note_first_use(second, operand)
+            entry, other = info.cache.get((ref.meta, operand.meta)), operand.id
         elif info.second == CONST or (info.second == LIST and type(second) is list):
-            entry, operands = info.cache.get((ref.meta, second if info.second == CONST else tuple(second))), (ref.id,)
+            entry = info.cache.get((ref.meta, second if info.second == CONST else tuple(second)))
         elif type(second) in _SCALARS and info.second in _BY_VALUE:
-            entry, operands = info.cache.get((ref.meta, type(second))), (ref.id, second)
+            entry, other = info.cache.get((ref.meta, type(second))), second
         else:
             return call(info, args)
     elif info.constant:
-        entry, operands = info.cache.get((ref.meta, *args[1:])), (ref.id,)
+        entry = info.cache.get((ref.meta, *args[1:]))
     else:
         return call(info, args)
     if entry is None or entry.mode > FIRST:
-        return call(info, args, kwargs)
+        return call(info, args)
     origins, frame, scope = Current.origins, _getframe(1), stack.scope
     numbers = scope.numbers.get(id(frame.f_code)) if scope.owner is origins and _node() is None else None
     origin = (numbers and numbers.get(frame.f_lasti)) or origins.of_frame(frame)
     recorder.ops += 1
     code = recorder.code
-    if entry.mode == ONE:
+    if entry.mode == FIRST:
+        code.extend((entry.number, origin, ref.id) if other is None else (entry.number, origin, ref.id, other))
+        ref.pending = origin
+        result = first
+    else:
+        meta, number, live = entry.metas[0], recorder.new_id(), recorder.live_tensors
+        if meta.large and live.ended:
+            recorder.free_ended()
+        row = (entry.number, origin, ref.id, number) if other is None else (entry.number, origin, ref.id, other, number)
+        code.extend(row)
+        result = new_tensor(*entry.wrapper) if entry.new is new_tensor or not _inference() else entry.new(*entry.wrapper)
+        result._ref = Ref(number, meta, origin, live)
+    if len(code) > recorder.batch:
+        recorder.end_batch()
+    return result
+
+
+def _with_keyword(recorder: Recorder, info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    """As `call`, and faster for a known call of two remote tensors and a number by keyword, as `y.add_(x, alpha=2)`."""
+    if len(args) == 2 and len(kwargs) == 1 and type(second := args[1]) is RemoteTensor:
+        ((name, value),) = kwargs.items()
+        one, two = args[0]._ref, second._ref
+        if type(value) in _SCALARS and info.named[name] in _BY_VALUE:
+            if two.pending and second.requires_grad:
+                note_first_use(second, two)
+            entry = info.cache.get((one.meta, two.meta, name, type(value)))
+            if entry is not None and entry.mode <= FIRST:
+                return _record(recorder, entry, args[0], (one.id, two.id, value), Current.origins.here())
+    return call(info, args, kwargs)
+
+
+def _record(recorder: Recorder, entry: Entry, first: Any, operands: Sequence, origin: int) -> RemoteTensor:
+    """Record a call whose result is one new tensor or its first argument. operands: ids and scalars."""
+    recorder.ops += 1
+    code = recorder.code
+    if entry.mode == FIRST:
+        code.extend((entry.number, origin, *operands))
+        first._ref.pending = origin
+        result = first
+    else:
         meta, number, live = entry.metas[0], recorder.new_id(), recorder.live_tensors
         if meta.large and live.ended:
             recorder.free_ended()
         code.extend((entry.number, origin, *operands, number))
         result = entry.new(*entry.wrapper)
         result._ref = Ref(number, meta, origin, live)
-    else:
-        code.extend((entry.number, origin, *operands))
-        ref.pending = origin
-        result = first
     if len(code) > recorder.batch:
         recorder.end_batch()
     return result
 
 
-def _with_scalar(info: OpInfo, args: tuple, kwargs: dict) -> tuple[Entry | None, tuple]:
-    """The known entry of a call of two remote tensors and a number by keyword, as `y.add_(x, alpha=2)`, and its operands."""
-    if len(args) == 2 and len(kwargs) == 1 and type(args[1]) is RemoteTensor:
-        ((name, value),) = kwargs.items()
-        first, second = args[0]._ref, args[1]._ref
-        if type(value) in _SCALARS and info.named[name] in _BY_VALUE:
-            if second.pending and args[1].requires_grad:
-                note_first_use(args[1], second)
-            return info.cache.get((first.meta, second.meta, name, type(value))), (first.id, second.id, value)
-    return None, ()
-
-
 def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
     """The backend kernel of every op: calls without a remote tensor (factories), and calls below the Python key."""
-    return dispatch(RemoteTensor, func, (), args, kwargs)
+    return dispatch(func, (), args, kwargs)
 
 
 def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = ()) -> Any:
@@ -159,26 +184,9 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
     if extra:
         values.extend(extra)
     origin = Current.origins.here()
+    if entry.mode <= FIRST:
+        return _record(recorder, entry, args[0] if args else None, ids + values, origin)
     recorder.ops += 1
-    mode = entry.mode
-    code = recorder.code
-    if mode == ONE:
-        number = recorder.new_id()
-        meta = entry.metas[0]
-        if meta.large and recorder.live_tensors.ended:
-            recorder.free_ended()
-        code.extend((entry.number, origin, *ids, *values, number))
-        tensor = entry.new(*entry.wrapper)
-        tensor._ref = Ref(number, meta, origin, recorder.live_tensors)
-        if len(code) > recorder.batch:
-            recorder.end_batch()
-        return tensor
-    if mode == FIRST:
-        code.extend((entry.number, origin, *ids, *values))
-        args[0]._ref.pending = origin
-        if len(code) > recorder.batch:
-            recorder.end_batch()
-        return args[0]
     return finish_call(info, entry, args, kwargs or {}, extra, [entry.number, origin, *ids, *values])
 
 
@@ -432,4 +440,4 @@ def _dispatch_rule(op: Any, cls: type) -> Any:
 
 _torch_dispatch_rule = simple_registry.find_torch_dispatch_rule
 simple_registry.find_torch_dispatch_rule = _dispatch_rule  # torch keeps the function that is here at the first such op
-RemoteTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
+RemoteTensor.__torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]
