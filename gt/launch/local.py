@@ -114,8 +114,9 @@ def launch(order: dict[str, Any], start: Start) -> Local:
     total = order.get("total") or order["workers"]
     try:
         assert process.stdin is not None
-        process.stdin.write(json.dumps(order).encode() + b"\n")
-        process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has died: `_wait` learns how
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.flush()
         if start.meanwhile is not None:
             start.meanwhile()
         port, gpus = _wait(process, total, start)

@@ -166,6 +166,18 @@ def test_a_nursery_that_is_stopped_is_named(monkeypatch):
         local.start(1, backend="numpy", meanwhile=lambda: os.kill((set(children(me)) - set(before)).pop(), signal.SIGSTOP))
 
 
+def test_a_nursery_that_is_killed_before_its_order_is_named_with_its_signal(monkeypatch):
+    class Killed(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.kill()
+            self.wait()
+
+    monkeypatch.setattr(subprocess, "Popen", Killed)
+    with pytest.raises(SystemFailure, match=r"the process that starts dispatcher and workers died \(signal SIGKILL\)"):
+        local.start(1, backend="numpy")
+
+
 def test_a_nursery_that_is_killed_at_the_start_is_named_with_its_signal():
     me = os.getpid()
     before = children(me)

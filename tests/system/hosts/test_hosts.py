@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,6 +11,7 @@ from functools import cache
 
 import pytest
 
+from tests.helpers.processes import children
 from tests.system.hosts.lab import Lab, why_not
 from tests.system.hosts.site import PROGRAMS, Site, environment
 
@@ -101,6 +104,26 @@ def test_on_a_line_the_host_between_relays_and_all_bits_are_one_hosts():
         found = site.program("demo").hear()
         assert found["losses"] == on_one_host("demo")["losses"]
         assert found["ways"][0]["w2"] == "via worker 1" and sum(found["relayed"][1].values()) > 0
+        site.close()
+
+
+def test_a_relay_that_ends_amid_transfers_is_named_at_once_and_its_successor_relays():
+    with Lab.line(3, management=True) as lab:
+        site = Site(lab, [0, 1, 2], backend="numpy")
+        for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV):
+            program = site.program("lose", "2")
+            assert program.hear() == {"ready": True}
+            relay = site.workers[1]
+            ended = time.monotonic()
+            os.kill(children(relay.pid)[-1], number)
+            found = program.hear()
+            assert found["error"] == "WorkerLost" and "worker w1" in found["text"] and found["at"] - ended < DETECTED, found
+            relay.wait(10)
+            site.workers[1] = site.worker(1, 1)
+            program.tell()
+            again = program.hear()
+            assert again["again"] == 400_000 and again["ways"][0]["w2"] == "via worker 1", again
+            program.end()
         site.close()
 
 
