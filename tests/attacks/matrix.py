@@ -221,8 +221,8 @@ class Matrix:
         before = {pid: at_work(pid) for pid in ground.processes()}
         (self.folder / VIEWS).unlink(missing_ok=True)
         victim = self.victims.begin(moment=cell.moment, address=ground.address, token=ground.token, size=self.size)
-        observer = victim.wait(OBSERVER, ARRIVAL) if cell.moment == "observed" else None
-        if victim.wait("mark", ARRIVAL, 2) is None:
+        observer = victim.wait(OBSERVER, ARRIVAL) if cell.moment == "observed" else {}
+        if observer is None or victim.wait("mark", ARRIVAL, 2) is None:
             error = victim.wait("error", 0.0)
             cell.hang, cell.text = True, f"before the moment: {error['text']}" if error else "it did not come to the moment"
             self.victims.end(victim)
@@ -277,7 +277,7 @@ class Matrix:
             victim.tell("go on")
         if cell.target == "client":
             return
-        quiet = 2.0 if cell.signal == "TERM" else LIMIT
+        quiet = 2.0 if cell.signal == "TERM" or cell.target == OBSERVER else LIMIT
         answer = victim.wait("error", quiet)
         if answer is not None:
             cell.seconds = time.monotonic() - start
