@@ -15,15 +15,15 @@ from tests.helpers.inline_session import inline  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("inline")
 FUNCTIONS = 3  # torch's look for a rule (in versions that have it), `dispatch`, `Ref`
-# op -> bytecodes at most; CPython 3.10 to 3.13 differ by a tenth, and the limits are a sixth above 3.11's
+# op -> bytecodes at most: a tenth more than Python 3.11 executes, which has more of them than 3.12
 OPS: dict[str, tuple[Callable[[Any, Any, Any], Any], int]] = {
-    "add": (lambda x, y, w: x + y, 210),
-    "add with gradient": (lambda x, y, w: w + x, 210),
-    "multiply by a number": (lambda x, y, w: x * 2.0, 210),
-    "in place": (lambda x, y, w: y.add_(x), 170),
-    "one operand": (lambda x, y, w: x.relu(), 200),
-    "view": (lambda x, y, w: x.view(16), 210),
-    "slice": (lambda x, y, w: x[1:3], 210),
+    "add": (lambda x, y, w: x + y, 275),
+    "add with gradient": (lambda x, y, w: w + x, 275),
+    "multiply by a number": (lambda x, y, w: x * 2.0, 290),
+    "in place": (lambda x, y, w: y.add_(x), 210),
+    "one operand": (lambda x, y, w: x.relu(), 260),
+    "view": (lambda x, y, w: x.view(16), 295),
+    "slice": (lambda x, y, w: x[1:3], 265),
 }
 
 
