@@ -94,8 +94,8 @@ class CapturedProgram:
             recorder.session.compiles = True
         for row in changed:
             row.set()
-        if self.written:
-            write_back(leaves, self.inputs, self.written)
+        if self.written or self.memory.required:
+            write_back(leaves, self.inputs, self.written, self.memory.required)
         results = self.copy_results(leaves)
         recorder.flush()
         return results

@@ -71,6 +71,7 @@ from gt.ir.schedules import asked
 
 log = logging.getLogger("gt")
 ARGUMENTS_DIFFER = "the function reads a value of its arguments, which differs from the call before"
+REBOUND = "the function changes memory, shape, requires_grad or hooks of argument"
 CHANGED = "the function changes a list or dictionary that it gets"
 _CHANGE = re.compile(r" from \S+ to \S+")
 _NUMBER = re.compile(r"-?\d[\d.e+-]*")
@@ -252,7 +253,11 @@ class CompiledFunction:
     # ---- recording
 
     def _record(self, recorder: Recorder, key: tuple, leaves: list, tree: TreeSpec, given: tuple) -> Any:
-        roots = {"": self.fn, "arguments": [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]}
+        roots = {
+            "": self.fn,
+            "arguments": [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)],
+            **_leaf_arguments(leaves),
+        }
         entry = snapshot(roots)
         # Where values are read the first call decides whether Python has to run; capturable optimizers have other last bits
         wait = not self._recorded and seems_to_read(entry)
@@ -309,7 +314,7 @@ class CompiledFunction:
             if freed:
                 recorder.code.extend((FREE, len(freed), *freed))
             if memory is not None:
-                write_back(leaves, inputs, written_inputs(leaves, inputs, memory))
+                write_back(leaves, inputs, written_inputs(leaves, inputs, memory), memory.required)
         return program.copy_results(leaves) if program is not None else in_arguments(results, leaves, inputs, memory)
 
     def _host_draws(self) -> HostDraws | None:
@@ -407,6 +412,8 @@ class CompiledFunction:
 
     def _varies(self, last: RecordedCall, now: RecordedCall) -> Difference | None:
         """Why no program can serve the next call: an argument differs from call to call, and no copy can stand for it."""
+        for k in sorted(now.memory.required - now.inputs.keys()):
+            return Difference("", f"{REBOUND} {k}{OUTSIDE}")
         for k in sorted(sharing_arguments(now.leaves, now.memory) - now.inputs.keys()):
             if last.leaves[k] is not now.leaves[k]:
                 what = "shares memory that the function changes, and is another tensor at each call"
@@ -469,7 +476,7 @@ class CompiledFunction:
         if tape.prevents:
             return tape.prevents[0]
         for k in sorted(now.memory.rebound):
-            return Difference("", f"the function changes memory, shape, requires_grad or hooks of argument {k}{OUTSIDE}")
+            return Difference("", f"{REBOUND} {k}{OUTSIDE}")
         if entry.overflow or leaving.overflow:
             return Difference("", "the function reaches too many Python objects to compare at each call; have it use fewer")
         if entry.opaque or leaving.opaque:
@@ -515,6 +522,11 @@ class CompiledFunction:
         kind = _CHANGE.sub("", reason)
         others = [r for r in self._reasons if _CHANGE.sub("", r) != kind]
         self._reasons = [*others[1 - MAX_REASONS :], reason]
+
+
+def _leaf_arguments(leaves: list) -> dict[str, RemoteTensor]:
+    """The arguments that may have a gradient."""
+    return {f"argument {k}": t for k, t in enumerate(leaves) if isinstance(t, RemoteTensor) and t.requires_grad and t.is_leaf}
 
 
 def _names(entry: StateSnapshot, prepared: list, drawn: list[RemoteTensor]) -> dict[int, str]:
