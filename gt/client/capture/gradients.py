@@ -99,6 +99,7 @@ class LeafGradient:
     had: bool
     read: NamedMemory | None
     left: NamedMemory | None
+    kept: bool = False  # whether somebody holds the one that a replay writes anew; mismatch() finds out
 
     def mismatch(self) -> str:
         """Why the gradient that the leaf has now keeps the program from a replay, or ""."""
@@ -109,8 +110,11 @@ class LeafGradient:
         filled = read is not None and grad is not read.tensor
         here = left is not None and grad is left.tensor
         grad = None  # no reference that would be counted
-        if left is not None and left is not read and left.holder(here) == VIEW:
-            return self._viewed()
+        if left is not None and left is not read:
+            holder = left.holder(here)
+            if holder == VIEW:
+                return self._viewed()
+            self.kept = holder == OBJECT
         if filled and (read.holder(False) == VIEW or (left is read and self._other().holder(True) == VIEW)):  # type: ignore[union-attr]
             return self._viewed()
         return ""
@@ -125,20 +129,23 @@ class LeafGradient:
         return _memories.get(id(_ref(found))) or NamedMemory(found)  # type: ignore[arg-type]
 
     def fill(self) -> bool:
-        """Before a replay: give it the gradient that it reads. Returns whether the leaf gets another object after it."""
+        """Before a replay, after mismatch(): give it the gradient that it reads.
+
+        Returns whether the leaf gets another object after it.
+        """
         grad, read, left = self.leaf.grad, self.read, self.left
-        filled, here = read is not None and grad is not read.tensor, left is not None and grad is left.tensor
-        grad = None
-        if left is not None and left is not read and left.holder(here) == OBJECT:
+        if self.kept and left is not None:
             left.leave()
-        if filled:
-            assert read is not None
+            self.kept = False
+        if read is not None and grad is not read.tensor:
+            grad = None  # no reference that would be counted
             if read.holder(False) == OBJECT:
                 read.leave()
             call(_COPY, (read.tensor, self.leaf.grad))
             if left is read and (other := self._other()).holder(True) == OBJECT:
                 _adopt(read, other)
-        return left is None or self.leaf.grad is not left.tensor
+            return left is None or self.leaf.grad is not left.tensor
+        return grad is not (None if left is None else left.tensor)
 
     def set(self) -> None:
         """After a replay: give the leaf the gradient that it leaves."""
