@@ -22,7 +22,7 @@ from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of
 
 aten = torch.ops.aten
-_COPY, _VIEW = info_of(aten.copy_.default), info_of(aten.as_strided.default)
+_COPY, _CLONE, _VIEW = info_of(aten.copy_.default), info_of(aten.clone.default), info_of(aten.as_strided.default)
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class CallMemory:
 
     of: memory of tensors that are views. written: all that it writes; arguments: the places of those that it writes;
     state: the written memory that Python state names. rebound: the places of arguments that it gives other memory, another
-    shape, requires_grad or hooks.
+    shape, requires_grad=False or hooks; required: of those that it gives requires_grad=True, and nothing else.
     """
 
     of: dict[int, int]
@@ -39,6 +39,7 @@ class CallMemory:
     arguments: frozenset[int]
     state: frozenset[int]
     rebound: frozenset[int]
+    required: frozenset[int]
 
     def owner(self, tensor: RemoteTensor) -> int:
         """The memory of a tensor of the call."""
@@ -59,7 +60,8 @@ def call_memory(tape: CallRecording, entry: StateSnapshot, arguments: list, befo
     named = {tensor._ref.id: memory_id(tensor) for _, tensor in entry.tensors()}
     given = {k: memory_id(leaf) for k, leaf in enumerate(arguments) if isinstance(leaf, RemoteTensor)}
     of = named | {arguments[k]._ref.id: number for k, number in given.items()}
-    rebound = frozenset(k for k, now in identities(arguments).items() if now != before[k])
+    changed = {k: now for k, now in identities(arguments).items() if now != before[k]}
+    required = frozenset(k for k, now in changed.items() if now == (before[k][0], True, *before[k][2:]))
     written: set[int] = set()
     for op in tape.ops:
         template = op.template
@@ -70,7 +72,8 @@ def call_memory(tape: CallRecording, entry: StateSnapshot, arguments: list, befo
                 base = op.ins[out.of]
                 of[number] = of.get(base, base)
     places = frozenset(k for k, number in given.items() if number in written)
-    return CallMemory(of, frozenset(written), places, frozenset(written.intersection(named.values())), rebound)
+    state = frozenset(written.intersection(named.values()))
+    return CallMemory(of, frozenset(written), places, state, frozenset(changed) - required, required)
 
 
 def sharing_arguments(leaves: list, memory: CallMemory) -> set[int]:
@@ -88,10 +91,14 @@ def written_inputs(leaves: list, inputs: dict[int, RemoteTensor], memory: CallMe
     return tuple(k for k in inputs if k in memory.arguments and isinstance(leaves[k], RemoteTensor))
 
 
-def write_back(leaves: list, inputs: dict[int, RemoteTensor], written: Iterable[int]) -> None:
-    """Give the caller's tensors the values of their changed copies."""
+def write_back(leaves: list, inputs: dict[int, RemoteTensor], written: Iterable[int], required: Iterable[int]) -> None:
+    """Give the caller's tensors what the call gave their copies: values, and requires_grad with a gradient."""
     for k in written:
         call(_COPY, (leaves[k], inputs[k]))
+    for k in required:
+        if k in inputs and isinstance(leaves[k], RemoteTensor):
+            grad = inputs[k].grad
+            leaves[k].requires_grad_().grad = None if grad is None else call(_CLONE, (grad,))
 
 
 class Containers:

@@ -41,6 +41,7 @@ class RecordedCall:
     settings: dict[str, tuple[dict, str, Any]]  # path -> param_group, key and value of an optimizer's settings
     draws: HostDraws | None  # of random numbers on the CPU, where earlier calls had some
     memory: CallMemory
+    made: frozenset[str] = frozenset()  # places where it has left new state
 
 
 class HostRngState:

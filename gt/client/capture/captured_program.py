@@ -13,7 +13,7 @@ from gt.client import current_session
 from gt.client.capture import gradients
 from gt.client.capture.aliasing import ArgumentView, CallMemory, sharing_arguments, write_back
 from gt.client.capture.constants import ArgumentRead, argument_value
-from gt.client.capture.gradients import LeafGradient
+from gt.client.capture.gradients import LeafGradient, MadeState, NamedMemory
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import HostDraws
 from gt.client.device import random
@@ -32,8 +32,12 @@ _COPY, _CLONE = info_of(aten.copy_.default), info_of(aten.clone.default)
 class ProgramResult:
     """A result whose memory the next replay writes again, so that the caller gets a copy. lasts: a view of lasting state."""
 
-    tensor: RemoteTensor
+    source: RemoteTensor | NamedMemory
     lasts: bool = False
+
+    @property
+    def tensor(self) -> RemoteTensor:
+        return self.source.tensor if isinstance(self.source, NamedMemory) else self.source
 
 
 @dataclass(eq=False)
@@ -45,8 +49,9 @@ class CapturedProgram:
     key: tuple  # of a call: structure, arguments, modes
     guard: Guard
     inputs: dict[int, RemoteTensor]  # argument -> the tensor that a replay fills
-    same: dict[int, tuple[RemoteTensor, Any]]  # argument -> the very tensor that it must be, and its reference
+    same: dict[int, tuple[RemoteTensor, int]]  # argument -> the very tensor that it must be, and its id
     grads: list[LeafGradient]
+    made: list[MadeState]
     results: list  # leaves of what the function returned
     tree: TreeSpec  # their structure
     draws: int  # random ops
@@ -64,12 +69,12 @@ class CapturedProgram:
 
     def mismatch(self, leaves: list) -> str:
         """Why the program cannot serve a call with the same key, or "". What it draws on the CPU is drawn then."""
-        for k, (tensor, ref) in self.same.items():
-            if leaves[k] is not tensor or tensor._ref is not ref:
+        for k, (tensor, number) in self.same.items():
+            if leaves[k] is not tensor or tensor._ref.id != number:
                 return f"argument {k} is another tensor than in the recorded call"
         if self.inputs and not self.inputs.keys().isdisjoint(sharing_arguments(leaves, self.memory)):
             return "an argument shares memory that the function changes"
-        violation = gradients.mismatch(self.grads) or self.guard.violation()
+        violation = gradients.mismatch(self.grads) or gradients.mismatch(self.made) or self.guard.violation()
         for read in () if violation else self.argument_reads:
             violation = violation or read.violation(lambda k: argument_value(leaves[k], self.recorder))
         return self.host_draws.violation() if self.host_draws is not None and not violation else violation
@@ -84,6 +89,8 @@ class CapturedProgram:
             for target, drawn in zip(self.host_draws.inputs, self.host_draws.values, strict=True):
                 call(copy, (target, upload(drawn)))
         changed = [row for row in self.grads if row.fill()]
+        for made in self.made:
+            made.leave()
         recorder.uploaded.clear()  # the program may write to any of them
         state, seed = random._State, random.initial_seed()
         counter = state.counter
@@ -94,8 +101,8 @@ class CapturedProgram:
             recorder.session.compiles = True
         for row in changed:
             row.set()
-        if self.written:
-            write_back(leaves, self.inputs, self.written)
+        if self.written or self.memory.required:
+            write_back(leaves, self.inputs, self.written, self.memory.required)
         results = self.copy_results(leaves)
         recorder.flush()
         return results

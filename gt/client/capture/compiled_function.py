@@ -54,14 +54,14 @@ from gt.client.capture.boundary import (
 from gt.client.capture.captured_program import CapturedProgram, ProgramResult
 from gt.client.capture.constants import argument_values
 from gt.client.capture.fragment_tape import FragmentTape
-from gt.client.capture.gradients import VIEWED
+from gt.client.capture.gradients import VIEWED, find_memory, leave_entries, made_paths, take_made
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import LEADS_ELSEWHERE, UPLOADED, HostDraws
 from gt.client.capture.output_watch import OutputWatch
 from gt.client.capture.recording import SAME, CallRecording, Difference, difference, reads_differ
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.device import random
-from gt.client.device.remote_tensor import RemoteTensor, memory_id
+from gt.client.device.remote_tensor import RemoteTensor, make, memory_id
 from gt.client.reports import spans
 from gt.client.reports.html import TextReport
 from gt.client.trace.recorder import Recorder
@@ -71,6 +71,7 @@ from gt.ir.schedules import asked
 
 log = logging.getLogger("gt")
 ARGUMENTS_DIFFER = "the function reads a value of its arguments, which differs from the call before"
+REBOUND = "the function changes memory, shape, requires_grad or hooks of argument"
 CHANGED = "the function changes a list or dictionary that it gets"
 _CHANGE = re.compile(r" from \S+ to \S+")
 _NUMBER = re.compile(r"-?\d[\d.e+-]*")
@@ -252,15 +253,12 @@ class CompiledFunction:
     # ---- recording
 
     def _record(self, recorder: Recorder, key: tuple, leaves: list, tree: TreeSpec, given: tuple) -> Any:
-        roots = {"": self.fn, "arguments": [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]}
-        entry = snapshot(roots)
-        # Where values are read the first call decides whether Python has to run; capturable optimizers have other last bits
-        wait = not self._recorded and seems_to_read(entry)
-        if not wait and any([make_capturable(optimizer) for optimizer in entry.optimizers]):
-            entry = snapshot(roots)
-        self._recorded = True
-        last = self._last if self._last is not None and self._last.key == key and self._last.tape.recorder is recorder else None
-        self._last = None
+        roots = {
+            "": self.fn,
+            "arguments": [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)],
+            **_leaf_arguments(leaves),
+        }
+        entry, last = self._enter(recorder, key, roots)
         values = argument_values(leaves, recorder)
         prepared, inputs = prepare_inputs(leaves, last)
         draws = self._host_draws()
@@ -290,7 +288,9 @@ class CompiledFunction:
                 self._note_output(tape, watch)
             recorder.tape = None
             now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry), draws, memory)
-            program = self._seal(last, now, entry, snapshot(roots), results, rng)
+            leaving = snapshot(roots)
+            now.made = made_paths(leaving, tape.first)
+            program = self._seal(last, now, entry, leaving, results, rng)
             kept = program is not None
             # A kept recording would hold its tensors alive
             self._last = None if kept or not (draws is None or draws.fills_inputs) else now
@@ -309,8 +309,25 @@ class CompiledFunction:
             if freed:
                 recorder.code.extend((FREE, len(freed), *freed))
             if memory is not None:
-                write_back(leaves, inputs, written_inputs(leaves, inputs, memory))
+                write_back(leaves, inputs, written_inputs(leaves, inputs, memory), memory.required)
         return program.copy_results(leaves) if program is not None else in_arguments(results, leaves, inputs, memory)
+
+    def _enter(self, recorder: Recorder, key: tuple, roots: dict) -> tuple[StateSnapshot, RecordedCall | None]:
+        """The Python state before a recorded call, and the last call if this one may be compared with it."""
+        entry = snapshot(roots)
+        # Where values are read the first call decides whether Python has to run; capturable optimizers have other last bits
+        wait = not self._recorded and seems_to_read(entry)
+        if not wait and any([make_capturable(optimizer) for optimizer in entry.optimizers]):
+            entry = snapshot(roots)
+        self._recorded = True
+        last = self._last if self._last is not None and self._last.key == key and self._last.tape.recorder is recorder else None
+        self._last = None
+        if last is not None and last.made:
+            if why := leave_entries(entry, last.made):
+                self._add_reason(why)
+                last = None
+            entry = snapshot(roots)
+        return entry, last
 
     def _host_draws(self) -> HostDraws | None:
         """The tape for a call that may draw on the CPU. What it will probably upload is uploaded here."""
@@ -407,6 +424,8 @@ class CompiledFunction:
 
     def _varies(self, last: RecordedCall, now: RecordedCall) -> Difference | None:
         """Why no program can serve the next call: an argument differs from call to call, and no copy can stand for it."""
+        for k in sorted(now.memory.required - now.inputs.keys()):
+            return Difference("", f"{REBOUND} {k}{OUTSIDE}")
         for k in sorted(sharing_arguments(now.leaves, now.memory) - now.inputs.keys()):
             if last.leaves[k] is not now.leaves[k]:
                 what = "shares memory that the function changes, and is another tensor at each call"
@@ -430,20 +449,22 @@ class CompiledFunction:
                 return view
             if not isinstance(leaf, RemoteTensor) or (leaf._ref.id < first and leaf._ref.id not in inputs):
                 return leaf
-            return copied.setdefault(leaf._ref.id, ProgramResult(leaf, now.memory.owner(leaf) in lasting))
+            lasts = now.memory.owner(leaf) in lasting
+            source = find_memory(leaf) or (leaf if lasts else make(leaf._ref.meta, leaf._ref))
+            return copied.setdefault(leaf._ref.id, ProgramResult(source, lasts))
 
-        grads = gradients(entry, leaving, reads)
-        objects = {id(memory.tensor) for row in grads for memory in (row.read, row.left) if memory is not None}
-        used = [t for state in (entry, leaving) for _, t in state.tensors() if t._ref.id in reads or t._ref.id >= first]
-        leaving.grads.clear()  # only the gradients' memories hold their objects
+        keep = [t for state in (entry, leaving) for _, t in state.tensors() if t._ref.id in reads or t._ref.id >= first]
+        grads, made = gradients(entry, leaving, reads), take_made(leaving, first)
+        leaving.grads.clear()  # nothing else of GT holds the objects of such memory
         return CapturedProgram(
             number=number,
             recorder=tape.recorder,
             key=now.key,
             guard=Guard(leaving),
             inputs=now.inputs,
-            same={k: (t, t._ref) for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs},
+            same={k: (t, t._ref.id) for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs},
             grads=grads,
+            made=made,
             results=list(map(result, leaves)),
             tree=tree,
             draws=tape.draws(),
@@ -453,7 +474,7 @@ class CompiledFunction:
             answer=answer,
             written=written_inputs(now.leaves, now.inputs, now.memory),
             memory=now.memory,
-            keep=[t for t in used if id(t) not in objects],
+            keep=[find_memory(t) or t for t in keep],
         )
 
     def _obstacle(
@@ -469,7 +490,7 @@ class CompiledFunction:
         if tape.prevents:
             return tape.prevents[0]
         for k in sorted(now.memory.rebound):
-            return Difference("", f"the function changes memory, shape, requires_grad or hooks of argument {k}{OUTSIDE}")
+            return Difference("", f"{REBOUND} {k}{OUTSIDE}")
         if entry.overflow or leaving.overflow:
             return Difference("", "the function reaches too many Python objects to compare at each call; have it use fewer")
         if entry.opaque or leaving.opaque:
@@ -515,6 +536,11 @@ class CompiledFunction:
         kind = _CHANGE.sub("", reason)
         others = [r for r in self._reasons if _CHANGE.sub("", r) != kind]
         self._reasons = [*others[1 - MAX_REASONS :], reason]
+
+
+def _leaf_arguments(leaves: list) -> dict[str, RemoteTensor]:
+    """The arguments that may have a gradient."""
+    return {f"argument {k}": t for k, t in enumerate(leaves) if isinstance(t, RemoteTensor) and t.requires_grad and t.is_leaf}
 
 
 def _names(entry: StateSnapshot, prepared: list, drawn: list[RemoteTensor]) -> dict[int, str]:

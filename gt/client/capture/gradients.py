@@ -1,7 +1,8 @@
-"""Gradients of captured steps: the memory that programs read and write, and the tensor object that names it now.
+"""Gradients and state that captured steps make: the memory that programs write, and the tensor object that names it now.
 
-A backward pass of torch makes a new gradient, and one that the program has kept stays as it is. A replay writes the same
-memory each time. So whoever holds a gradient beside its parameter gets a copy before, known by reference counts.
+A backward pass of torch makes a new gradient, a step a new average, and one that somebody has kept stays as it is. A replay
+writes the same memory each time. So who holds one beside its parameter or attribute gets a copy before, known by reference
+counts.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from gt.client.capture.state_walk import StateItem, StateSnapshot
 from gt.client.device.remote_tensor import Alias, Ref, RemoteTensor, make, rebind
+from gt.client.device.sparse_tensor import RemoteSparse
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of
 
 _COPY, _CLONE = info_of(torch.ops.aten.copy_.default), info_of(torch.ops.aten.clone.default)
-VIEWED = "the program holds a view or a detached alias of the gradient of"
-FREE, OBJECT, VIEW = range(3)  # who has a gradient beside its parameter: nobody; its object; another tensor of its memory
+VIEWED = "the program holds a view or a detached alias of"
+FREE, OBJECT, VIEW = range(3)  # who has it beside its place in Python: nobody; its object; another tensor of its memory
 
 
-class GradientMemory:
-    """The memory of one gradient, shared by the programs that use it.
+class NamedMemory:
+    """The memory of one gradient or state, shared by the programs that use it.
 
     tensor: the object that names it. Nothing else of GT holds that.
     """
@@ -35,12 +38,15 @@ class GradientMemory:
     def __init__(self, tensor: RemoteTensor) -> None:
         self.tensor = tensor
 
-    def holder(self, parameter: bool) -> int:
-        """Who has it beside GT and a parameter's .grad. parameter: whether that is this object."""
+    def holder(self, parameter: bool, places: int = 0) -> int:
+        """Who has it beside GT and its places in Python.
+
+        parameter: whether it is a parameter's .grad. places: in containers and attributes.
+        """
         objects, tensors, names = _alone()[parameter]
         if self.tensor._use_count() > tensors or _names(self.tensor) > names:  # type: ignore[attr-defined]
             return VIEW
-        return OBJECT if getrefcount(self.tensor) > objects else FREE
+        return OBJECT if getrefcount(self.tensor) > objects + places else FREE
 
     def leave(self) -> None:
         """Leave the object to its holders, with memory of its own that has the same values."""
@@ -49,7 +55,7 @@ class GradientMemory:
         rebind(old, call(_CLONE, (self.tensor,)))
 
 
-_memories: WeakValueDictionary[int, GradientMemory] = WeakValueDictionary()  # by identity of its Ref
+_memories: WeakValueDictionary[int, NamedMemory] = WeakValueDictionary()  # by identity of its Ref
 
 
 def _ref(tensor: RemoteTensor) -> Ref:
@@ -68,20 +74,20 @@ def _names(tensor: RemoteTensor) -> int:
 def _alone() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Counts of a tensor that nobody else has: Python's and C++'s references, and names of its memory; then as a .grad."""
     names = _names(SimpleNamespace(_ref=object()))  # type: ignore[arg-type]
-    memory = GradientMemory(torch.zeros(1, device="cpu"))  # type: ignore[arg-type]
+    memory = NamedMemory(torch.zeros(1, device="cpu"))  # type: ignore[arg-type]
     free = getrefcount(memory.tensor), memory.tensor._use_count(), names  # type: ignore[attr-defined]
     parameter = torch.zeros(1, device="cpu").requires_grad_()
     parameter.grad = memory.tensor
     return free, (getrefcount(memory.tensor), memory.tensor._use_count(), names)  # type: ignore[attr-defined]
 
 
-def memory_of(gradient: RemoteTensor | None) -> GradientMemory | None:
-    """The memory of a gradient, the same object for all programs; None for no gradient."""
+def memory_of(gradient: RemoteTensor | None) -> NamedMemory | None:
+    """The memory of a gradient or state, the same object for all programs; None for no gradient."""
     if gradient is None:
         return None
     found = _memories.get(id(_ref(gradient)))
     if found is None:
-        found = _memories[id(_ref(gradient))] = GradientMemory(gradient)
+        found = _memories[id(_ref(gradient))] = NamedMemory(gradient)
     return found
 
 
@@ -91,8 +97,9 @@ class LeafGradient:
 
     leaf: RemoteTensor
     had: bool
-    read: GradientMemory | None
-    left: GradientMemory | None
+    read: NamedMemory | None
+    left: NamedMemory | None
+    kept: bool = False  # whether somebody holds the one that a replay writes anew; mismatch() finds out
 
     def mismatch(self) -> str:
         """Why the gradient that the leaf has now keeps the program from a replay, or ""."""
@@ -103,42 +110,49 @@ class LeafGradient:
         filled = read is not None and grad is not read.tensor
         here = left is not None and grad is left.tensor
         grad = None  # no reference that would be counted
-        if left is not None and left is not read and left.holder(here) == VIEW:
-            return self._viewed()
+        if left is not None and left is not read:
+            holder = left.holder(here)
+            if holder == VIEW:
+                return self._viewed()
+            self.kept = holder == OBJECT
         if filled and (read.holder(False) == VIEW or (left is read and self._other().holder(True) == VIEW)):  # type: ignore[union-attr]
             return self._viewed()
         return ""
 
     def _viewed(self) -> str:
-        return f"{VIEWED} a parameter of shape {list(self.leaf.shape)}, whose memory a replay writes: keep a clone() of it"
+        what = f"the gradient of a parameter of shape {list(self.leaf.shape)}"
+        return f"{VIEWED} {what}, whose memory a replay writes: keep a clone() of it"
 
-    def _other(self) -> GradientMemory:
+    def _other(self) -> NamedMemory:
         """The memory of the gradient that the leaf has now."""
         found = self.leaf.grad
-        return _memories.get(id(_ref(found))) or GradientMemory(found)  # type: ignore[arg-type]
+        return _memories.get(id(_ref(found))) or NamedMemory(found)  # type: ignore[arg-type]
 
     def fill(self) -> bool:
-        """Before a replay: give it the gradient that it reads. Returns whether the leaf gets another object after it."""
+        """Before a replay, after mismatch(): give it the gradient that it reads.
+
+        Returns whether the leaf gets another object after it.
+        """
         grad, read, left = self.leaf.grad, self.read, self.left
-        filled, here = read is not None and grad is not read.tensor, left is not None and grad is left.tensor
-        grad = None
-        if left is not None and left is not read and left.holder(here) == OBJECT:
+        if self.kept and left is not None:
             left.leave()
-        if filled:
-            assert read is not None
+            self.kept = False
+        if read is not None and grad is not read.tensor:
+            grad = None  # no reference that would be counted
             if read.holder(False) == OBJECT:
                 read.leave()
             call(_COPY, (read.tensor, self.leaf.grad))
             if left is read and (other := self._other()).holder(True) == OBJECT:
                 _adopt(read, other)
-        return left is None or self.leaf.grad is not left.tensor
+            return left is None or self.leaf.grad is not left.tensor
+        return grad is not (None if left is None else left.tensor)
 
     def set(self) -> None:
         """After a replay: give the leaf the gradient that it leaves."""
         self.leaf.grad = None if self.left is None else self.left.tensor
 
 
-def _adopt(memory: GradientMemory, other: GradientMemory) -> None:
+def _adopt(memory: NamedMemory, other: NamedMemory) -> None:
     """Have the object of another gradient name this memory: a replay adds to it in place, which its holders see."""
     tensor = other.tensor
     other.tensor = make(tensor._ref.meta, tensor._ref)
@@ -146,6 +160,99 @@ def _adopt(memory: GradientMemory, other: GradientMemory) -> None:
     memory.tensor = tensor
 
 
-def mismatch(rows: Iterable[LeafGradient]) -> str:
+def find_memory(tensor: RemoteTensor) -> NamedMemory | None:
+    """The memory that this object names, if programs write it."""
+    found = _memories.get(id(_ref(tensor)))
+    return found if found is not None and found.tensor is tensor else None
+
+
+@dataclass(slots=True)
+class MadeState:
+    """State that a call leaves in a new tensor, and its places in Python."""
+
+    memory: NamedMemory
+    items: list[StateItem]
+    requires_grad: bool
+
+    def mismatch(self) -> str:
+        """Why the state that is there now keeps the program from a replay, or ""."""
+        memory, path = self.memory, self.items[0].path
+        try:
+            if any(item.now() is not memory.tensor for item in self.items):
+                return f"{path} is another tensor than before"
+        except (LookupError, AttributeError, ValueError, TypeError):
+            return f"{path} is gone"
+        if memory.tensor.requires_grad is not self.requires_grad:
+            return f"{path} has other requires_grad than before"
+        if memory.holder(False, len(self.items)) == VIEW:
+            return f"{VIEWED} {path}, whose memory a replay writes: keep a clone() of it"
+        return ""
+
+    def leave(self) -> None:
+        """Before a replay: leave the object to who holds it, and have its places hold another."""
+        if self.memory.holder(False, len(self.items)) == OBJECT:
+            self.memory.leave()
+            for item in self.items:
+                item.set(self.memory.tensor)
+
+
+def take_made(leaving: StateSnapshot, first: int) -> list[MadeState]:
+    """Take from a snapshot the state that a call has made, or that another program makes.
+
+    first: the lowest id of a tensor made in the call.
+    """
+    items: dict[int, list[StateItem]] = {}
+    leaves = {id(leaf) for _, leaf in leaving.leaves}
+    others = []
+    for item in leaving.items:
+        tensor = item.value
+        own = isinstance(tensor, RemoteTensor) and not isinstance(tensor, RemoteSparse) and id(tensor) not in leaves
+        if own and item.settable() and (_ref(tensor).id >= first or find_memory(tensor)):
+            items.setdefault(id(tensor), []).append(item)
+        else:
+            others.append(item)
+    made = []
+    for same in items.values():
+        memory = memory_of(same[0].value)
+        if memory.tensor is not same[0].value:  # type: ignore[union-attr]
+            others += same
+            continue
+        made.append(MadeState(memory, same, same[0].value.requires_grad))  # type: ignore[arg-type]
+        for item in same:
+            leaving.identities.pop(item.path, None)
+            item.value = None  # no reference that would be counted
+    leaving.items = others
+    return made
+
+
+def made_paths(leaving: StateSnapshot, first: int) -> frozenset[str]:
+    """The places where a call has left a new tensor."""
+    tensors = ((item.path, item.value) for item in leaving.items if isinstance(item.value, RemoteTensor))
+    return frozenset(path for path, tensor in tensors if _ref(tensor).id >= first)
+
+
+def leave_entries(entry: StateSnapshot, paths: frozenset[str]) -> str:
+    """Before a recorded call: leave the state at these paths to who holds it, since programs carry it over in its memory.
+
+    Returns why the call can be no program, or "". The snapshot is of no use after it.
+    """
+    entry.identities.clear()  # references that would be counted
+    items: dict[int, list[StateItem]] = {}
+    for item in entry.items:
+        if item.path in paths and isinstance(item.value, RemoteTensor) and item.settable():
+            items.setdefault(id(item.value), []).append(item)
+    for same in items.values():
+        memory = NamedMemory(same[0].value)
+        holder = memory.holder(False, 2 * len(same))  # each place, and the snapshot
+        if holder == VIEW:
+            return f"{VIEWED} {same[0].path}, whose memory a replay writes: keep a clone() of it"
+        if holder == OBJECT:
+            memory.leave()
+            for item in same:
+                item.set(memory.tensor)
+    return ""
+
+
+def mismatch(rows: Iterable[LeafGradient | MadeState]) -> str:
     """The first reason of a row, or ""."""
     return next((why for row in rows if (why := row.mismatch())), "")

@@ -8,8 +8,8 @@ from operator import attrgetter, is_, itemgetter
 
 from gt.client.capture.state_walk import StateItem, StateSnapshot, fingerprint, is_scalar_like, unchanged
 
-_OF_DIFFERENTIATED = attrgetter("_ref", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
-_OF_OTHERS = attrgetter("_ref", "requires_grad")  # no hook of a tensor that is not differentiated is ever called
+_OF_DIFFERENTIATED = attrgetter("_ref.id", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_OTHERS = attrgetter("_ref.id", "requires_grad")  # no hook of a tensor that is not differentiated is ever called
 
 
 class Guard:

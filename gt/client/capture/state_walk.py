@@ -78,6 +78,17 @@ class StateItem:
         """The value that the place holds now."""
         return getattr(self.holder, self.key) if self.attribute else self.holder[self.key]
 
+    def settable(self) -> bool:
+        """True if the place can be given another value."""
+        return self.attribute or isinstance(self.holder, (dict, list, deque))
+
+    def set(self, value: Any) -> None:
+        """Give the place another value."""
+        if self.attribute:
+            setattr(self.holder, self.key, value)
+        else:
+            self.holder[self.key] = value
+
 
 @dataclass
 class StateSnapshot:
@@ -396,7 +407,7 @@ def fingerprint(thing: Any) -> Any:
 def tensor_identity(tensor: RemoteTensor) -> tuple:
     """The part of a tensor that decides which ops follow: its memory, requires_grad, and the number of its hooks."""
     hooks = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return (tensor._ref, tensor.requires_grad, len(hooks[0] or ()), len(hooks[1] or ()))
+    return (tensor._ref.id, tensor.requires_grad, len(hooks[0] or ()), len(hooks[1] or ()))
 
 
 def unchanged(old: Any, new: Any) -> bool:

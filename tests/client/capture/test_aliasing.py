@@ -193,3 +193,33 @@ def test_slices_of_one_batch_are_replayed_where_nothing_changes_them(one: None) 
     losses = [step(batch[:, :-1], batch[:, 1:]).item() for batch in batches]
     assert losses == [(batch[:, :-1] * batch[:, 1:]).sum().item() for batch in rows("cpu", 8)]
     assert "5 replays" in step.explain()
+
+
+@pytest.mark.parametrize("place", ["cpu", "remote"])
+def test_a_step_whose_input_begins_to_require_grad_is_a_program(place: str, one: None) -> None:
+    def step(x: torch.Tensor) -> tuple:
+        x.requires_grad_()
+        x.square().sum().backward()
+        return x, x.grad.sign()
+
+    compiled, plain = gt.compile(step), rows("cpu", 8)
+    for n, x in enumerate(rows(place, 8)):
+        got, wanted = compiled(x), step(plain[n])
+        assert torch.equal(got[1].cpu(), wanted[1])
+        if place == "remote":
+            assert x.requires_grad and torch.equal(x.grad.cpu(), plain[n].grad) and (n < 2 or got[0] is x)
+    assert compiled._programs[0].replays == 6, compiled.explain()
+
+
+def test_gradients_of_an_argument_that_is_a_leaf_add_up_in_a_program(one: None) -> None:
+    def train(device: str, wrap: Callable) -> tuple:
+        x, step = rows("cpu")[0].to(device).requires_grad_(), wrap(lambda x: x.square().sum().backward())
+        seen = []
+        for _ in range(8):
+            step(x)
+            seen.append(x.grad.tolist())
+        return step, seen
+
+    compiled, seen = train("remote", gt.compile)
+    assert seen == train("cpu", lambda step: step)[1]
+    assert compiled._programs[0].replays == 5, compiled.explain()
