@@ -105,8 +105,8 @@ class FinishCapture(Message):
     numbers when the recording began. recompute: cheap values are recomputed where that lowers the peak of memory: 0 none, 1 if
     it saves much, 2 all. Report.body: {"why": reason against the program or "", "ops": count, "instructions": count by worker,
     "schedule": its report, {} without one, "recomputed": by worker [values recomputed, peak bytes before, peak bytes after],
-    "batched": by worker [collectives, as how many they are done], "advanced": by worker [parts of the optimizer's step on the
-    host, those that begin before the rest of the program ends]}.
+    "batched": by worker [collectives, as how many they are done], "advanced", if there are any: by worker [parts of the
+    optimizer's step on the host, those that begin before the rest of the program ends]}.
     """
 
     request: int

@@ -220,7 +220,7 @@ class CompiledFunction:
                 lines += [f"    {line}" for line in order.get("said", ())]
             lines += [f"    {line}" for line in explain.recompute_lines(program.answer["recomputed"])]
             lines += [f"    {line}" for line in explain.batch_lines(program.answer["batched"])]
-            lines += [f"    {line}" for line in explain.host_step_lines(program.answer["advanced"])]
+            lines += [f"    {line}" for line in explain.host_step_lines(program.answer.get("advanced", {}))]
             if program.answer["backend"] != "eager":
                 described = explain.backend_lines(program.recorder.session, program.number, program.answer["backend"])
                 lines += [f"    {line}" for line in described]

@@ -193,7 +193,7 @@ class Programs:
         advanced = {self._cluster.workers[worker].name: row for worker, row in context.advanced.items()}
         return {
             "why": why, "ops": len(tape.journal), "instructions": counts, "schedule": context.schedule,
-            "recomputed": recomputed, "batched": batched, "advanced": advanced,
+            "recomputed": recomputed, "batched": batched, **({"advanced": advanced} if advanced else {}),
         }  # fmt: skip
 
     def _pass_context(self, tape: Recording, message: FinishCapture, added: dict[str, Define]) -> PassContext:

