@@ -13,7 +13,7 @@ import pytest
 
 from gt import env
 from gt.worker.plane.base import PeerGone, Unreachable
-from gt.worker.plane.net import chain, handshake, lane, relay, strangers, stream, wire
+from gt.worker.plane.net import chain, collectives, handshake, lane, relay, strangers, stream, wire
 from gt.worker.plane.net.plane import NetPlane
 from gt.worker.plane.net.wire import DATA, HEADER, Wire
 from tests.helpers.limits import limit
@@ -213,6 +213,30 @@ def test_collectives_have_the_bits_of_rank_order(without, count):
 
     with hosts(3, without) as world:
         planes.together(world, work)
+
+
+def test_sums_are_sent_in_frames_of_several_chunks(monkeypatch):
+    """A frame costs both ends several calls, so a large sum has few, its last one of what is left."""
+    frames, header = [], stream.PairStream.header
+
+    def counted(self, kind, nbytes, *rest):
+        if kind == DATA:
+            frames.append(nbytes)
+        return header(self, kind, nbytes, *rest)
+
+    monkeypatch.setattr(stream.PairStream, "header", counted)
+    own = 2 * collectives.FRAME_BYTES + collectives.CHUNK_BYTES + 64
+    values = [np.random.default_rng(rank).standard_normal(3 * own // 4).astype("f4") for rank in range(3)]
+
+    def work(index, plane):
+        data = values[index].copy()
+        plane.all_reduce(planes.team([0, 1, 2], index), data, planes.adding("f4"))
+        assert np.array_equal(data.view("u4"), ((values[0] + values[1]) + values[2]).view("u4"))
+
+    with hosts(3) as world:
+        planes.together(world, work)
+    results = [collectives.FRAME_BYTES, collectives.FRAME_BYTES, collectives.CHUNK_BYTES + 64]
+    assert sorted(frames) == sorted(6 * [own, *results])
 
 
 @pytest.mark.parametrize("without", [set(), line(4)], ids=["mesh", "line"])

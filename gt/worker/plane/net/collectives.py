@@ -16,6 +16,7 @@ from gt.worker.plane.net.wide_team import Sum, WideTeam, agree
 
 PART_BYTES = 16 << 20  # of a member's data that is under way at a time
 CHUNK_BYTES = 256 << 10  # that are added at once, while they are in the processor's cache
+FRAME_BYTES = 1 << 20  # of the sum that are sent at once: each frame costs both ends some calls
 
 
 def all_reduce(team: WideTeam, data: memoryview, combine: Combine) -> None:
@@ -55,9 +56,12 @@ def _sum_sections(team: WideTeam, data: memoryview, total: Sum, left: int) -> No
         terms = _exchange_terms(team, sections, own, left)
         for other in team.others():
             duplex.post(results[other], sections[other])
-        for chunk in _add_chunks(team, terms, own, total):
-            for other in team.others():
-                duplex.send(results[other], chunk, len(own))
+        sent = 0
+        for stop in _add_chunks(team, terms, own, total):
+            if stop - sent >= FRAME_BYTES or stop == len(own):
+                for other in team.others():
+                    duplex.send(results[other], own[sent:stop], len(own))
+                sent = stop
         duplex.drive(lambda: all(stream.incoming.done for stream in results.values()))
         duplex.flush()
     for other, section in enumerate(sections):
@@ -88,14 +92,14 @@ def _exchange_terms(team: WideTeam, sends: Sequence[memoryview], out: memoryview
     return terms
 
 
-def _add_chunks(team: WideTeam, terms: Sequence[memoryview], out: memoryview, total: Sum) -> Iterator[memoryview]:
-    """Chunks of out as soon as they are the sum of all terms. A chunk is added while later ones arrive."""
+def _add_chunks(team: WideTeam, terms: Sequence[memoryview], out: memoryview, total: Sum) -> Iterator[int]:
+    """How many bytes of out are the sum of all terms, after each chunk. A chunk is added while later ones arrive."""
     duplex, arriving = team.duplex, [stream.incoming for stream in team.streams.values()]
     for start, stop in parts(len(out), CHUNK_BYTES) if out else ((0, 0),):
         duplex.drive(lambda: all(incoming.done or incoming.at >= stop for incoming in arriving))  # noqa: B023
         chunk = out[start:stop]
         total.add(chunk, [chunk if term is out else term[start:stop] for term in terms])
-        yield chunk
+        yield stop
     duplex.drive(lambda: all(incoming.done for incoming in arriving))
 
 
