@@ -39,7 +39,7 @@ def backend_lines(session: Session, program: int, asked: str) -> list[str]:
 
 
 def compilation_lines(plans: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """How long the worker that took longest needed for its compiled code. plans: by name of a worker, as it reports them."""
+    """Seconds that compiled code took on the slowest worker. plans: by name of a worker, as it reports them."""
     seconds = {
         name: [sum(column) for column in zip(*(plan.get("seconds") or [0, 0, 0] for plan in of))] for name, of in plans.items()
     }

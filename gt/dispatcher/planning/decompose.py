@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Protocol
 
 from gt.dispatcher.planning.redistributor import Redistributor
-from gt.dispatcher.sharding.layout_changes import Order
 from gt.dispatcher.sharding.localize import payload
 from gt.dispatcher.sharding.losses import mean_backward
 from gt.dispatcher.sharding.op_chain import ChainOp, Name, parts_of, quotient, share, sums
 from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.sharding.redistribution_steps import Order
 from gt.dispatcher.sharding.vocab_parallel import LOWERINGS, SUMS, Starts, embedding_backward
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.records import OpPlan, Origin

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 
 from gt.dispatcher.planning.host_copies import SessionHostCopies
 from gt.dispatcher.planning.host_step import HostRates, StepChoice, choose
-from gt.dispatcher.sharding.layout_changes import Order
 from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.sharding.redistribution_steps import Order
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.records import Bound, OpPlan
 from gt.dispatcher.state.tensors import Storage, Tensor

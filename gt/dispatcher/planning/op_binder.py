@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from math import prod
 
 from gt.dispatcher.sharding import cost
-from gt.dispatcher.sharding.layout_changes import Order
 from gt.dispatcher.sharding.localize import payload
 from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.sharding.redistribution_steps import Order
 from gt.dispatcher.sharding.views import VIEWS
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.records import Bound

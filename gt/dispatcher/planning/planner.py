@@ -28,10 +28,10 @@ from gt.dispatcher.planning.redistributor import Redistributor, same_terms
 from gt.dispatcher.planning.sharded_parameters import ShardedParameters
 from gt.dispatcher.sharding import zero
 from gt.dispatcher.sharding.groups import COLUMN, ROW, Meaning
-from gt.dispatcher.sharding.layout_changes import Order
 from gt.dispatcher.sharding.op_chain import mean_of_rows
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.partial import casts_gradient
+from gt.dispatcher.sharding.redistribution_steps import Order
 from gt.dispatcher.sharding.rules import VALUELESS, Decision, decide_along, whole
 from gt.dispatcher.sharding.views import VIEWS, wanted_parts
 from gt.dispatcher.state.context import SessionContext

@@ -9,10 +9,10 @@ from itertools import product
 
 from gt.dispatcher.planning.materializer import Materializer, root_layout
 from gt.dispatcher.planning.op_binder import OpBinder
-from gt.dispatcher.sharding import layout_changes, zero
-from gt.dispatcher.sharding.layout_changes import Order, RedistributionStep
+from gt.dispatcher.sharding import redistribution_steps, zero
 from gt.dispatcher.sharding.localize import copied, dense, row_major, strided
 from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.sharding.redistribution_steps import Order, RedistributionStep
 from gt.dispatcher.sharding.rules import decide_along
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.failures import Moved
@@ -135,9 +135,9 @@ class Redistributor:
             if have.mesh != want.mesh:
                 landing = Layout(want.mesh, tuple(R if isinstance(p, Partial) else p for p in want.placements))
                 name = self._context.groups.transfer(have.mesh, want.mesh)
-                steps.append(layout_changes.between(cluster, shape, dtype, have, landing, name))
+                steps.append(redistribution_steps.between(cluster, shape, dtype, have, landing, name))
                 now = landing
-            steps += layout_changes.on_mesh(cluster, shape, dtype, now, want)
+            steps += redistribution_steps.on_mesh(cluster, shape, dtype, now, want)
             self._steps[key] = [(step, self._emitter.bind(step.orders)) for step in steps]
         return self._steps[key]
 
@@ -161,7 +161,7 @@ class Redistributor:
                 continue
             key = (root.layout, axis)
             if key not in self._reduces:
-                self._reduces[key] = emitter.bind(layout_changes.reduce(self._cluster, root.layout, axis))
+                self._reduces[key] = emitter.bind(redistribution_steps.reduce(self._cluster, root.layout, axis))
             ids = emitter.ids([root.id])
             for worker, define in self._reduces[key]:
                 if not worker.lost:
@@ -185,7 +185,9 @@ class Redistributor:
         if key not in self._scatters:
             if len(self._scatters) >= MAX_KEPT_CONVERSIONS:
                 self._scatters.clear()
-            step = layout_changes.scatter(self._cluster, root.spec.shape, root.spec.dtype, have, axis, want.placements[axis])
+            step = redistribution_steps.scatter(
+                self._cluster, root.spec.shape, root.spec.dtype, have, axis, want.placements[axis]
+            )
             self._scatters[key] = step, self._emitter.bind(step.orders)
         step, bound = self._scatters[key]
         emitter, made = self._emitter, self._emitter.temporary()

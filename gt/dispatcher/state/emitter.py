@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from gt.dispatcher.cluster.workers import MAX_NUMBERS_PER_RUN, Cluster, Worker
-from gt.dispatcher.sharding.layout_changes import Order, RedistributionStep
+from gt.dispatcher.sharding.redistribution_steps import Order, RedistributionStep
 from gt.dispatcher.state.log_lines import Scribe
 from gt.dispatcher.state.records import NO_ORIGIN, Bound
 from gt.ir.instr import BASE_BITS, END, FORGET, FREE, Define

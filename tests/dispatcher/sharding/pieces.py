@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 import numpy as np
 import torch
 
-from gt.dispatcher.sharding.layout_changes import RedistributionStep
+from gt.dispatcher.sharding.redistribution_steps import RedistributionStep
 from gt.ir.instr import Define
 from gt.ir.layout import Layout, Partial, boxes, read_boxes, write_boxes
 from gt.worker.engine.base import IDENTITY

@@ -1,14 +1,12 @@
 """The pass that moves the optimizer's step on the host up to where its gradients are final.
 
-A program asks for the step behind the whole backward pass. On the host the step runs beside the device
-(gt.worker.engine.torch.gpu.host_lane), so a part of it can run while the backward pass of earlier layers goes on. The lists of
-a fused step are cut into parts of about `bucket` bytes of gradients. Each part moves up behind the last instruction that it
-depends on: a write to its gradients, or a read of its parameters. A norm over all gradients, or a loss scale, is such an
-instruction too: with these the step stays behind the backward pass.
+On the host the step runs beside the device (gt.worker.engine.torch.gpu.host_lane), so a part of it can hide behind the backward
+pass of earlier layers. A fused step is cut into parts of about `bucket` bytes of gradients. Each moves up behind the last
+write to its gradients or read of its parameters. A norm over all gradients, or a loss scale, keeps the step at the end.
 ZeRO-Offload (Ren et al., USENIX ATC 2021) leaves the device idle during the step. SuperOffload (Lian et al., 2025) overlaps
 both, by speculation too, which this pass has none of.
 
-Example, where `h1` is the gradient that the layer before needs:
+Example; `h1` is the gradient for the layer before:
 
     before:  g2 = mm ...; h1 = mm d2 w2; g1 = mm h1 ...; host _fused_adamw_ [w1, w2] [g1, g2]
     after:   g2 = mm ...; h1 = mm d2 w2; host _fused_adamw_ [w2] [g2]; g1 = mm h1 ...; host _fused_adamw_ [w1] [g1]

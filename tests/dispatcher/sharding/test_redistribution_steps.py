@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gt.dispatcher.cluster.workers import Cluster
-from gt.dispatcher.sharding.layout_changes import between, on_mesh
+from gt.dispatcher.sharding.redistribution_steps import between, on_mesh
 from gt.ir.layout import Layout, Mesh, P, R, Shard, local_shape
 from tests.dispatcher.sharding.pieces import carry_out, split
 
