@@ -633,12 +633,17 @@ class Stream:
     def record_event(self) -> None: ...
 
 
+def refuses(*args: Any) -> None:
+    raise RuntimeError("no recording to this pool")
+
+
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.cuda, as far as a recording that fails needs it."""
     cuda = module.torch.cuda
     for name, stand_in in {"CUDAGraph": Capture, "Stream": Stream, "graph_pool_handle": itertools.count().__next__}.items():
         monkeypatch.setattr(cuda, name, stand_in)
+    monkeypatch.setattr(module.torch._C, "_cuda_endAllocateToPool", refuses, raising=False)  # as after a capture that ended
     monkeypatch.setattr(cuda, "current_stream", Stream)
     monkeypatch.setattr(cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(Stream, "waits", [])
