@@ -352,8 +352,9 @@ class CompiledFunction:
             tape.prevents.append(Difference(watch.place, f"the function {watch.what}"))
 
     def _chosen_backend(self) -> str:
-        """The backend of programs."""
-        return self.backend or current_session.Current.backend
+        """The backend of programs. Graphs of steps with offloaded state have not run on a GPU, so these are compiled alone."""
+        backend = self.backend or current_session.Current.backend
+        return "inductor" if backend == "cudagraphs" and current_session.Current.offloads else backend
 
     def _recompute_mode(self) -> int:
         """Value of messages.FinishCapture.recompute for this function."""

@@ -66,7 +66,7 @@ def _kernels(key: str) -> None:
 
 
 def _unpin() -> None:
-    """Make pinned memory plain memory. torch pins memory for every registered device."""
+    """Make pinned memory plain memory, on a machine with CUDA too: torch asks the registered device for it, which has none."""
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("_pin_memory", lambda tensor, device=None: tensor.clone(), "CPU")
     aten.impl("is_pinned", lambda tensor, device=None: False, "CPU")
@@ -196,8 +196,7 @@ def register() -> None:
     strided_nested = torch.library.Library("aten", "IMPL")
     strided_nested.impl("_to_copy", refusals.nested, "NestedTensorPrivateUse1")
     _libraries.append(strided_nested)
-    if not _cuda():
-        _unpin()
+    _unpin()
     libraries = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     register_autocast(*libraries)
     _libraries.extend(libraries)

@@ -93,6 +93,7 @@ def test_graphs_that_are_given_up_do_not_end_a_recording():
     assert x.tolist() == [1.0] * 8
 
 
+@pytest.mark.local_cuda  # pins memory
 def test_after_a_recording_that_failed_others_are_recorded():
     device = Cuda(torch.device("cuda:0"))
     x = torch.zeros(8, device="cuda")

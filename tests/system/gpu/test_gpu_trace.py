@@ -56,10 +56,9 @@ def test_slices_are_when_the_device_worked(tmp_path: Path, captured: bool) -> No
     assert report["dropped"] == 0
     issued, compute = found["instructions"], found["GPU stream: compute"]
     fetch = next(e for e in issued if e["cat"] == "fetch")
-    kinds = {"compiled", "program"} if captured else {"op"}
-    worked = [e for e in compute if e["cat"] in kinds]
+    worked = [e for e in compute if e["cat"] == "op"]
     assert worked and all(end(e) <= end(fetch) + SLACK for e in worked), "a value is there after the work for it"
-    assert sum(e["dur"] for e in worked if e["cat"] != "program") > 1000, "16 products of 4096 take more than a millisecond"
+    assert sum(e["dur"] for e in worked) > 1000, "16 products of 4096 take more than a millisecond"
     if not captured:
         products = [e for e in compute if e["name"] == "aten.mm"]
         calls = {e["args"]["seq"]: e for e in issued if e["name"] == "aten.mm"}
