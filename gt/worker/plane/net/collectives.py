@@ -93,7 +93,7 @@ def _exchange_terms(team: WideTeam, sends: Sequence[memoryview], out: memoryview
 
 
 def _add_chunks(team: WideTeam, terms: Sequence[memoryview], out: memoryview, total: Sum) -> Iterator[int]:
-    """How many bytes of out are the sum of all terms, after each chunk. A chunk is added while later ones arrive."""
+    """The bytes of out that are the sum of all terms, after each chunk. A chunk is added while later ones arrive."""
     duplex, arriving = team.duplex, [stream.incoming for stream in team.streams.values()]
     for start, stop in parts(len(out), CHUNK_BYTES) if out else ((0, 0),):
         duplex.drive(lambda: all(incoming.done or incoming.at >= stop for incoming in arriving))  # noqa: B023
