@@ -36,12 +36,11 @@ class Event:
     def __init__(self, host: Host, done: bool = True) -> None:
         self.host, self.at, self.done = host, 0.0, done
 
-    def record(self, stream: Any = None) -> Event:
+    def record(self, stream: Any = None) -> None:
         if self.host.lost:
             raise RuntimeError("CUDA error: the device is lost")
         self.host.now += next(self.host.latency) / 2
         self.at = self.host.now * RATE + OFFSET
-        return self
 
     def synchronize(self) -> None:
         self.host.now += next(self.host.latency) / 2
@@ -53,14 +52,20 @@ class Event:
         return (other.at - self.at) * 1e3
 
 
+def recorded(event: Event) -> Event:
+    """As torch's Stream.record_event; Event.record returns nothing."""
+    event.record()
+    return event
+
+
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     """A GPU by stand-ins; every stream has a number."""
     host, numbers = Host(), iter(range(1, 99))
-    stream = SimpleNamespace(record_event=lambda event: event.record())
+    stream = SimpleNamespace(record_event=recorded)
 
     def made(device: Any) -> SimpleNamespace:
-        return SimpleNamespace(device_index=0, cuda_stream=next(numbers))
+        return SimpleNamespace(device_index=0, cuda_stream=next(numbers), record_event=recorded)
 
     monkeypatch.setattr(times, "monotonic", host.clock)
     monkeypatch.setattr(torch.cuda, "Event", host.event)
@@ -76,19 +81,19 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 def test_the_look_that_takes_least_counts() -> None:
     host = Host()
     host.latency = iter([3e-3, 3e-3, 2e-5, 2e-5, 1e-3, 1e-3])
-    moment = look(lambda: Event(host).record(), host.clock, 3)
+    moment = look(lambda: recorded(Event(host)), host.clock, 3)
     assert moment.seconds == pytest.approx(100.003 + 1e-5) and moment.event.at == pytest.approx(moment.seconds * RATE + OFFSET)
 
 
 def test_moments_are_right_though_the_clocks_drift_apart() -> None:
     host = Host()
-    began = Moment(Event(host).record(), host.now)
+    began = Moment(recorded(Event(host)), host.now)
     marks, want = [], []
     for _ in range(60):
         host.now += 1.0
-        marks.append(Event(host).record())
+        marks.append(recorded(Event(host)))
         want.append(host.now)
-    now = Moment(Event(host).record(), host.now)
+    now = Moment(recorded(Event(host)), host.now)
     assert on_the_host(marks, began, now) == pytest.approx(want, abs=1e-7)
     alone = on_the_host(marks, None, now)
     assert max(abs(a - b) for a, b in zip(alone, want, strict=True) if a is not None) > 2e-3, "without a second look"
@@ -96,8 +101,8 @@ def test_moments_are_right_though_the_clocks_drift_apart() -> None:
 
 def test_a_mark_that_was_not_reached_has_no_time_and_spoils_no_other() -> None:
     host = Host()
-    reached, pending = Event(host).record(), Event(host, done=False).record()
-    assert on_the_host([reached, pending], None, Moment(Event(host).record(), host.now)) == [pytest.approx(100.0), None]
+    reached, pending = recorded(Event(host)), recorded(Event(host, done=False))
+    assert on_the_host([reached, pending], None, Moment(recorded(Event(host)), host.now)) == [pytest.approx(100.0), None]
 
 
 def test_a_lost_device_and_one_that_records_give_no_times(host: Host) -> None:
