@@ -32,6 +32,21 @@ def test_a_dtype_that_workers_lack_is_an_error_of_that_tensor_alone(one) -> None
     assert torch.ones(2, device="remote").sum().item() == 2
 
 
+def test_memory_is_pinned_nowhere_beside_cuda_either() -> None:
+    """torch asks the registered device for pinned memory, wherever CUDA is."""
+    program = """
+import torch
+torch.backends.cuda.is_built = torch.cuda.is_available = lambda: True
+import gt
+from gt.client.device import register
+assert register.Shown.device is register.LAZY  # not registered yet
+register.register()
+batch = torch.ones(2).pin_memory()
+print(batch.tolist(), batch.is_pinned())
+"""
+    assert run(program) == "[1.0, 1.0] False"
+
+
 def test_importing_starts_nothing() -> None:
     program = """
 import os, threading
