@@ -20,6 +20,8 @@ COLUMNS = ("op", "group", "layout", "bytes")  # Log.fields shown by name, in thi
 LONGEST, LONGEST_TEXT = 300, 4000  # characters of a field, and of the text
 MAX_BUFFERED_BYTES = 4 << 20  # bytes that a reader may be behind
 WRITTEN = 1 << 16  # bytes that are written at once
+# Appended, so that others may write into the file too, or empty it
+FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 # Lines of the summary by the text that they have
 COUNTED = {
     "ops": re.compile(r" RECV        client\d+ +op="),
@@ -132,7 +134,9 @@ class InstructionLog:
 def _open(path: str) -> int:
     """A descriptor that never blocks; OSError for what is no file, terminal or pipe that somebody reads."""
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
+        fd = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666
+        )
     except OSError as error:
         if error.errno == errno.ENXIO:
             raise OSError(errno.ENXIO, "it is a pipe that nobody reads, or a socket: start the reader first") from None

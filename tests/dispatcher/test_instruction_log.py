@@ -132,6 +132,22 @@ def test_lines_that_come_together_have_one_time(tmp_path):
     assert [row.split()[:2] for row in rows[:-1]] == begins
 
 
+def test_what_another_program_appends_stays_and_a_log_may_be_emptied(tmp_path):
+    journal, path = InstructionLog(str(tmp_path / "log")), tmp_path / "log"
+    journal.write(Log("SEND", "w0"), 1.0)
+    journal.flush()
+    with path.open("a") as other:
+        other.write("a note\n")
+    journal.write(Log("SEND", "w0"), 2.0)
+    journal.flush()
+    assert [row.split()[0] for row in path.read_text().splitlines()] == ["1.000000", "a", "2.000000"]
+    os.truncate(path, 0)  # as logrotate does
+    journal.write(Log("SEND", "w0"), 3.0)
+    journal.flush()
+    assert path.read_bytes().startswith(b"    3.000000")
+    journal.close()
+
+
 def test_the_log_ends_with_the_numbers_of_its_lines(tmp_path):
     with planned("s: {workers: [0, 1]}\nt: {workers: [2]}", 3) as plan:
         with gt.signal.context("s"):

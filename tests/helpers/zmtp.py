@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
+import time
 
 from gt.wire.access import auth, server_files
 from tests.helpers.limits import limit
@@ -77,3 +79,25 @@ def ended(sock: socket.socket) -> bool:
     except OSError:
         return True
     return True
+
+
+def pour(sock: socket.socket, block: bytes) -> bool:
+    """Send a block again and again until the other side ends the connection, and hear that: a kernel whose window was full when
+    its program closed may answer probes for a minute more.
+    """
+    until, rest = time.monotonic() + limit(20), memoryview(block)
+    sock.setblocking(False)
+    poll = select.poll()
+    poll.register(sock, select.POLLIN | select.POLLOUT)
+    while (left := until - time.monotonic()) > 0:
+        ready = dict(poll.poll(left * 1000)).get(sock.fileno(), 0)
+        try:
+            if ready & ~select.POLLOUT and not sock.recv(1 << 16):
+                return True
+            if ready & select.POLLOUT:
+                rest = rest[sock.send(rest) :] or memoryview(block)
+        except BlockingIOError:
+            pass
+        except OSError:
+            return True
+    return False

@@ -140,8 +140,11 @@ def test_dead_workers_large_logs_and_forged_lines_are_signs(tmp_path: Path) -> N
             file.write(b'Traceback (most recent call last):\n  File "/x/core.py", line 7, in f\nKeyError: 3\n' + bytes(2 << 20))
         with (tmp_path / "instructions.1").open("ab") as file:
             file.write(b"\n    1.000000        0 CONNECT     c\nforged\n\n")
-        kinds = [sign.kind for sign in ground.look()]
-        assert kinds == ["process died", "internal error", "log grows", "log forged", "log forged"], kinds
+        signs = ground.look()
+        kinds = [sign.kind for sign in signs]
+        # The line of the worker that came back may be before or after; an empty line is forged too.
+        assert kinds[:3] == ["process died", "internal error", "log grows"] and set(kinds[3:]) == {"log forged"}, kinds
+        assert sum("forged" in sign.text for sign in signs) == 1
         assert pid in ground.processes()
     finally:
         assert not ground.stop()
