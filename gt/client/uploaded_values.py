@@ -1,50 +1,82 @@
 """Values of small integer tensors that the program has just uploaded, such as the masks and lengths of a batch.
 
-They are known as long as nothing but uploads was recorded since: no op can have changed them. Knows no captured programs.
+They are known until an op is recorded that may change them: one that writes to them, or that makes another name for their
+memory. Knows no captured programs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from gt.ir.instr import client_ops
+from gt.ir.template import Template
+
 MAX_BYTES = 1 << 20  # of one tensor; no library reads a larger one to choose an algorithm
 KEPT_BYTES = 8 << 20  # of all tensors
+MAX_FOLLOWED_OPS = 4096  # since the newest upload: a program that reads values does so before its next step
 DTYPES = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})  # equal on every device
 
 
 class UploadedValues:
     """The values of one recorder's newest uploads."""
 
+    wanted = False  # True once the program has a compiled function, which may read them
+
     def __init__(self) -> None:
         self._values: dict[int, tuple[torch.Size, np.ndarray]] = {}  # by id
         self._nbytes = 0
-        self._ops = 0  # that were recorded when the newest upload was
+        self._since = 0  # ops recorded since the newest upload, and followed
 
-    def note(self, number: int, host: torch.Tensor, values: np.ndarray, begun: int, recorded: int) -> None:
-        """An upload was recorded. begun, recorded: the recorder's number of ops before its first one, and now.
+    def __bool__(self) -> bool:
+        return bool(self._values)
 
-        values: what is uploaded. They are copied.
-        """
-        if begun != self._ops:
-            self.clear()
-        self._ops = recorded
+    def note(self, number: int, host: torch.Tensor, values: np.ndarray) -> None:
+        """An upload was recorded. values: what is uploaded. They are copied."""
         if host.dtype in DTYPES and values.nbytes <= MAX_BYTES:
             if self._nbytes + values.nbytes > KEPT_BYTES:
                 self.clear()
             self._values[number] = host.shape, values.copy()
             self._nbytes += values.nbytes
+            self._since = 0
 
-    def of(self, tensor: Any, recorded: int) -> torch.Tensor | None:
-        """A remote tensor's value, on the CPU; None if it is not known. recorded: the recorder's number of ops now."""
-        if recorded != self._ops or tensor._ref.id not in self._values:
+    def handed_over(self, code: list, templates: Mapping[int, Template]) -> None:
+        """These ops leave the recorder. Without a compiled function nobody follows them, and no value is known any more."""
+        if not self.wanted:
+            self.clear()
+        elif self._values:
+            self._since += self._forget_changed(code, templates)
+            if self._since > MAX_FOLLOWED_OPS:
+                self.clear()
+
+    def of(self, tensor: Any, code: list, templates: Mapping[int, Template]) -> torch.Tensor | None:
+        """A remote tensor's value, on the CPU; None if it is not known. code: ops that have not been handed over."""
+        if tensor._ref.id not in self._values:
             return None
-        shape, values = self._values[tensor._ref.id]
-        return torch.from_numpy(values) if shape == tensor.shape else None
+        self._forget_changed(code, templates)
+        shape, values = self._values.get(tensor._ref.id, (None, None))
+        return torch.from_numpy(values) if values is not None and shape == tensor.shape else None
 
     def clear(self) -> None:
-        """Ops are recorded that may change any tensor."""
+        """Any tensor may be changed now."""
         self._values.clear()
         self._nbytes = 0
+
+    def _forget_changed(self, code: list, templates: Mapping[int, Template]) -> int:
+        """Forget the values that these ops may change now or later; the number of ops."""
+        count = 0
+        for template, at in client_ops(code, templates):
+            count += 1
+            viewed = [out.of for out in template.outs if out.kind == "view"]
+            if viewed or template.writes:
+                self._forget(code[at + 2 + place] for place in (*viewed, *template.writes))
+        return count
+
+    def _forget(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            row = self._values.pop(number, None)
+            if row is not None:
+                self._nbytes -= row[1].nbytes

@@ -7,11 +7,15 @@ reserved instruction, which contains its own length.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gt.ir.layout import piece_shape
+
+if TYPE_CHECKING:
+    from gt.ir.template import Template
 
 # Reserved numbers. The client's stream to the dispatcher has the same form: [template, origin, *ins, *values, *outs].
 
@@ -39,8 +43,28 @@ FIRST = 16  # templates and definitions are numbered from here
 
 # Numbers of each of the client's instructions about tensors, those of FREE without its ids
 LENGTHS = {FREE: 2, PARAM: 2, DROP: 2, SHARDED: 2, GRAD: 3, STATE: 2}
+_OTHER_LENGTHS = {RECORD: 4, DISCARD: 1, LAUNCH: 4}  # those of RECORD without its ids
 
 BASE_BITS = 40  # ids of one session's tensors: below this, and above it the session's number
+
+
+def client_ops(code: list, templates: Mapping[int, Template]) -> Iterator[tuple[Template, int]]:
+    """Each op of a client's stream, as it is recorded: its template, and where it begins in `code`. Other rows are passed by.
+
+    The stream is this process's own, and is not checked. KeyError for a number that is no template.
+    """
+    at = 0
+    while at < len(code):
+        number = code[at]
+        if number >= FIRST:
+            template = templates[number]
+            yield template, at
+            at += 2 + len(template.ins) + template.values + template.results
+        elif number in LENGTHS:
+            at += LENGTHS[number] + (code[at + 1] if number == FREE else 0)
+        else:
+            at += _OTHER_LENGTHS[number] + (code[at + 3] if number == RECORD else 0)
+
 
 # kind -> (operands, keys of the definition's payload)
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

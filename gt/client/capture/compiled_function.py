@@ -66,6 +66,7 @@ from gt.client.reports import spans
 from gt.client.reports.html import TextReport
 from gt.client.trace.recorder import Recorder
 from gt.client.trace.uploads import upload
+from gt.client.uploaded_values import UploadedValues
 from gt.ir.instr import BACKENDS, DISCARD, FREE, RECORD
 from gt.ir.schedules import asked
 
@@ -149,6 +150,7 @@ class CompiledFunction:
         self._why = "the first call"
         self._strict = False  # whether libraries are told that values cannot be read
         self._sealed = 0  # programs made so far
+        UploadedValues.wanted = True
         self._recorded = False  # whether a call has been
         self._draws_on_host = False  # whether a call has drawn random numbers on the CPU
         self._drawn: HostDraws | None = None  # of the last call, if that uploads what it draws

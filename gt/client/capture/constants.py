@@ -30,14 +30,14 @@ _BUILDERS: dict[str, Any] = {
 
 
 def argument_value(leaf: Any, recorder: Recorder) -> torch.Tensor | None:
-    """The value of a small integer argument before a call, on the CPU: a CPU tensor, or one that was just uploaded.
+    """The value of a small integer argument before a call, on the CPU: a CPU tensor, or one uploaded and not changed since.
 
     Else None.
     """
     if not isinstance(leaf, torch.Tensor) or leaf.dtype not in DTYPES:
         return None
     if isinstance(leaf, RemoteTensor):
-        return recorder.uploaded.of(leaf, recorder.ops)
+        return recorder.uploaded_value(leaf)
     plain = leaf.is_cpu and leaf.layout is torch.strided
     return leaf if plain and leaf.numel() * leaf.itemsize <= MAX_BYTES else None
 

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gt.client.capture.constants import ArgumentRead, Constants
 from gt.client.capture.recorded_op import RecordedOp
 from gt.client.trace import recorder as recorders
-from gt.ir.instr import FIRST, FREE, LENGTHS
+from gt.ir.instr import client_ops
 from gt.ir.ops import RANDOM
 from gt.ir.template import T, to_wire
 
@@ -83,24 +83,16 @@ class CallRecording:
 
     def take_batch(self, code: list, frames: list, freed: list[int]) -> tuple[list, list[int]]:
         """Parse a batch of the op stream. Returns the batch, and the ids among `freed` that may be freed now."""
-        position, templates = 0, self.recorder.templates
-        while position < len(code):
-            number = code[position]
-            if number < FIRST:
-                position += LENGTHS.get(number, 1) + (code[position + 1] if number == FREE else 0)
-                continue
-            template, origin = templates[number], code[position + 1]
-            ins = position + 2
+        for template, at in client_ops(code, self.recorder.templates):
+            origin, ins = code[at + 1], at + 2
             scalars = ins + len(template.ins)
             outs = scalars + template.values
-            end = outs + template.results
             values = code[scalars:outs]
             if template.op == "gt.upload.default":
                 values = [frames[values[0]] if values[0] >= 0 else b""]
                 if code[scalars] < 0:
                     self.refuse("the function uploads more than 256 KiB of data; pass the data as an argument", origin)
-            self.ops.append(RecordedOp(template, origin, code[ins:scalars], values, code[outs:end]))
-            position = end
+            self.ops.append(RecordedOp(template, origin, code[ins:scalars], values, code[outs : outs + template.results]))
         return code, self.defer(freed)
 
     def defer(self, freed: list[int]) -> list[int]:

@@ -84,7 +84,7 @@ def copy(info: OpInfo, args: tuple, kwargs: dict) -> torch.Tensor:
     meta = target._ref.meta
     if metas.contiguous(meta.shape, meta.dtype) is meta and tuple(source.shape) == meta.shape and is_new(target):
         # `cpu.to("remote")` is dispatched as an empty tensor and a copy into it: name the upload instead
-        target._ref = upload(source, factories=1)._ref
+        target._ref = upload(source)._ref
         return target
     return call(info, (target, upload(source)))
 

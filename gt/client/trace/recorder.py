@@ -124,6 +124,13 @@ class Recorder:
         if self.tape is None or len(self.code) > self.tape.most_held:
             self.flush()
 
+    def uploaded_value(self, tensor: Any) -> Any:
+        """The value of a small integer tensor that was uploaded and not changed since, on the CPU; None if it is not known."""
+        if not self.uploaded:
+            return None
+        with uninterrupted(), self._lock:
+            return self.uploaded.of(tensor, self.code[:], self.templates)
+
     def note_wait(self) -> None:
         """Count a wait for a value. Workers are idle after it, so batches begin small again."""
         self.fetches += 1
@@ -167,6 +174,8 @@ class Recorder:
         code = self.code[:]
         del self.code[: len(code)]
         templates, origins, frames = self._templates[:], self._origins[:], self._frames[:]
+        if self.uploaded:
+            self.uploaded.handed_over(code, self.templates)
         if self.tape is not None:
             code, freed = self.tape.take_batch(code, frames, freed)
         if freed:

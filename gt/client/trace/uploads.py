@@ -27,11 +27,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TAKES_NUMBER = frozenset(f"aten.{op}_.Tensor" for op in ("add", "sub", "mul", "div", "remainder", "floor_divide"))
 
 
-def upload(host: torch.Tensor, factories: int = 0) -> RemoteTensor:
-    """Upload a host tensor: a remote tensor with the same values, row-major. Does not wait.
-
-    factories: newest ops of the recorder that made memory for it, which nothing uses.
-    """
+def upload(host: torch.Tensor) -> RemoteTensor:
+    """Upload a host tensor: a remote tensor with the same values, row-major. Does not wait."""
     recorder = current_session.current()
     if recorder.tape is not None and (filled := recorder.tape.upload(host)) is not None:
         return filled
@@ -48,9 +45,8 @@ def upload(host: torch.Tensor, factories: int = 0) -> RemoteTensor:
             recorder.session.wait_room(data.nbytes)
         row[2] = recorder.session.keep(number, data)
         recorder.emit_large_upload(row)
-    begun = recorder.ops - factories
     recorder.ops += 1
-    recorder.uploaded.note(number, host, data, begun, recorder.ops)
+    recorder.uploaded.note(number, host, data)
     return make(meta, Ref(number, meta, origin, recorder.live_tensors))
 
 

@@ -163,22 +163,61 @@ def test_operands_are_those_of_the_moment_and_not_of_the_read() -> None:
     assert compiled._programs[-1].replays, compiled.explain()
 
 
-def test_values_are_kept_for_what_is_small_and_was_just_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def known(*tensors: torch.Tensor) -> list[bool]:
-        recorder = gt.client.current_session.current()
-        return [recorder.uploaded.of(t, recorder.ops) is not None for t in tensors]
+def known(*tensors: torch.Tensor) -> list[bool]:
+    recorder = gt.client.current_session.current()
+    return [recorder.uploaded_value(t) is not None for t in tensors]
 
+
+@pytest.mark.parametrize("sent", [False, True], ids=["recorded", "handed over"])
+def test_values_are_known_of_what_is_small_until_an_op_may_change_it(sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gt.compile(torch.add)
     a, b = torch.arange(3).to(REMOTE), torch.tensor([True, False], device=REMOTE)
+    c, d = torch.zeros(2, 2, dtype=torch.int32).to(REMOTE), torch.ones(5, dtype=torch.bool).to(REMOTE)
     floats = torch.ones(3).to(REMOTE)
     large = torch.zeros(uploaded_values.MAX_BYTES // 8 + 1, dtype=torch.int64).to(REMOTE)
-    assert known(a, b, floats, large) == [True, True, False, False]
-    c = a + 1
-    assert known(a, b, c) == [False] * 3
-    d = torch.arange(4).to(REMOTE)
-    assert known(a, d, d.detach()) == [False, True, True]
+    assert known(a, b, c, d, floats, large) == [True] * 4 + [False] * 2
+    e = a + 1
+    c[0, 1] = 5
+    d.detach()
+    if sent:
+        assert e.tolist() == [1, 2, 3]
+    assert known(a, b, c, d.t(), e) == [True, True, False, False, False]
     monkeypatch.setattr(uploaded_values, "KEPT_BYTES", 40)
-    e = torch.arange(3).to(REMOTE)
-    assert known(d, e) == [False, True]
+    f = torch.arange(4).to(REMOTE)
+    assert known(a, f) == [False, True]
+
+
+def test_values_are_forgotten_after_many_ops_and_without_a_compiled_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploaded_values, "MAX_FOLLOWED_OPS", 20)
+    monkeypatch.setattr(uploaded_values.UploadedValues, "wanted", True)
+    mask, x = FULL.to(REMOTE), torch.ones(2, device=REMOTE)
+    for _ in range(10):
+        x = x + 1
+    assert x.tolist() == [11, 11] and known(mask) == [True]
+    for _ in range(20):
+        x = x + 1
+    assert x.tolist() == [31, 31] and known(mask) == [False]
+    monkeypatch.setattr(uploaded_values.UploadedValues, "wanted", False)
+    mask = FULL.to(REMOTE)
+    assert known(mask) == [True]
+    assert (x + 1).tolist() == [32, 32] and known(mask) == [False]
+
+
+def test_ops_on_the_batch_between_its_upload_and_the_call_leave_the_mask_known() -> None:
+    """Labels made on the device, a scaled input, another function, a loss that is kept."""
+    step, other = gt.compile(masked), gt.compile(torch.square)
+    losses = []
+    for n in range(12):
+        x, mask = torch.randn(2, 4), FULL if n < 6 or n % 3 == 0 else PADDED
+        there, x_there = mask.to(REMOTE), x.to(REMOTE)
+        labels = there.clone()
+        labels[labels == 0] = -100
+        x_there = x_there / 2 + labels.sum() * 0
+        if n % 2:
+            losses.append(labels.sum().item())
+        assert torch.equal(step(x_there, there).cpu(), masked(x / 2, mask)), n
+        losses.append(other(x_there).sum())
+    assert len(step._programs) == 2 and sum(program.replays for program in step._programs) == 8, step.explain()
 
 
 def test_llama_leaves_a_full_mask_out_as_in_eager_mode_and_uses_a_padded_one() -> None:
