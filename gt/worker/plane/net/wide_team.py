@@ -78,18 +78,18 @@ class Sum:
         """out = the sum of the terms. out may be a term, if no term overlaps it otherwise. terms[0] may be written over."""
         if not len(out) or self._failure:
             return
-        first = terms[0]
-        if first is not out and not any(term is out for term in terms):
-            out[:] = first
-            first = out
+        own = next((rank for rank, term in enumerate(terms) if term is out), 0)
+        if terms[own] is not out:
+            out[:] = terms[0]
         try:
-            for term in terms[1:]:
-                self._combine(first, term)
+            if own:  # the terms before it are added by themselves, and then to it: a + b is b + a to the bit
+                for term in terms[1:own]:
+                    self._combine(terms[0], term)
+                self._combine(out, terms[0])
+            for term in terms[own + 1 :]:
+                self._combine(out, term)
         except Exception as error:
             self._failure = error
-            return
-        if first is not out:
-            out[:] = first
 
     def finish(self) -> None:
         if self._failure:
