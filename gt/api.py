@@ -324,7 +324,8 @@ def trace(path: str | Path) -> Iterator[dict[str, Any]]:
     path: of the JSON file, which Perfetto, chrome://tracing and torch's viewer show. Workers' instructions with their lines,
     transfers, memory, the dispatcher's messages and the program's own waits. Waits for all workers at begin and end. At
     the end the yielded dict gets the numbers of "slices" and of those that were "dropped" for want of room. If a captured step
-    was replayed in a schedule, it also gets the "schedule" of gt.stats(). FileNotFoundError if there is no such folder.
+    was replayed in a schedule, it also gets the "schedule" of gt.stats(); if workers were lost, "missing"
+    names them. FileNotFoundError if there is no such folder.
     """
     from gt.observe.tracing import Tracing
 

@@ -163,6 +163,7 @@ class Core:
         elif isinstance(event, Tick):
             self.membership.tick()
             self.observers.tick()
+            self.traces.tick()
         elif isinstance(event, Examined):
             self.membership.examined(event)
         elif isinstance(event, Turn):

@@ -5,11 +5,13 @@ import os
 import sys
 
 from gt.launch import host_agent, machine
+from gt.launch.process import go_on_at_end_of_parent
 from gt.launch.supervisor import Supervisor, read_order
 
 
 def main(args: list[str]) -> int:
     """Supervise by the order on stdin. --gpus: print the number of this host's GPUs; --agent: answer `gt doctor --hosts`."""
+    go_on_at_end_of_parent()
     if args == ["--gpus"]:
         print(len(machine.gpus()))
         return 0

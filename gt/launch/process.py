@@ -1,4 +1,4 @@
-"""Small facts of Linux processes: a fork that dies with its parent, and a process's name in `ps`."""
+"""Small facts of Linux processes: what the kernel does at a parent's end, and a process's name in `ps`."""
 
 from __future__ import annotations
 
@@ -50,6 +50,14 @@ def die_with_parent(parent: int) -> None:
     _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it ended before we could ask
         os._exit(1)
+
+
+def go_on_at_end_of_parent() -> None:
+    """Have the kernel continue this process, should it be stopped, when its parent ends: it is to notice that and end.
+
+    The signal is also sent when the thread that forked it ends. A running process does not notice it.
+    """
+    _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
 
 def ending(pid: int) -> bool:

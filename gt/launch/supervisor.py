@@ -2,7 +2,7 @@
 
 It forks the dispatcher, imports torch once, and forks the workers, which share the import. It restarts a worker that dies, and
 one that stays stopped once the dispatcher has given it up. It ends with the program: when its stdin ends, its parent changes,
-or on SIGTERM. It reports to the program in JSON lines on stdout.
+or on SIGTERM; the kernel continues it then if it is stopped (see __main__). It reports to the program in JSON lines on stdout.
 """
 
 from __future__ import annotations

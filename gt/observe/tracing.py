@@ -45,16 +45,17 @@ class Tracing:
             return
         buffer, self._buffer = self._buffer, None
         end = monotonic()
+        answer, rows, stats = {}, [], {}
         try:
-            flush()
-            session.synchronize()
+            self._settle(session, flush)
             spans.remove_sink(buffer)
             end = monotonic()
             answer, rows = session.end_trace()
+            self._say_missing(answer["missing"])
             stats = session.stats()
         except GTError as error:
-            log.warning("the trace %s has only the program's own time: %s", self.path, error)
-            answer, rows, stats = {}, [], {}
+            lacks = "does not show the schedule of its replays" if answer else "has only the program's own time"
+            log.warning("the trace %s %s: %s", self.path, lacks, error)
         finally:
             spans.remove_sink(buffer)  # where the wait failed
         recording = trace_file.SessionRecording(
@@ -68,6 +69,19 @@ class Tracing:
                 recording.schedule = timeline.events(stats, first, trace_file.SCHEDULE)
                 self.report["schedule"] = stats["schedule"]
         self._recordings.append(recording)
+
+    def _settle(self, session: Any, flush: Callable[[], None]) -> None:
+        """Wait for the ops of the trace. One that failed, or a stopped worker, is no reason to lose the others' rows."""
+        try:
+            flush()
+            session.synchronize()
+        except GTError as error:
+            log.warning("the trace %s ends before its last ops: %s", self.path, error)
+
+    def _say_missing(self, missing: list[str]) -> None:
+        if missing:
+            self.report.setdefault("missing", []).extend(missing)
+            log.warning("the trace %s lacks rows: %s", self.path, "; ".join(missing))
 
     def close(self) -> None:
         """Write the file."""

@@ -155,8 +155,9 @@ class Stats(Message):
 class Trace(Message):
     """Client -> dispatcher -> workers: times of a session's instructions are recorded from now on (on), or no longer.
 
-    Client: answered by Report once all workers know; when it ends, by TraceRows of each process before. Worker: answered by
-    TraceRows. session: to workers, whose Runs are recorded; a client sends 0.
+    Client: answered by Report once all workers know, by Failed if one of them answers nothing. When it ends, TraceRows of each
+    process come before the Report, whose "missing" says which workers have sent none, and why. A trace that begins takes the
+    place of another. Worker: answered by TraceRows. session: to workers, whose Runs are recorded; a client sends 0.
     """
 
     request: int

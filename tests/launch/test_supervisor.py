@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,8 +21,9 @@ from gt.client.session import Session
 from gt.errors import SystemFailure
 from gt.launch import local, process
 from gt.launch import supervisor as nursery
+from gt.wire.liveness import home, sight
 from tests.helpers.limits import limit
-from tests.helpers.processes import children
+from tests.helpers.processes import children, wait_until
 
 PROGRAM = """
 import json, os, sys, gt.launch.local as local
@@ -96,6 +98,23 @@ def test_no_worker_outlives_a_killed_program():
     user.kill()
     user.communicate()
     assert gone(processes)
+
+
+@pytest.mark.parametrize("stopped", ["the nursery", "all of them"])
+def test_what_is_stopped_does_not_outlive_a_killed_program(stopped):
+    """Nobody is there to continue the nursery: the kernel does, since it is asked to when the program ends."""
+    user, processes = program(1, "SIGKILL")
+    nursery, *others = processes
+    try:
+        for pid in [nursery, *(others if stopped == "all of them" else [])]:
+            os.kill(pid, signal.SIGSTOP)
+            assert wait_until(lambda pid=pid: sight(pid, home()).stopped)
+        user.kill()
+        user.communicate()
+        assert gone(processes)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(nursery, signal.SIGKILL)
 
 
 def test_no_worker_outlives_a_killed_nursery():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -69,6 +70,31 @@ def test_a_worker_that_is_killed_while_a_call_is_held_back_is_told(own):
         except gt.WorkerLost:
             continue
     assert found == 27
+
+
+def test_a_trace_during_which_workers_are_killed_is_written_and_names_them(own, tmp_path, caplog):
+    import gt
+
+    x = gt.ones(4, 4)
+    assert x.sum().item() == 16
+    names = [worker["name"] for worker in gt.stats()["workers"]]
+    with gt.trace(tmp_path / "out.json") as report:
+        for title in ("gt.worker 0", "gt.worker 1"):
+            os.kill(own[title], signal.SIGKILL)
+        with pytest.raises(gt.WorkerLost):
+            x.sum().item()
+    missing = "; ".join(report["missing"])
+    assert all(f"worker {name} is lost: " in missing for name in names) and missing in caplog.text
+    assert any(event["name"] == "Ops" for event in json.loads((tmp_path / "out.json").read_text())["traceEvents"])
+    found = 0.0
+    while not found:
+        try:
+            with gt.trace(tmp_path / "again.json") as report:
+                found = gt.full((3, 3), 2.0).sum().item()
+        except gt.WorkerLost:
+            continue
+    assert found == 18 and "missing" not in report
+    assert "aten.sum.default" in (tmp_path / "again.json").read_text()
 
 
 def test_killed_workers_are_started_again_and_serve_what_is_new(own):

@@ -128,13 +128,14 @@ class Stragglers:
         """End questions whose work is done and whose answer is not received."""
         surveys = self.watch.surveys
         for request in [r for r in session.fetches.open.values() if r.moved >= 0]:
-            if error := self._unanswered(session, request.owed, request.moved, now):
+            if error := self.unanswered(session, request.owed, request.moved, now):
                 session.fetches.give_up(request, error)
         for key, survey in [(key, survey) for key, survey in surveys.items() if survey.session is session]:
-            if error := self._unanswered(session, survey.left, survey.since, now):
+            if error := self.unanswered(session, survey.left, survey.since, now):
                 session.send(Failed(surveys.pop(key).number, errors.to_wire(error)))
 
-    def _unanswered(self, session: ClientSession, waits: set[int], moved: float, now: float) -> WorkerStuck | None:
+    def unanswered(self, session: ClientSession, waits: set[int], moved: float, now: float) -> WorkerStuck | None:
+        """The error if nothing was received from workers that owe answers; None while they have time."""
         if not waits or not self._silent(session, waits, moved, now):
             return None
         return self._error(session, {}, f"{self._alive(waits)} answered nothing for {now - moved:.1f} s")

@@ -1,7 +1,8 @@
 """Traces of sessions: who records, which op has which number, and the dispatcher's own time.
 
 A worker knows the numbers and times of instructions; only here their lines, groups and layouts are known. The client joins both
-by number. The memory of a trace is bounded: of each kind of record the newest are kept. Knows the clock of Pace only.
+by number. The memory of a trace is bounded: of each kind of record the newest are kept. A trace ends without the rows of a
+worker that is lost or answers nothing, and names it. Knows the clock of Pace only.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from gt.dispatcher.fairness.time_slices import Pace
 from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.failures import Launched, Planned, Sealed, layout_of
 from gt.dispatcher.state.records import Origin
-from gt.errors import ProtocolError
+from gt.errors import ProtocolError, to_wire
 from gt.ir.layout import Layout
-from gt.wire.messages import Message, Report, Trace, TraceRows
+from gt.wire.messages import Failed, Message, Report, Trace, TraceRows
 
 MAX_OPS, MAX_EVENTS = 1 << 16, 1 << 15  # of one trace
 MAX_LAUNCHED_OPS = 1 << 15  # ops of all programs that a trace names
@@ -46,6 +47,7 @@ class TraceHost(Protocol):
 
     sessions: dict[Peer, ClientSession]
     pace: Pace
+    now: float
     process: list
 
     def send(self, peer: Peer, message: Message, frames: tuple = ()) -> None: ...
@@ -53,12 +55,16 @@ class TraceHost(Protocol):
 
 @dataclass(slots=True)
 class SessionTrace:
-    """A trace under way. left: workers that have not answered; request: of the client, that is answered then."""
+    """A trace under way. left: workers that have not answered; request: of the client, that is answered then.
+
+    moved: when the workers were asked, or the last of them answered. missing: workers whose rows it lacks, and why.
+    """
 
     session: ClientSession
     key: int
     request: int
     left: set[int]
+    moved: float
     ending: bool = False
     ops: deque[TracedOp] = field(default_factory=lambda: deque(maxlen=MAX_OPS))
     events: deque[tuple[str, float, float]] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
@@ -69,6 +75,7 @@ class SessionTrace:
         default_factory=dict
     )  # by worker: seconds of the round trip, its clock ahead
     parts: dict[int, int] = field(default_factory=dict)  # TraceRows of each worker
+    missing: dict[int, str] = field(default_factory=dict)
 
     def note_op(self, row: Planned) -> None:
         """The journal has a new row."""
@@ -87,20 +94,24 @@ class Traces:
     # ---- the client
 
     def trace(self, peer: Peer, message: Trace, frames: tuple) -> None:
-        """Begin a trace, or end it."""
+        """Begin a trace, or end it. One that begins takes the place of another, whose client has given up its wait."""
         session = self._core.sessions.get(peer)
         if session is None:
             raise ProtocolError("the session has not been welcomed yet")
         cluster, trace = session.cluster, self.open.get(peer)
-        if (trace is not None and trace.left) or (trace is None) != message.on:
-            raise ProtocolError(f"Trace.on is {message.on}, want it to begin a trace, or to end the one that has begun")
-        alive = {w.index for w in cluster.workers if not w.lost}
-        if trace is None:
-            trace = self.open[peer] = SessionTrace(session, cluster.key(), message.request, alive)
+        if not message.on and (trace is None or trace.left):
+            raise ProtocolError("Trace.on is False, want True: no trace has begun, or it is being ended")
+        if trace is not None and message.on and trace.left and not trace.ending:
+            trace.request = message.request  # the workers have been asked
+            return
+        alive, now = {w.index for w in cluster.workers if not w.lost}, self._core.now
+        if message.on or trace is None:
+            self.forget(peer)
+            trace = self.open[peer] = SessionTrace(session, cluster.key(), message.request, alive, now)
             session.journal.trace(trace.note_op)
         else:
             session.journal.trace(None)
-            trace.ending, trace.request, trace.left = True, message.request, alive
+            trace.ending, trace.request, trace.left, trace.moved = True, message.request, alive, now
         for index in alive:
             self._ask(trace, cluster.workers[index])
         self._complete(peer, trace)
@@ -110,9 +121,9 @@ class Traces:
         self._core.send(worker.peer, Trace(trace.key, not trace.ending, trace.session.number))
 
     def forget(self, peer: Peer) -> None:
-        """The client is gone: workers record nothing more for it."""
+        """The client is gone, or waits no more: workers record nothing for it."""
         trace = self.open.pop(peer, None)
-        if trace is not None:
+        if trace is not None and not trace.ending:
             trace.ending = True
             trace.session.journal.trace(None)
             for worker in trace.session.cluster.workers:
@@ -135,6 +146,7 @@ class Traces:
         if index not in trace.left:
             return
         self._note_clock(trace, index, message.clock)
+        trace.moved = self._core.now
         if not trace.ending:
             trace.pings[index] = trace.pings.get(index, 0) + 1
             home = self._core.process[1] if self._core.process else ""
@@ -165,8 +177,27 @@ class Traces:
         """A worker is lost: nobody waits for its answer."""
         for peer, trace in list(self.open.items()):
             if trace.session.cluster.workers[worker.index : worker.index + 1] == [worker]:
+                waited = worker.index in trace.left
+                if waited or not trace.ending:
+                    trace.missing[worker.index] = f"worker {worker.name} is lost: {worker.lost}"
                 trace.left.discard(worker.index)
+                if waited:
+                    self._complete(peer, trace)
+
+    def tick(self) -> None:
+        """End waits for workers that answer nothing: a trace does not begin without them, and ends without their rows."""
+        for peer, trace in list(self.open.items()):
+            silent = self._lease_of(peer).stragglers.unanswered(trace.session, trace.left, trace.moved, self._core.now)
+            if silent is None:
+                continue
+            if trace.ending:
+                names = ((index, trace.session.cluster.workers[index].name) for index in trace.left)
+                trace.missing |= {index: f"worker {name} is alive and has not answered" for index, name in names}
+                trace.left = set()
                 self._complete(peer, trace)
+            else:
+                self.forget(peer)
+                self._core.send(peer, Failed(trace.request, to_wire(silent)))
 
     # ---- the dispatcher's own time, and the answer
 
@@ -198,6 +229,7 @@ class Traces:
         # Clocks of one host are one clock, and need no measurement
         ahead = [0.0 if own and home == own else trace.clocks.get(n, (0.0, 0.0))[1] for n, home in enumerate(homes)]
         body = {"clock": self._core.pace.now(), "workers": [w.name for w in trace.session.cluster.workers], "ahead": ahead}
+        body["missing"] = [trace.missing[index] for index in sorted(trace.missing)]
         self._core.send(peer, Report(trace.request, body))
 
     def _parts(self, trace: SessionTrace) -> Iterator[TraceRows]:

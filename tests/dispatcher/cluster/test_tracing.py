@@ -9,10 +9,10 @@ import pytest
 
 from gt.dispatcher.cluster import tracing
 from gt.dispatcher.core import Core
-from gt.dispatcher.events import Action, PeerLost, Received, Send
+from gt.dispatcher.events import Action, PeerLost, Received, Send, Tick
 from gt.dispatcher.fairness.time_slices import Pace
 from gt.wire.link import hello
-from gt.wire.messages import Message, Report, Trace, TraceRows
+from gt.wire.messages import Failed, Message, Report, Trace, TraceRows
 
 EMPTY = TraceRows(0, 0, [], [], [], [], [], 0.0, 0, 0)
 
@@ -29,10 +29,17 @@ class Field:
         self.say(b"client", hello("client", switches={"workers": 2}))
 
     def say(self, peer: bytes, message: Message) -> list[tuple[bytes, Message]]:
-        return self._sent(self.core.handle(Received(peer, message)))
+        return self._sent(self.core.handle(Received(peer, message, at=self.core.now)))
 
     def lose(self, peer: bytes) -> list[tuple[bytes, Message]]:
         return self._sent(self.core.handle(PeerLost(peer, "gone")))
+
+    def tick(self, until: float) -> list[tuple[bytes, Message]]:
+        """Every second until then."""
+        sent: list[tuple[bytes, Message]] = []
+        while self.core.now < until:
+            sent += self._sent(self.core.handle(Tick(self.core.now + 1.0)))
+        return sent
 
     def _sent(self, actions: list[Action]) -> list[tuple[bytes, Message]]:
         self.core.check()
@@ -86,6 +93,66 @@ def test_a_lost_worker_is_not_waited_for(peer: bytes) -> None:
     field.say(b"w1" if peer == b"w0" else b"w0", replace(EMPTY, request=key))
     assert any(isinstance(m, Report) and m.request == 8 for to, m in field.lose(peer) if to == b"client")
 
+    assert not field.core.traces.open
+
+
+def test_a_worker_that_is_lost_during_a_trace_is_named_in_its_answer_and_asked_nothing() -> None:
+    field = Field()
+    key = field.begin()
+    assert not [m for to, m in field.lose(b"w1") if to == b"client" and isinstance(m, Report)], "nobody waits"
+    assert [to for to, _ in field.say(b"client", Trace(8, False))] == [b"w0"]
+    report = field.say(b"w0", replace(EMPTY, request=key))[-1][1]
+    assert isinstance(report, Report) and report.body["missing"] == ["worker w1 is lost: gone"]
+
+
+def test_a_trace_does_not_begin_without_a_worker_that_answers_nothing() -> None:
+    field = Field()
+    key = next(m.request for _, m in field.say(b"client", Trace(7, True)))
+    field.say(b"w0", replace(EMPTY, request=key))
+    assert [m for _, m in field.tick(299) if isinstance(m, (Failed, Report))] == [], "it has its stall_timeout"
+    sent = field.tick(302)
+    (error,) = [m for to, m in sent if to == b"client"]
+    assert isinstance(error, Failed) and error.request == 7
+    assert error.error["kind"] == "WorkerStuck" and "worker w1 is alive and has answered nothing" in str(error.error)
+    assert [(to, m.on) for to, m in sent if isinstance(m, Trace)] == [(b"w0", False), (b"w1", False)]
+    assert not field.core.traces.open
+    field.begin()
+
+
+def test_a_trace_ends_without_the_rows_of_a_worker_that_answers_nothing() -> None:
+    field = Field()
+    key = field.begin()
+    field.say(b"client", Trace(8, False))
+    field.tick(200)
+    part = replace(EMPTY, request=key, events=[16, 1, 2.0, 3.0])
+    assert field.say(b"w1", replace(part, left=1)) == [(b"client", replace(part, request=8, worker=1, left=1))]
+    field.say(b"w0", part)
+    assert [m for to, m in field.tick(499) if to == b"client"] == [], "each part has the whole time"
+    (*own, report) = [m for to, m in field.tick(502) if to == b"client"]
+    assert isinstance(report, Report) and report.request == 8 and all(isinstance(m, TraceRows) for m in own) and own
+    assert report.body["missing"] == ["worker w1 is alive and has not answered"]
+    assert not field.core.traces.open and field.say(b"w1", part) == []
+
+
+def test_a_client_that_waits_no_more_begins_another() -> None:
+    """A Ctrl-C ends a wait, and the dispatcher is not told."""
+    field = Field()
+    key = next(m.request for _, m in field.say(b"client", Trace(7, True)))
+    assert field.say(b"client", Trace(8, True)) == [], "workers are asked once"
+    field.say(b"w0", replace(EMPTY, request=key))
+    ((_, report),) = field.say(b"w1", replace(EMPTY, request=key))
+    assert isinstance(report, Report) and report.request == 8
+    sent = field.say(b"client", Trace(9, True))
+    assert [(to, m.on) for to, m in sent] == [(b"w0", False), (b"w1", False), (b"w0", True), (b"w1", True)]
+    for peer in (b"w0", b"w1"):
+        assert field.say(peer, replace(EMPTY, request=key)) == [], "of the old one"
+    for peer in (b"w0", b"w1"):
+        answers = field.say(peer, replace(EMPTY, request=sent[-1][1].request))
+    assert isinstance(answers[-1][1], Report) and answers[-1][1].request == 9
+    field.say(b"client", Trace(10, False))
+    sent = field.say(b"client", Trace(11, True))
+    assert [(to, m.on) for to, m in sent] == [(b"w0", True), (b"w1", True)], "workers end the old one anyway"
+
 
 def test_workers_stop_when_the_client_is_gone() -> None:
     field = Field()
@@ -97,7 +164,7 @@ def test_workers_stop_when_the_client_is_gone() -> None:
 @pytest.mark.parametrize(
     "act",
     [
-        lambda field, key: field.say(b"client", Trace(9, True)),
+        lambda field, key: [field.lose(b"client"), field.say(b"client", Trace(9, False))][-1],
         lambda field, key: [field.say(b"client", Trace(9, False)), field.say(b"client", Trace(10, False))][-1],
         lambda field, key: field.say(b"w0", replace(EMPTY, request=key, clock=float("nan"))),
     ],
