@@ -26,10 +26,11 @@ from gt.ir.spec import contiguous
 from gt.ir.template import Out, Template
 from tests.attacks.ground import Ground, Sign
 from tests.helpers import ROOT
+from tests.helpers.limits import limit
 
 MODES = ("eager", "captured", "pipelined")
-STALL = 30.0  # seconds a round or a round trip may take: a worker that died is there again long before
-START = 120.0  # seconds until trainers are up: they import torch
+STALL = limit(10)  # seconds a round or a round trip may take: a worker that died is there again long before
+START = limit(60)  # seconds until trainers are up: they import torch
 PLACES = "a: {shard: {axis: 0, workers: [0]}}\nb: {shard: {axis: 0, workers: [1]}}\n"
 SIZES = (64, 1 << 12, 1 << 16, 1 << 18)  # bytes of secrets: what is freed of them lies where others allocate
 
@@ -79,7 +80,7 @@ class Trainers:
                 self._asked[mode] = time.monotonic()
                 os.write(self._orders[mode], order)
 
-    def collect(self, seconds: float = 0.0, limit: float = STALL, deaths: bool = False) -> list[Sign]:
+    def collect(self, seconds: float = 0.0, most: float = STALL, deaths: bool = False) -> list[Sign]:
         """The trainers' answers within a time. deaths: a worker died since the question, so errors that name it are right."""
         signs: list[Sign] = []
         deadline = time.monotonic() + seconds
@@ -91,9 +92,9 @@ class Trainers:
                 if fd in ready:
                     signs += self._read(mode, fd, deaths)
         for mode, asked in list(self._asked.items()):
-            if time.monotonic() - asked > limit:
+            if time.monotonic() - asked > most:
                 self._asked[mode] = time.monotonic() + 3600  # said once
-                signs.append(Sign("honest stall", mode, f"the {mode} trainer's round is not over after {limit:g} s"))
+                signs.append(Sign("honest stall", mode, f"the {mode} trainer's round is not over after {most:g} s"))
         return signs
 
     def _read(self, mode: str, fd: int, deaths: bool) -> list[Sign]:
@@ -123,7 +124,7 @@ class Trainers:
             assert self._process.stdin is not None
             self._process.stdin.close()
             try:
-                self._process.wait(10)
+                self._process.wait(limit(10))
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
@@ -151,23 +152,23 @@ class Holder:
         thread.start()
         return thread
 
-    def turn(self, ground: Ground, deaths: bool = False, newcomer: bool = False, limit: float = STALL) -> list[Sign]:
+    def turn(self, ground: Ground, deaths: bool = False, newcomer: bool = False, most: float = STALL) -> list[Sign]:
         """Upload, fetch and free; the last time's secrets are compared. At every eighth turn, or when asked, as a newcomer."""
         self._orders.put((ground.address, ground.token, newcomer))
         try:
-            answer = self._answers.get(timeout=limit)
+            answer = self._answers.get(timeout=most)
         except queue.Empty:
             self._orders, self._answers = queue.SimpleQueue(), queue.SimpleQueue()
             self._session = None
             self._thread = self._begin()
-            return [Sign("honest stall", "holder", f"an upload and a fetch are not over after {limit:g} s")]
+            return [Sign("honest stall", "holder", f"an upload and a fetch are not over after {most:g} s")]
         if answer is None or (deaths and answer.kind == "honest error" and "Lost" in answer.cause):
             return []
         return [answer]
 
     def stop(self) -> None:
         self._orders.put(None)
-        self._thread.join(10)
+        self._thread.join(limit(10))
 
     def _work(self, orders: Any, answers: Any) -> None:
         while (order := orders.get()) is not None:

@@ -25,8 +25,10 @@ from gt.wire.messages import Exit, Fetch, Message, Ops, Welcome
 from tests.attacks.peer import Leaks, Peer
 from tests.attacks.puppet import Puppet
 from tests.attacks.stranger import misbehave
+from tests.helpers.limits import limit
 
 PATIENCE = 2.0  # seconds that an attacker waits for an answer, which nobody owes to one who lies
+OWED = limit(10)  # seconds until a server that goes on has answered what is right
 END = 1 << 29  # the request by which a case ends
 
 
@@ -91,7 +93,7 @@ class Player:
         else:
             self.case.steps.append({"do": "hello", "as": name, "config": config, "workers": workers, "role": role})
             peer.say(message)
-        return peer.welcome(PATIENCE * 5 if changed is None else PATIENCE / 4)
+        return peer.welcome(OWED if changed is None else PATIENCE / 4)
 
     def send(self, body: bytes | Message, frames: Sequence[bytes] = (), name: str = "client", numbered: bool = False) -> None:
         """numbered: an Ops whose number is its place, whatever is left out before it."""
@@ -122,7 +124,7 @@ class Player:
         """The Hello of a replayed case."""
         switches = {"workers": step["workers"]} if step["workers"] else {}
         self.peers[step["as"]].say(hello(step.get("role", "client"), step["config"], "attack.yaml", switches=switches))
-        self.peers[step["as"]].welcome(PATIENCE * 5)
+        self.peers[step["as"]].welcome(OWED)
 
     def _send(self, **step: Any) -> None:
         body = bytes_of(step["body"])

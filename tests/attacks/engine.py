@@ -29,11 +29,12 @@ from tests.attacks.peer import INTERNAL, Leaks
 from tests.attacks.record import load
 from tests.attacks.report import CRASH, Counts, Findings, at
 from tests.attacks.watcher import Watcher, lies
+from tests.helpers.limits import limit
 
 # Cases of one part in a turn of the engine
 EACH = {"strangers": 3, "messages": 20, "puppets": 6, "observers": 4, "costs": 3, "ops": 60}
 BESIDE = 10  # cases between two looks at the honest
-LONG = 10.0  # seconds that one op may take before its worker is taken for stuck
+LONG = limit(5)  # seconds that one op may take before its worker is taken for stuck
 NEWCOMERS = 3  # honest clients that come during one stranger's attack
 BUSY = 0.05  # seconds of the dispatcher's CPU that one message may cost
 SESSION = 40  # ops that one attacker's session tries

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gt.launch import local
+from tests.helpers.limits import limit
 from tests.helpers.processes import children, resident
 
 SERVER_MEMORY, WORKER_MEMORY = 256 << 20, 1 << 30  # bytes that a process may grow by before that is a finding
@@ -22,7 +23,7 @@ LOOK = 0.05  # seconds between looks at memory
 STDERR_GROWTH = 1 << 20  # bytes of the log of errors in one run
 LONGEST_LINE = 16 << 10  # bytes of a line of the instruction log
 LINE = re.compile(rb"^ *\d+\.\d{6} +\d+ [A-Z]")
-AGAIN = 30.0  # seconds until a worker that died has to be there again
+AGAIN = limit(10)  # seconds until a worker that died has to be there again
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from gt.launch.supervisor import AGAIN
 from tests.attacks.beside import ROOT, Holder
 from tests.attacks.ground import Ground, alive, born, children
 from tests.attacks.victim import VIEWS
+from tests.helpers.limits import limit
 
 SIGNALS = ("KILL", "STOP", "TERM", "SEGV")
 OBSERVER = "observer"
@@ -44,9 +45,9 @@ MOMENTS = (
     "offload",
     "zero replay",
 )
-LIMIT = 60.0  # seconds until a cell is a hang
-SEEN = 30.0  # seconds until an observer has another view, or an error
-ARRIVAL = 300.0  # seconds in which a client comes to the moment: a loaded machine uploads 1 GB twice
+LIMIT = limit(20)  # seconds until a cell is a hang
+SEEN = limit(10)  # seconds until an observer has another view, or an error
+ARRIVAL = limit(100)  # seconds in which a client comes to the moment: a loaded machine uploads 1 GB twice
 CAUSES = (
     "worker w", "server at", "is stopped", "dispatcher", "the process that starts", "is alive and", "signal SIG", "died",
     "exit code",
@@ -241,7 +242,7 @@ class Matrix:
             cell.left += self._fault_of_views(seen)
         if cell.target in OF_SERVER:
             victim.tell(json.dumps([ground.address, ground.token]))
-            answer = victim.wait("again", 30.0)
+            answer = victim.wait("again", LIMIT)
             cell.again = answer["again"] if answer else cell.again
         self.victims.end(victim)
 
@@ -277,8 +278,11 @@ class Matrix:
             victim.tell("go on")
         if cell.target == "client":
             return
-        quiet = 2.0 if cell.signal == "TERM" or cell.target == OBSERVER else LIMIT
+        quiet = limit(1) if cell.signal == "TERM" or cell.target == OBSERVER else LIMIT
         answer = victim.wait("error", quiet)
+        if answer is None and not self._works_on(victim):
+            answer = victim.wait("error", 0.0)  # told late, on a loaded machine
+            cell.hang = answer is None
         if answer is not None:
             cell.seconds = time.monotonic() - start
             cell.error, cell.text = answer["error"], answer["text"]
@@ -287,12 +291,10 @@ class Matrix:
                 self._resume(pids)
             on = victim.wait("on", LIMIT)
             cell.on, cell.why = (on["on"], on.get("why", "")) if on else (-1.0, "says nothing")
-        else:
-            cell.hang = not self._works_on(victim)
 
     def _works_on(self, victim: Victim) -> bool:
         """It was told of no error: whether it goes on."""
-        return victim.wait("mark", 5.0) is not None and victim.wait("mark", 5.0) is not None
+        return victim.wait("mark", LIMIT / 2) is not None and victim.wait("mark", LIMIT / 2) is not None
 
     def _newcomer(self, cell: Cell) -> float:
         """Seconds until a new client's work succeeds."""
@@ -302,7 +304,7 @@ class Matrix:
         holder, start = Holder(), time.monotonic()
         try:
             while time.monotonic() - start < LIMIT:
-                if not holder.turn(self.ground, limit=LIMIT):
+                if not holder.turn(self.ground, most=LIMIT):
                     return time.monotonic() - start
             return -1.0
         finally:
@@ -325,7 +327,7 @@ class Matrix:
                 os.kill(pid, getattr(signal, f"SIG{cell.signal}"))
         if cell.target != "client":
             answer = victim.wait("mark", LIMIT, 2)
-            if answer is None and (answer := victim.wait("error", 70.0)) is not None:
+            if answer is None and (answer := victim.wait("error", ARRIVAL)) is not None:
                 cell.error, cell.text, cell.seconds = answer["error"], answer["text"], time.monotonic() - start
                 cell.cause = "yes" if any(word in cell.text for word in CAUSES) else "no"
             cell.hang = answer is None
@@ -340,14 +342,14 @@ class Matrix:
         else:
             victim.tell(json.dumps(["", ""]))
             if not cell.error:
-                cell.on = 0.0 if victim.wait("mark", 10.0, 4) else -1.0
+                cell.on = 0.0 if victim.wait("mark", LIMIT, 4) else -1.0
                 cell.again = self._newcomer(cell) if self.ground.local else self._fresh(cell)
             else:
                 answer = victim.wait("again", LIMIT)
                 cell.again = answer["again"] if answer else -1.0
                 own.update((pid, born(pid)) for pid in self._family(victim.pid))
         self.victims.end(victim)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + LIMIT
         while (left := [pid for pid, when in own.items() if alive(pid) and born(pid) == when]) and time.monotonic() < deadline:
             self.pause.wait(0.05)
         cell.left += [f"process {pid}" for pid in left]

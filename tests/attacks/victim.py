@@ -20,8 +20,9 @@ from typing import Any
 from gt import env
 from gt.launch.process import fork
 from tests.attacks.honest import CONFIGS
+from tests.helpers.limits import limit
 
-ON = 20.0  # seconds in which new work has to succeed
+ON = limit(8)  # seconds in which new work has to succeed
 BATCH = 8 << 20  # bytes of a batch: blocks of shared memory are used in turn
 VIEWS = "views"  # file of an observer's views
 CONFIG = {"all-reduce": "eager", "schedule": "pipelined"}

@@ -13,8 +13,9 @@ from gt.wire.link import hello
 from gt.wire.messages import Message, Observe, Trace
 from tests.attacks import mutate
 from tests.attacks.ground import Ground, Sign
+from tests.helpers.limits import limit
 
-BLIND = 30.0  # seconds without records, on a loaded machine, that are a sign
+BLIND = limit(10)  # seconds without records, on a loaded machine, that are a sign
 
 
 @dataclass

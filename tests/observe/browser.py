@@ -76,7 +76,7 @@ class Browser:
         self._session = ""
         try:
             self.send("Browser.close")
-            self._process.wait(10)
+            self._process.wait(limit(10))
         except (OSError, RuntimeError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()

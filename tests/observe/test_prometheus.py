@@ -19,6 +19,7 @@ from gt.observe.live_view import LiveView
 from gt.observe.prometheus import COUNTER, LOGGED, METRICS, QUEUE, STATES, UP, samples
 from tests.cli.test_top import moment
 from tests.helpers import ROOT
+from tests.helpers.limits import limit
 from tests.launch.test_server import running
 from tests.observe.synthetic_records import SyntheticStream
 
@@ -61,7 +62,7 @@ def test_a_server_serves_its_metrics() -> None:
         line = process.stdout.readline()
         url = re.search(r"http://\S+", line)
         assert url is not None, line
-        text = urlopen(url[0], timeout=20).read().decode()
+        text = urlopen(url[0], timeout=limit(20)).read().decode()
     assert re.search(r"^gt_server_messages_sent_total \d", text, re.M) and "# TYPE gt_queue_clients gauge" in text
     assert re.search(r"^gt_server_up 1", text, re.M)
 
@@ -98,7 +99,7 @@ def test_a_server_that_is_restarted_is_observed_again(
         url = lines[0].split()[-1]
         assert 'gt_worker_live_bytes{host="a-host",worker="w1"}' in read(url)
         with pytest.raises(HTTPError, match="421"):
-            urlopen(Request(url, headers={"Host": "evil.example"}), timeout=20)
+            urlopen(Request(url, headers={"Host": "evil.example"}), timeout=limit(20))
         first.fail("the server at 127.0.0.1:1 has ended the connection: it was told to stop")
         while "\ngt_server_up 1" in (text := read(url)):
             continue
@@ -117,4 +118,4 @@ def test_a_server_that_is_restarted_is_observed_again(
 
 
 def read(url: str) -> str:
-    return urlopen(url, timeout=20).read().decode()
+    return urlopen(url, timeout=limit(20)).read().decode()

@@ -16,7 +16,7 @@ from gt.wire.link import MAY_SEND
 from gt.wire.messages import Failed, Fetch, Hello, Ops, Piece
 from tests.attacks import matrix, mutate, operators
 from tests.attacks.beside import Trainers
-from tests.attacks.case import Case, Player, replay
+from tests.attacks.case import OWED, Case, Player, replay
 from tests.attacks.engine import EACH, SAID, Engine
 from tests.attacks.ground import Ground, alive
 from tests.attacks.peer import Leaks
@@ -159,7 +159,7 @@ def test_a_case_is_played_again_from_its_file(tmp_path: Path) -> None:
         player = Player(ground.address, ground.token, leaks, case)
         assert player.connect() is not None
         player.send(codec.pack(Fetch(1, 99)))
-        answer = player.wait(1)
+        answer = player.wait(1, seconds=OWED)
         assert answer is not None and "is not of this session" in str(answer)
         player.close()
         case.save(tmp_path / "case.json")

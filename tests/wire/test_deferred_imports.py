@@ -86,7 +86,7 @@ def test_a_module_that_a_deferred_one_imports_at_its_own_import_is_executed_once
 def test_another_thread_waits_for_a_module_that_is_being_executed(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go = threading.Event(), threading.Event()
     monkeypatch.setattr(sys, "gates", (begun, go), raising=False)
-    (package / "heavy.py").write_text("import sys\nsys.gates[0].set()\nassert sys.gates[1].wait(60)\nvalue = 3\n")
+    (package / "heavy.py").write_text(f"import sys\nsys.gates[0].set()\nassert sys.gates[1].wait({limit(60)})\nvalue = 3\n")
     with deferred_imports.deferred("deferred_package.heavy"):
         heavy = importlib.import_module("deferred_package").heavy
     values: list[int] = []

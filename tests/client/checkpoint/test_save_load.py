@@ -17,6 +17,7 @@ import gt
 from gt.client import current_session
 from gt.client.arenas import ClientArenas
 from gt.client.checkpoint.folder import NewFolder
+from tests.helpers.limits import limit
 from tests.helpers.serving import settled
 
 DP4 = "gt: {data_parallel: [0, 1, 2, 3], zero: 3}"
@@ -319,7 +320,7 @@ def test_ctrl_c_in_the_wait_for_an_earlier_save_lets_no_later_one_overtake_it(tm
     allowed, commit = threading.Event(), NewFolder.commit
 
     def slow(self, manifest):
-        assert allowed.wait(30)
+        assert allowed.wait(limit(30))
         commit(self, manifest)
 
     monkeypatch.setattr(NewFolder, "commit", slow)

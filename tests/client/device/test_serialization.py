@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import gt  # noqa: F401 - names the device
+from tests.helpers.limits import limit
 
 pytestmark = pytest.mark.usefixtures("one")
 
@@ -102,5 +103,5 @@ def test_pickles_and_copies_are_as_before() -> None:
 def test_a_process_without_gt_reads_it_on_the_cpu(tmp_path: Any) -> None:
     torch.save({"x": torch.ones(2, device="remote")}, tmp_path / "x.pt")
     program = f"import torch; print(torch.load({str(tmp_path / 'x.pt')!r}, map_location='cpu')['x'].tolist())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=limit(100))
     assert done.stdout.strip() == "[1.0, 1.0]", done.stderr

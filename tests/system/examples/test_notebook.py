@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import EXAMPLES
+from tests.helpers.limits import limit
 from tests.helpers.processes import run_program
 
 NOTEBOOK = EXAMPLES / "notebook.ipynb"
 PRELUDE = """
 import ast, json, os, sys
+from tests.helpers.limits import limit
 sys.path.insert(0, {root!r})
 
 def run(path, folder):
@@ -61,6 +63,6 @@ def test_a_kernel_runs_it(tmp_path: Path) -> None:
 
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(notebook, timeout=int(limit(120)), resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert any("<svg" in output.get("data", {}).get("text/html", "") for output in outputs)

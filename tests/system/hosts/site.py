@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.helpers import ROOT
+from tests.helpers.limits import limit
 from tests.system.hosts.lab import Host, Lab
 
 PORT = 12345
@@ -38,7 +39,7 @@ class Program:
             if line.startswith("{"):
                 return json.loads(line)
             said.append(line)
-        raise AssertionError(f"the program ended with {self.process.wait(10)}: {''.join(said)[-4000:]}")
+        raise AssertionError(f"the program ended with {self.process.wait(limit(10))}: {''.join(said)[-4000:]}")
 
     def tell(self, line: str = "") -> None:
         assert self.process.stdin is not None
@@ -46,7 +47,7 @@ class Program:
         self.process.stdin.flush()
 
     def end(self) -> None:
-        assert self.process.wait(30) == 0
+        assert self.process.wait(limit(30)) == 0
 
 
 class Site:
@@ -73,6 +74,6 @@ class Site:
         for process in (*self.workers, self.server):
             process.terminate()
         for process in (*self.workers, self.server):
-            process.wait(20)
+            process.wait(limit(20))
         assert self.server.stdout is not None
         self.server.stdout.close()

@@ -11,12 +11,13 @@ from functools import cache
 
 import pytest
 
+from tests.helpers.limits import limit
 from tests.helpers.processes import children
 from tests.system.hosts.lab import Lab, why_not
 from tests.system.hosts.site import PROGRAMS, Site, environment
 
-pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"), pytest.mark.timeout(300)]
-DETECTED = 4.0  # seconds from the end of a cable to an error
+pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"), pytest.mark.timeout(limit(300))]
+DETECTED = limit(1.0)  # seconds from the end of a cable to an error
 
 
 @cache
@@ -25,7 +26,7 @@ def on_one_host(program: str) -> dict:
     import json
 
     done = subprocess.run(
-        [sys.executable, str(PROGRAMS), program, "local"], env=environment(), capture_output=True, text=True, timeout=150
+        [sys.executable, str(PROGRAMS), program, "local"], env=environment(), capture_output=True, text=True, timeout=limit(150)
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
@@ -118,7 +119,7 @@ def test_a_relay_that_ends_amid_transfers_is_named_at_once_and_its_successor_rel
             os.kill(children(relay.pid)[-1], number)
             found = program.hear()
             assert found["error"] == "WorkerLost" and "worker w1" in found["text"] and found["at"] - ended < DETECTED, found
-            relay.wait(10)
+            relay.wait(limit(10))
             site.workers[1] = site.worker(1, 1)
             program.tell()
             again = program.hear()

@@ -474,7 +474,7 @@ def test_greetings_of_worlds_to_come_wait_in_few_threads(monkeypatch):
             sock.sendall(hello)
         ended = 0
         while ended < 6:
-            ready = select.select(early, [], [], 10)[0]
+            ready = select.select(early, [], [], limit(10))[0]
             assert ready and all(sock.recv(1) == b"" for sock in ready)
             early = [sock for sock in early if sock not in ready]
             ended += len(ready)

@@ -79,7 +79,7 @@ class Library(Messages):
         if self.rng.random() < 0.2:
             threading.Event().wait(0.001)  # others get ahead
         with self.world.told:
-            met = self.world.told.wait_for(lambda: self.world.failed or self._word(flag).value == value, 20)
+            met = self.world.told.wait_for(lambda: self.world.failed or self._word(flag).value == value, limit(20))
             assert met and not self.world.failed, "it waits for ever"
 
     @staticmethod
