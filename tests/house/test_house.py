@@ -239,6 +239,27 @@ def test_limits_say_what_they_count():
     assert found == []
 
 
+WAITS = {"wait", "join", "settimeout", "communicate"}
+
+
+def unscaled(node: ast.AST) -> bool:
+    """A call with a time limit of a second or more that is not scaled; shorter ones are pauses, or show that nothing comes."""
+    if not isinstance(node, ast.Call):
+        return False
+    waits = isinstance(node.func, ast.Attribute) and node.func.attr in WAITS and len(node.args) == 1 and not node.keywords
+    limits = [word.value for word in node.keywords if word.arg == "timeout"] + (node.args if waits else [])
+    return any(isinstance(n, ast.Constant) and isinstance(n.value, (int, float)) and n.value >= 1 for n in limits)
+
+
+def test_time_limits_of_tests_are_scaled():
+    """On a machine under load a wait takes as many times as long as the machine is slower."""
+    pauses = {ROOT / "tests" / "stress" / "strangers.py"}
+    found = [
+        f"{name(path)}:{node.lineno}" for path in TESTS if path not in pauses for node in ast.walk(tree(path)) if unscaled(node)
+    ]
+    assert found == [], "want limit(...) of tests.helpers.limits"
+
+
 def test_a_folder_has_few_entries():
     """A reader sees a room at one look."""
     folders = {path.parent for path in (*MODULES, *TESTS)} - {ROOT / "gt", ROOT / "tests", ROOT / "tests" / "attacks"}

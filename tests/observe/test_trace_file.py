@@ -19,6 +19,7 @@ from gt.observe import trace_file
 from gt.wire.messages import TraceRows
 from gt.worker import executor
 from gt.worker.process.tracer import Tracer
+from tests.helpers.limits import limit
 from tests.helpers.processes import run_program
 from tests.helpers.serving import serving
 from tests.observe import trace_rules
@@ -171,7 +172,7 @@ def test_perfetto_reads_it(session: Callable, tmp_path: Path) -> None:
         "'json_parser_failure');"
     )
     said = subprocess.run(
-        [processor, "-q", query, tmp_path / "out.json"], capture_output=True, text=True, timeout=60, check=True
+        [processor, "-q", query, tmp_path / "out.json"], capture_output=True, text=True, timeout=limit(60), check=True
     )
     slices, flows, failures = said.stdout.splitlines()[-1].split(",")
     assert int(slices) == report["slices"] and int(flows) > 0 and int(failures) == 0, said

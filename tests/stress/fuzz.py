@@ -25,6 +25,7 @@ from gt.wire.dealer import Dealer
 from gt.wire.link import hello
 from tests.helpers import zmtp
 from tests.helpers.hostile import WILD, Field, Liar, mutated, rounds
+from tests.helpers.limits import limit
 from tests.helpers.serving import serving
 from tests.helpers.streams import Stream
 
@@ -101,7 +102,7 @@ class Socket:
     def __init__(self, port: int, rng: random.Random) -> None:
         self.rng = rng
         self.raw = socket.create_connection(("127.0.0.1", port))
-        self.raw.settimeout(5)
+        self.raw.settimeout(limit(5))
 
     def handshake(self) -> None:
         """With the key that this user's processes have."""

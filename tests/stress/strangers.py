@@ -26,6 +26,7 @@ from gt.wire import codec
 from gt.wire.link import hello
 from gt.wire.messages import CHUNK
 from tests.helpers import ROOT, zmtp
+from tests.helpers.limits import limit
 from tests.helpers.processes import resident
 from tests.helpers.streams import Stream
 from tests.stress.starve import at
@@ -93,7 +94,7 @@ def bother(port: int, count: int, seconds: float) -> int:
         rng = random.Random(number)
         while not over.is_set():
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as sock:
-                sock.settimeout(5)
+                sock.settimeout(limit(5))
                 made[number] += 1
                 WAYS[number % len(WAYS)](sock, rng, over)
             over.wait(0.01)  # put out or refused: again, but not in a circle that is the CPU's alone
@@ -106,7 +107,7 @@ def bother(port: int, count: int, seconds: float) -> int:
         over.wait(0.05)
     over.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(limit(10))
     return sum(made)
 
 
