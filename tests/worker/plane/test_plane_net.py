@@ -506,7 +506,7 @@ def test_a_wrong_frame_ends_its_connection_alone(frame):
 
 
 def test_a_worker_that_is_late_to_know_the_world_is_asked_again(monkeypatch):
-    refused, accept = threading.Event(), handshake.accept
+    refused, accept, usual = threading.Event(), handshake.accept, handshake.SECONDS
 
     def accept_and_say(sock, key_of):
         try:
@@ -523,6 +523,7 @@ def test_a_worker_that_is_late_to_know_the_world_is_asked_again(monkeypatch):
         first.introduce(first.rows, ways(2, epoch=2), KEY, 0)
         first.world(first.rows, ways(2, epoch=2))
         assert refused.wait(limit(20))
+        monkeypatch.setattr(handshake, "SECONDS", usual)  # the next handshake may last
         second.introduce(first.rows, ways(2, epoch=2), KEY, 1)
         second.world(first.rows, ways(2, epoch=2))
         first.send(channel(1), b"late")
