@@ -105,6 +105,8 @@ class Membership:
         self._core.log_line("CONNECT", name, f"worker {name if worker is None else worker.index}, {info['backend']}")
         names = [w.name for w in lease.cluster.workers] if lease else [name]
         self._core.send(peer, Welcome(0, name, names, [], CREDIT, self._core.process))
+        if worker is not None:
+            self._core.traces.regain(worker)
         if lease is not None:
             self._announce_world(lease, lease.cluster.form(again=True) if lease.cluster.formed else ())
         self._admit_clients()

@@ -143,9 +143,9 @@ class Traces:
             raise ProtocolError(f"TraceRows.clock is {message.clock!r}, want seconds")
         client, trace = own
         index = worker.index
+        self._note_clock(trace, index, message.clock)
         if index not in trace.left:
             return
-        self._note_clock(trace, index, message.clock)
         trace.moved = self._core.now
         if not trace.ending:
             trace.pings[index] = trace.pings.get(index, 0) + 1
@@ -183,6 +183,12 @@ class Traces:
                 trace.left.discard(worker.index)
                 if waited:
                     self._complete(peer, trace)
+
+    def regain(self, worker: Worker) -> None:
+        """Another process has the place of a lost worker: it records too."""
+        for trace in self.open.values():
+            if not trace.ending and trace.session.cluster.workers[worker.index : worker.index + 1] == [worker]:
+                self._ask(trace, worker)
 
     def tick(self) -> None:
         """End waits for workers that answer nothing: a trace does not begin without them, and ends without their rows."""

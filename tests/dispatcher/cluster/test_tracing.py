@@ -105,6 +105,21 @@ def test_a_worker_that_is_lost_during_a_trace_is_named_in_its_answer_and_asked_n
     assert isinstance(report, Report) and report.body["missing"] == ["worker w1 is lost: gone"]
 
 
+def test_a_worker_that_takes_the_place_of_a_lost_one_records_too() -> None:
+    field = Field()
+    key = field.begin()
+    field.lose(b"w1")
+    info = {"name": "w1", "pid": 2, "heap_bytes": 1 << 40, "backend": "torch", "home": "here"}
+    sent = field.say(b"again", hello("worker", info=info))
+    assert [(to, m.request, m.on) for to, m in sent if isinstance(m, Trace)] == [(b"again", key, True)]
+    assert field.say(b"again", replace(EMPTY, request=key)) == [], "nobody waits"
+    assert [to for to, _ in field.say(b"client", Trace(8, False))] == [b"w0", b"again"]
+    part = replace(EMPTY, request=key, events=[16, 1, 2.0, 3.0])
+    assert field.say(b"again", part) == [(b"client", replace(part, request=8, worker=1))]
+    report = field.say(b"w0", part)[-1][1]
+    assert isinstance(report, Report) and report.body["missing"] == ["worker w1 is lost: gone"], "rows of before"
+
+
 def test_a_trace_does_not_begin_without_a_worker_that_answers_nothing() -> None:
     field = Field()
     key = next(m.request for _, m in field.say(b"client", Trace(7, True)))
