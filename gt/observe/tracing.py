@@ -51,7 +51,7 @@ class Tracing:
             spans.remove_sink(buffer)
             end = monotonic()
             answer, rows = session.end_trace()
-            self._say_missing(answer["missing"])
+            self._say_missing(answer.get("missing", []))
             stats = session.stats()
         except GTError as error:
             lacks = "does not show the schedule of its replays" if answer else "has only the program's own time"
