@@ -100,6 +100,7 @@ class Dealer:
         self._leader = 0
         self._quick = False  # True if a leader's last wait was short
         self._aside = 0.0  # time until which the link's thread leaves messages to others
+        self._due = 0.0  # time of the next turn, 10 ms after the last that a sending thread took
         self._fault: Exception | None = None  # error of a turn in another thread
         self._sock: zmq.Socket | None = None  # once connected, until closed
         self._vigil: Vigil | None = None  # once the dispatcher has named its process
@@ -156,7 +157,7 @@ class Dealer:
         if self._sock is None or self._turn_here() is not False:
             self.wake()
         else:
-            self._aside = time.monotonic() + TURN
+            self._aside = self._due = time.monotonic() + TURN
 
     def lead(self, done: Callable[[], bool], limit: float = float("inf")) -> bool:
         """Take turns until done(), for `limit` seconds at most, and return done().
@@ -338,14 +339,17 @@ class Dealer:
             few.register(what, select.POLLIN)
         full.register(self._descriptor, select.POLLIN)
         cable = Cable(self._approach.descriptor, self._heartbeat)
-        more = True
+        more, last = True, 0.0
         while True:
             aside = not more and time.monotonic() < self._aside
             ready = (few if aside else full).poll(TURN * 1000 if aside else 0 if more else self._pause())
+            if aside and not ready and (now := time.monotonic()) < self._due and now - last < STEP:
+                continue  # a sending thread took its turn meanwhile, and would have to wait for the interpreter
             if len(ready) == 1 and ready[0][0] == self._descriptor and time.monotonic() < self._aside:
                 continue  # the leading thread receives it
             if any(fd == self._bell for fd, _ in ready):
                 os.eventfd_read(self._bell)
+            last = time.monotonic()
             with self._using:
                 if self._fault is not None:
                     raise self._fault
