@@ -31,6 +31,13 @@ LIMITS = {
     "issue add, with grad": ("us", 15, 8),
     "issue view": ("us", 15, 8),
     "issue slice": ("us", 15, 8),
+    "issue add, in torch's own adds": ("", 6, 4),
+    "issue add_, in torch's own adds": ("", 6, 4),
+    "issue add, with grad, in torch's own adds": ("", 6, 4),
+    "issue view, in torch's own adds": ("", 6, 4),
+    "issue slice, in torch's own adds": ("", 6, 4),
+    "issue of 1,000 ops in a row, in torch's own adds": ("", 6, 4),
+    "  CPU time of the program's thread, in torch's own adds": ("", 6, 4),
     "GPT step, forward": ("us/op", 20, None),
     "GPT step, backward": ("us/op", 20, None),
     "GPT step, optimizer": ("us/op", None, None),
@@ -65,8 +72,8 @@ def median_us(run: Callable[[], Any], inner: int, settle: Callable[[], Any], blo
     return statistics.median(times[blocks // 10 :])
 
 
-def issue(device: str) -> dict[str, float]:
-    """Time in the user's thread of one small op."""
+def issue_cases(device: str) -> tuple[dict[str, Callable[[], Any]], Callable[[], None]]:
+    """Small ops by name of figure, and a wait for the workers."""
     import torch
 
     x, y = torch.ones(4, 4, device=device), torch.ones(4, 4, device=device)
@@ -82,7 +89,48 @@ def issue(device: str) -> dict[str, float]:
         "issue view": lambda: x.view(16),
         "issue slice": lambda: x[1:3],
     }
+    return cases, settle
+
+
+def issue(device: str) -> dict[str, float]:
+    """Time in the user's thread of one small op."""
+    cases, settle = issue_cases(device)
     return {name: median_us(run, 100, settle) for name, run in cases.items()}
+
+
+def issue_in_adds(device: str) -> dict[str, float]:
+    """Time of small ops over that of torch's own add, which take turns: other work on the machine meets all of them.
+
+    100 of a kind after a wait, and 1,000 of all kinds, which wait for whatever else runs on these cores. The latter also in CPU
+    time of the program's thread.
+    """
+    import torch
+
+    if device != "remote":
+        return {}
+    cases, settle = issue_cases(device)
+    host = torch.ones(4, 4)
+    mixed = "issue of 1,000 ops in a row"
+
+    def spent(runs: list[Callable[[], Any]]) -> tuple[float, float]:
+        """Wall and CPU time of one call."""
+        wall, cpu = time.perf_counter(), time.thread_time()
+        for run in runs:
+            run()
+        times = (time.perf_counter() - wall) / len(runs), (time.thread_time() - cpu) / len(runs)
+        settle()
+        return times
+
+    blocks = {name: [run] * 100 for name, run in cases.items()} | {mixed: [*cases.values()] * 200}
+    ratios: dict[str, list[float]] = {}
+    for _ in range(60):
+        add_wall, add_cpu = spent([lambda: host + host] * 1000)
+        for name, runs in blocks.items():
+            wall, cpu = spent(runs)
+            ratios.setdefault(f"{name}, in torch's own adds", []).append(wall / add_wall)
+            if name == mixed:
+                ratios.setdefault("  CPU time of the program's thread, in torch's own adds", []).append(cpu / add_cpu)
+    return {name: statistics.median(column[6:]) for name, column in ratios.items()}
 
 
 def counter(device: str) -> Callable[[], int]:
@@ -212,7 +260,8 @@ def one(device: str) -> dict[str, float]:
     torch.set_num_threads(1)  # a worker's idle second thread would spin on the core that the client needs
     if device == "remote":
         gt.cpu_workers(1)
-    measured = {**issue(device), **chain(device, "chain of 10,000, one worker"), **fetch(device), **awaited(device)}
+    measured = {**issue(device), **issue_in_adds(device), **chain(device, "chain of 10,000, one worker")}
+    measured.update(fetch(device) | awaited(device))
     measured.update(gpt_step(device))  # last: its counting slows what follows
     if device == "remote":
         gt.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -11,7 +12,7 @@ import time
 import pytest
 
 from gt.wire import codec
-from gt.wire.dealer import Dealer
+from gt.wire.dealer import STEP, Dealer
 from gt.wire.messages import Ack, Fetch, Report, Stats, UploadChunk
 from gt.wire.router import Arrived, Router
 from gt.wire.signals import uninterrupted
@@ -169,6 +170,25 @@ def test_signals_while_leading_raise_there_and_tear_nothing():
     caller.link.close()
     echo.close()
     assert not caller.lost
+
+
+def test_the_links_thread_takes_few_turns_while_another_takes_them():
+    """Each would take the interpreter from a thread that sends. A few remain, which see that the connection has ended."""
+    echo, turns = Echo(0), threading.Semaphore(0)
+    link = Dealer(f"127.0.0.1:{echo.router.port}", lambda *_: None, lambda _: None, on_turn=turns.release)
+    try:
+        assert turns.acquire(timeout=PATIENCE)  # so it is connected
+        link._aside = link._due = math.inf  # as after each push, for a thread that pushes all the time
+        start = time.monotonic()
+        while turns.acquire(blocking=False):
+            pass
+        for _ in range(6):
+            assert turns.acquire(timeout=PATIENCE)
+        # Of these, one may have begun before, and one have been taken before the thread saw that it is aside
+        assert time.monotonic() - start > 3 * STEP
+    finally:
+        link.close()
+        echo.close()
 
 
 def test_the_end_of_a_link_ends_a_lead():
