@@ -11,6 +11,7 @@ The ops are at hand in any case. Where a program cannot serve, they are planned 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,9 +55,10 @@ class MadeTensor:
     base: tuple[bool, int] | None
     known: OpSchema | None  # of a view: its op, and its index among the outputs
     index: int
-    default: bool  # of its storage, as the next two
+    default: bool  # of its storage, as the next three
     undecided: bool
     home: Meaning | None
+    rest: Layout | None
 
 
 @dataclass(slots=True)
@@ -77,6 +79,7 @@ class FragmentProgram:
     moved: tuple[int, ...]  # of these, those that the program frees
     writes: tuple[int, ...]  # of these, those whose memory it changes
     flags: list[tuple[bool, bool]]  # of these, `default` and `undecided` of the storage afterwards
+    rests: list[tuple[int, Layout | None]]  # those whose storage rests in another layout afterwards
     makes: list[MadeTensor]
     live: frozenset[int]  # numbers of tensors that may be alive afterwards
     constants: list[tuple[list[int], int]]
@@ -89,6 +92,7 @@ class Fragment:
     number: int
     key: tuple
     pattern: FragmentPattern
+    rests: tuple[bool, ...]  # of the tensors from before: an op on tensors at rest is planned in another way
     program: FragmentProgram | None = None
     tries: int = 0
     misfits: int = 0  # calls in a row for which its program did not serve
@@ -129,6 +133,7 @@ class _Recording:
     call: FragmentCall
     backend: str
     ins: list[Tensor]
+    rests: list[Layout | None]  # of each, the layout in which its storage rested before
     numbers: list[int] = field(default_factory=list)  # of its ops, as instructions have them
 
 
@@ -244,7 +249,8 @@ class Fragments:
             return fragment.why, ops
         fragment.tries += 1
         self._programs.record(-fragment.number, 0, call.ins)
-        self._recording = _Recording(fragment, call, backend, ins)  # type: ignore[arg-type]
+        rests = [t.storage.rest for t in ins]  # type: ignore[union-attr]
+        self._recording = _Recording(fragment, call, backend, ins, rests)  # type: ignore[arg-type]
         return fragment.why or RECORDED, ops
 
     def _harm(self, fragment: Fragment, ins: list[Tensor]) -> str:
@@ -259,10 +265,15 @@ class Fragments:
         key = (backend, len(rows), rows[0], rows[1] if len(rows) > 1 else 0)
         for fragment in self._alike.get(key, ()):
             call = fragment.pattern.match(rows, seed, counter)
-            if call is not None:
+            if call is not None and fragment.rests == self._rests(call.ins):
                 self._all.move_to_end(fragment)
                 return fragment, call
         return None, None
+
+    def _rests(self, ins: Iterable[int]) -> tuple[bool, ...]:
+        """Of each tensor, whether ZeRO has it rest in pieces between uses."""
+        rows = self._table.rows
+        return tuple([i in rows and rows[i].storage.rest is not None for i in ins])
 
     def _add(self, code: list, backend: str, seed: int, counter: int) -> tuple[str, int]:
         """Remember a fragment that was met for the first time: why no program carries it out, and the number of its ops."""
@@ -271,7 +282,7 @@ class Fragments:
             return UNFIT, count_ops(code, self._context.templates)
         self._numbers += 1
         key = (backend, len(code), code[0], code[1])
-        fragment = Fragment(self._numbers, key, pattern)
+        fragment = Fragment(self._numbers, key, pattern, self._rests(pattern.first_in(code)))
         if backend != "eager":  # compiled code has scalars in it
             pattern.constants = {place: text(code[place]) for op in pattern.ops for place in op.values}
         alike = self._alike.setdefault(key, [])
@@ -349,14 +360,14 @@ class Fragments:
 
     def _write(self, recording: _Recording) -> FragmentProgram | str:
         """The program of a recorded call, or why there is none."""
-        fragment, call, programs, rows = recording.fragment, recording.call, self._programs, self._table.rows
+        fragment, call, ins, programs = recording.fragment, recording.call, recording.ins, self._programs
         programs.place_all(set())
         tape = programs.stop()
         if tape is None:
             return "the recording was interrupted"
         programs.deferred.end(tape)
-        bases = self._bases(recording.ins, tape)
-        tensors = [*recording.ins, *(_base(recording.ins[n], depth) for n, depth in bases)]
+        bases = self._bases(ins, tape)
+        tensors = [*ins, *(_base(ins[n], depth) for n, depth in bases)]
         why = programs.obstacle(tape, [], {tensor.id for tensor in tensors}) or _offloads(tape)
         if len(recording.numbers) != len(fragment.pattern.ops):
             why = why or "its ops are not those that were announced"
@@ -365,8 +376,8 @@ class Fragments:
         bounds = FragmentBounds([], [], [])
         added: dict[str, Define] = {}
         if not why:
-            makes = [self._made(number, call) for number, i in enumerate(call.made) if i in rows]
-            moved = [n for n, tensor in enumerate(recording.ins) if n not in fragment.held and not tensor.children]
+            makes = [self._made(number, call) for number, i in enumerate(call.made) if i in self._table.rows]
+            moved = [n for n, tensor in enumerate(ins) if n not in fragment.held and not tensor.children]
             names = self._emitter.ids
             bounds = FragmentBounds(names(t.id for t in tensors), names(call.made[tensor.number] for tensor in makes), moved)
             context = programs.fragment_context(tape, recording.backend, added)
@@ -382,7 +393,6 @@ class Fragments:
         defines = self._define(tape, result, added)
         programs.kept += tape.size
         fragment.pattern.constants |= result.constants
-        ins = recording.ins
         layouts = [tape.before.get(t.id) for t in tensors]
         changed = [(n, t.layout) for n, t in enumerate(tensors) if t.layout is not None and t.layout is not layouts[n]]
         homes: dict[int, int] = {}
@@ -402,6 +412,7 @@ class Fragments:
             moved=tuple(bounds.moved),
             writes=tuple(n for n, t in enumerate(ins) if id(t.storage) in written),
             flags=[(t.storage.default, t.storage.undecided) for t in ins],
+            rests=[(n, t.storage.rest) for n, t in enumerate(ins) if t.storage.rest is not recording.rests[n]],
             makes=makes,
             live=frozenset(tensor.number for tensor in makes),
             constants=tape.constants,
@@ -447,8 +458,9 @@ class Fragments:
         known, _, index = tensor.via or (None, (), 0)
         storage = tensor.storage
         return MadeTensor(
-            number, tensor.spec, tensor.layout, base, known, index, storage.default, storage.undecided, storage.home
-        )
+            number, tensor.spec, tensor.layout, base, known, index,
+            storage.default, storage.undecided, storage.home, storage.rest,
+        )  # fmt: skip
 
     # ---- replaying
 
@@ -478,6 +490,8 @@ class Fragments:
         tensors = [*ins, *(_base(ins[n], depth) for n, depth in program.bases)] if program.bases else ins
         for tensor, layout in zip(tensors, program.layouts, strict=True):
             if tensor.layout is not layout and layout is not None:
+                if tensor.storage.rest is not None:  # moved for this call, a parameter would be whole from then on
+                    return "inputs rested in other layouts"
                 self._redistributor.relayout(tensor.storage, root_layout(tensor, layout))
         placed = zip(tensors, program.layouts, strict=True)
         if any(tensor.layout is not layout for tensor, layout in placed if layout is not None):
@@ -517,11 +531,14 @@ class Fragments:
         for before, (default, undecided) in zip(ins, program.flags, strict=True):
             storage = before.storage
             storage.default, storage.undecided = storage.default and default, storage.undecided and undecided
+        for n, rest in program.rests:
+            ins[n].storage.rest = rest
         makes: dict[Storage, None] = {}
         for row, i in zip(program.makes, made, strict=True):
             if row.base is None:
                 tensor = table.new(i, row.spec, row.layout, self._context.origin)
                 tensor.storage.default, tensor.storage.undecided, tensor.storage.home = row.default, row.undecided, row.home
+                tensor.storage.rest = row.rest
             else:
                 older, number = row.base
                 base = ins[number] if older else table.rows[call.made[number]]

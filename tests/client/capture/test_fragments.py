@@ -558,3 +558,39 @@ def test_workers(config: str, session: Callable[..., None]) -> None:
     wanted, got = run(lambda step: step), run(wrap)
     assert same(got, wanted), compiled[0].explain()
     assert shares(compiled[0].explain())[0] >= 90, compiled[0].explain()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_that_rest_do_not_share_a_program_with_whole_values(stage: int, session: Callable[..., None]) -> None:
+    """A line that reads a norm, once of a weight in pieces and once of a whole value: the weight stays in pieces."""
+    session(f"gt:\n  data_parallel: [0, 1]\n  zero: {stage}\n")
+
+    def run(wrap: Callable) -> list:
+        torch.manual_seed(0)
+        layer = nn.Linear(6, 16, bias=False).to("remote")
+        row, column = torch.rand(16, 1).to("remote"), torch.rand(1, 6).to("remote")
+        weight, layouts = layer.weight, []
+
+        def norm(value: torch.Tensor) -> float:
+            return [value.norm(2).item() for _ in range(2)][1]  # the second one is a fragment of its own
+
+        def step(x: torch.Tensor) -> float:
+            weight.grad = None
+            loss = layer(x).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                size = norm(weight)
+                update = row @ column
+                torch._foreach_mul_([update], [weight.grad])
+                torch._foreach_add_([weight], [update], alpha=-0.1 * size / norm(update))
+            return loss.item()
+
+        step, losses = wrap(step), []
+        for x, _ in batches(12):
+            losses.append(step(x.to("remote")))
+            layouts.append(gt.inspect(weight)["layout"])
+        return [losses, layouts, weight]
+
+    wanted, got = run(lambda step: step), run(gt.compile)
+    assert wanted[1] == ["[S(0)]"] * 12
+    assert same(got, wanted), (got, wanted)
