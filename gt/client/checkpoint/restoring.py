@@ -260,4 +260,22 @@ def _optimizer_changes(optimizer: torch.optim.Optimizer, state: Any, name: str, 
             if moment and value.shape != parameter.shape:
                 problems.append(f"{_join(name, f'state.{number}.{key}')} is {_show(value)}, its parameter {_show(parameter)}")
     before = {"state": optimizer.state, "param_groups": optimizer.param_groups}  # a load replaces both
-    yield Change(name, lambda: optimizer.load_state_dict(state), lambda: optimizer.__dict__.update(before))
+    yield Change(name, lambda: _load_optimizer(optimizer, state), lambda: optimizer.__dict__.update(before))
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping) -> None:
+    """Load a state. One of another kind of optimizer is refused: torch would fail at the next step."""
+    refused: LookupError | None = None
+    try:
+        optimizer.load_state_dict(state)  # it adds options that older versions of torch did not have
+        groups = optimizer.param_groups
+    except LookupError as error:
+        groups, refused = state["param_groups"], error
+    options = set(getattr(optimizer, "defaults", ()))
+    missing = sorted({option for group in groups for option in options.difference(group)})
+    if missing:
+        raise ValueError(
+            f"it has no {', '.join(missing)}, options of {type(optimizer).__name__}: another optimizer saved it"
+        ) from refused
+    if refused is not None:
+        raise refused

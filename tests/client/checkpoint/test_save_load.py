@@ -457,6 +457,29 @@ def test_a_checkpoint_of_another_model_is_refused_with_all_differences(saved):
         gt.load(path, into={"model": fresh[0], "ema": fresh[0]})
 
 
+@pytest.mark.parametrize("kinds", [("AdamW", "SGD"), ("SGD", "AdamW")], ids=" to ".join)
+def test_the_state_of_another_optimizer_is_refused_before_anything_changes(one, tmp_path, kinds):
+    """torch takes AdamW's state for SGD, and fails at the next step."""
+
+    def trained_by(kind, seed):
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 2).to("remote")
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+        model(torch.ones(1, 3, device="remote")).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained_by(kinds[0], 0)
+    gt.save({"model": model, "optimizer": optimizer}, tmp_path / "saved")
+    model, optimizer = trained_by(kinds[1], 1)
+    before = model.weight.detach().cpu().clone()
+    lacks = {"SGD": "dampening, .*momentum", "AdamW": "betas, .*eps"}[kinds[1]]
+    with pytest.raises(gt.CheckpointError, match=f"optimizer refuses its state: .* has no .*{lacks}.*another optimizer"):
+        gt.load(tmp_path / "saved", into={"model": model, "optimizer": optimizer})
+    assert torch.equal(model.weight.detach().cpu(), before)
+    optimizer.step()  # with its own options, as before
+
+
 def test_what_is_no_checkpoint_is_named(one, tmp_path):
     with pytest.raises(gt.CheckpointError, match="does not exist"):
         gt.load(tmp_path / "none")
