@@ -271,7 +271,7 @@ class Fragments:
         return None, None
 
     def _rests(self, ins: Iterable[int]) -> tuple[bool, ...]:
-        """Of each tensor, whether ZeRO has it rest in pieces between uses."""
+        """True for each tensor that ZeRO has rest in pieces between uses."""
         rows = self._table.rows
         return tuple([i in rows and rows[i].storage.rest is not None for i in ins])
 
