@@ -365,8 +365,9 @@ def inspect(tensor: torch.Tensor) -> TensorPlacement:
     TypeError for anything but a remote tensor.
     """
     if not isinstance(tensor, RemoteTensor):
-        got = f"one on {tensor.device}" if isinstance(tensor, torch.Tensor) else f"{type(tensor).__name__} {tensor!r:.80}"
-        raise TypeError(f"gt.inspect takes a remote tensor, got {got}")
+        plain = isinstance(tensor, bool | int | float | str)  # the text of others may hold tensors, and read their values
+        kind = f"one on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise TypeError(f"gt.inspect takes a remote tensor, got {kind}{f' {tensor!r:.80}' if plain else ''}")
     current_session.check(tensor)
     recorder = current_session.current()
     recorder.flush()

@@ -17,17 +17,10 @@ from gt.dispatcher.server import Server
 from gt.errors import GTError, Refused
 from gt.wire.access.auth import Access
 from gt.wire.process_settings import collect_less, keep_freed, more_descriptors, take_turns
-from gt.wire.socket import PORT, written
+from gt.wire.socket import PORT, port, written
 
 PAGE_PORT = 9471  # of the dashboard
 STOP_SECONDS = 5.0  # for a process beside the server to end
-
-
-def port(text: str) -> int:
-    number = int(text)
-    if not 0 <= number < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{number} is not a port: want 0 to 65535")
-    return number
 
 
 def parser() -> argparse.ArgumentParser:

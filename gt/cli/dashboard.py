@@ -9,13 +9,14 @@ import threading
 from pathlib import Path
 
 from gt import env
+from gt.cli import observing
 from gt.errors import GTError
 from gt.launch.process import die_with_parent
 from gt.observe.bounded_server import LOOPBACK
 from gt.observe.dashboard.feed import Feed
 from gt.observe.dashboard.page_server import PageServer
 from gt.observe.record_stream import RecordStream
-from gt.wire.socket import PORT
+from gt.wire.socket import PORT, port
 
 PAGE_PORT = 9471
 CONNECT_SECONDS = 5.0  # for an attempt; the page says so, and there is another
@@ -70,9 +71,9 @@ def _parser(text: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gt dashboard", description=text)
     option = parser.add_argument
     option("address", nargs="?", default="", metavar="HOST:PORT", help=f"default: GT_SERVER, or 127.0.0.1:{PORT}")
-    option("--port", type=int, default=PAGE_PORT, help=f"port of the page, 0 for a free one; default: {PAGE_PORT}")
+    option("--port", type=port, default=PAGE_PORT, help=f"port of the page, 0 for a free one; default: {PAGE_PORT}")
     option("--host", default="127.0.0.1", help="address of the page; default: 127.0.0.1, which nobody else reaches")
-    option("--interval", type=float, default=1.0, help="seconds between two states, at least 0.5; default: 1")
+    observing.add_interval(parser, 1.0, "states")
     option("--always", action="store_true", help="observe while no page is open too: curves then begin with the dashboard")
     option("--parent", type=int, default=0, help=argparse.SUPPRESS)  # process that this one ends with
     option("--token-file", type=Path, help="file with the server's token; default: GT_TOKEN")

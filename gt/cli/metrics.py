@@ -17,7 +17,7 @@ from gt.observe.live_view import LiveView
 from gt.observe.prometheus import COUNTER, samples
 from gt.observe.record_stream import RecordStream
 from gt.wire.records import Record
-from gt.wire.socket import written
+from gt.wire.socket import port, written
 
 NO_CLIENT = "gt metrics: prometheus_client is not installed: pip install prometheus-client"
 INTERVAL = 1.0  # seconds between two Records
@@ -92,7 +92,7 @@ def _parser(text: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gt metrics", description=text)
     observing.add_options(parser)
     option = parser.add_argument
-    option("--port", type=int, default=9470, help="port of the HTTP server, 0 for a free one; default: 9470")
+    option("--port", type=port, default=9470, help="port of the HTTP server, 0 for a free one; default: 9470")
     option("--host", default="127.0.0.1", help="address of the HTTP server, which asks for no token; default: 127.0.0.1")
     option("--parent", type=int, default=0, help=argparse.SUPPRESS)  # process that this one ends with
     return parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,29 @@ from gt.errors import ConfigError, GTError
 from gt.observe.record_stream import RecordStream
 from gt.wire.socket import PORT
 
+SHORTEST_SECONDS, LONGEST_SECONDS = 0.5, 60.0  # between two Records, as the server grants them
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that name the server."""
     parser.add_argument("address", nargs="?", default="", metavar="HOST:PORT", help=f"default: GT_SERVER, or 127.0.0.1:{PORT}")
     parser.add_argument("--token-file", type=Path, help="file with the server's token; default: GT_TOKEN")
+
+
+def add_interval(parser: argparse.ArgumentParser, default: float, what: str) -> None:
+    """The option for the time between two Records. what: the noun for one, in the plural."""
+    text = f"seconds between two {what}, {SHORTEST_SECONDS:g} to {LONGEST_SECONDS:g}; default: {default:g}"
+    parser.add_argument("--interval", type=_interval, default=default, metavar="SECONDS", help=text)
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not SHORTEST_SECONDS <= seconds <= LONGEST_SECONDS:
+        raise argparse.ArgumentTypeError(f"got {text!r}, want {SHORTEST_SECONDS:g} to {LONGEST_SECONDS:g} seconds")
+    return seconds
 
 
 def observe(command: str, given: argparse.Namespace, interval: float, show: Callable[[RecordStream], int]) -> int:

@@ -28,7 +28,10 @@ NO_RICH = "gt top: the live view needs rich: pip install rich; this is the view 
 
 def main(args: list[str], text: str) -> int:
     """Exit code: 0, 1 if the server cannot be observed."""
-    given = _parser(text).parse_args(args)
+    parser = _parser(text)
+    given = parser.parse_args(args)
+    if given.json and given.session >= 0:
+        parser.error("--session is for the text: JSON has all sessions, each with its number")
     return observing.observe("gt top", given, given.interval, lambda stream: _show(stream, given))
 
 
@@ -36,12 +39,18 @@ def _parser(text: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gt top", description=text, epilog=KEYS)
     observing.add_options(parser)
     option = parser.add_argument
-    option("--interval", type=float, default=0.5, help="seconds between two views, at least 0.5; default: 0.5")
+    observing.add_interval(parser, 0.5, "views")
     option("--once", action="store_true", help="print one view and end")
     option("--json", action="store_true", help="with --once: print JSON, with the keys workers, sessions, links and others")
     option("--sort", choices=tuple(top_view.ORDERS), default="name", help="order of workers; default: name")
-    option("--session", type=int, default=-1, help="show this session alone")
+    option("--session", type=_session, default=-1, metavar="NUMBER", help="show this session alone, not with --json")
     return parser
+
+
+def _session(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a session: want its number, such as 0")
+    return int(text)
 
 
 def _show(stream: RecordStream, given: argparse.Namespace) -> int:
@@ -119,8 +128,8 @@ class Following:
         try:
             records = self._stream.take(seconds)
             self._waited = 0.0 if records is not None else self._waited + seconds
-            if self._waited >= ANSWER_SECONDS:
-                raise DispatcherLost(f"the server at {self._stream.address} has sent no records for {ANSWER_SECONDS:g} s")
+            if self._waited >= (patience := ANSWER_SECONDS + self._given.interval):
+                raise DispatcherLost(f"the server at {self._stream.address} has sent no records for {patience:g} s")
         except DispatcherLost as error:
             if self.problem:
                 raise DispatcherLost(f"{self.problem}; {error}") from error

@@ -82,8 +82,8 @@ class Mesh:
         return [tuple(ranks) for ranks in groups.values()]
 
     def text(self) -> str:
-        axes = " ".join(f"{name}={size}" for name, size in self.axes)
-        return f"mesh {axes} on workers {','.join(map(str, self.workers))}"
+        axes = "".join(f" {name}={size}" for name, size in self.axes)
+        return f"mesh{axes} on workers {','.join(map(str, self.workers))}"
 
 
 @dataclass(frozen=True, slots=True)

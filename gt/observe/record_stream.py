@@ -13,7 +13,7 @@ from gt.wire.messages import Exit, Message, Observe, Reject, Welcome
 from gt.wire.messages import Records as RecordsMessage
 from gt.wire.records import ONCE, Record, records
 
-ANSWER_SECONDS = 30.0  # for Records of a server that is up
+ANSWER_SECONDS = 30.0  # for Records of a server that is up, after the interval between them
 SHORT_SECONDS = 1.0
 ONCE_ROWS = [[code] for code in ONCE]
 MAX_KEPT = 64  # rows sent once, of Records that nobody took in time
@@ -43,13 +43,14 @@ class RecordStream:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def next(self, seconds: float = ANSWER_SECONDS) -> list[Record]:
+    def next(self) -> list[Record]:
         """Records that were not taken before; waits for them. DispatcherLost if none arrive, or the link has ended.
 
         The wait is counted in short ones: a process that was stopped meanwhile has not waited.
         """
-        for _ in range(max(1, round(seconds / SHORT_SECONDS))):
-            if (found := self.take(min(seconds, SHORT_SECONDS))) is not None:
+        seconds = ANSWER_SECONDS + self.interval
+        for _ in range(round(seconds / SHORT_SECONDS)):
+            if (found := self.take(SHORT_SECONDS)) is not None:
                 return found
         raise DispatcherLost(f"the server at {self.address} has sent no records for {seconds:g} s: check that it runs")
 

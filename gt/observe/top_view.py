@@ -43,7 +43,11 @@ def lines(state: dict[str, Any], order: str = "name", session: int = -1, width: 
     at = f" on {next(iter(hosts)):.12}" if len(hosts) == 1 else ""
     title = f"{server.get('sharing', '')} server{at}, up {server.get('at', 0):.0f} s: {count}; by {order}"
     titles = textwrap.wrap(plain(title), width)
-    tables = [_workers(workers, len(hosts) > 1, width), _sessions(sessions, width)]
+    no_workers, no_sessions = _none(state, session)
+    tables = [
+        _workers(workers, len(hosts) > 1, width) if workers else [no_workers],
+        _sessions(sessions, width) if sessions else textwrap.wrap(no_sessions, width),
+    ]
     if state["queue"]:
         waiting = "queue  " + "; ".join(f"{q['place']} {q['user']} {q['program']}" for q in state["queue"])
         tables.append(textwrap.wrap(waiting, width, subsequent_indent=" " * 7))
@@ -56,6 +60,14 @@ def lines(state: dict[str, Any], order: str = "name", session: int = -1, width: 
         tables = fit(tables, height - len(titles) - len(tables))
     text = [*titles, *(row for table in tables for row in ("", *table))]
     return [plain(line)[:width] for line in text]
+
+
+def _none(state: dict[str, Any], session: int) -> tuple[str, str]:
+    """The texts in place of workers and of sessions where none is shown. session: the choice, -1 for all."""
+    if session < 0:
+        return "no workers", "no sessions"
+    others = ", ".join(str(each["number"]) for each in state["sessions"])
+    return f"no workers of session {session}", f"no session {session}; sessions: {others or 'none'}"
 
 
 def fit(tables: Sequence[list[str]], height: int) -> list[list[str]]:
@@ -74,8 +86,6 @@ def fit(tables: Sequence[list[str]], height: int) -> list[list[str]]:
 
 def _workers(workers: Sequence[Row], hosts: bool, width: int) -> list[str]:
     """hosts: they are on several, so that each row names its own."""
-    if not workers:
-        return ["no workers"]
     if width < WIDE:
         head = f"{'worker':8}{'state':11}{'busy':>5}{'tensors':>9}"
         return [head, *(row for worker in workers for row in _narrow_worker(worker, hosts, width))]
@@ -111,8 +121,6 @@ def _worker(w: Row, hosts: bool) -> str:
 
 
 def _sessions(sessions: Sequence[Row], width: int) -> list[str]:
-    if not sessions:
-        return ["no sessions"]
     wide = width >= WIDE
     rows = [f"{'session':8}{'user':9}{'program':18}" + f"{'ops/s':>8}{'steps/s':>9}  {'waits for':10} logged" * wide]
     for s in sessions:

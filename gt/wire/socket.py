@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket as bsd
 import struct
 import threading
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,6 +49,13 @@ def host_and_port(address: str) -> tuple[str, int]:
         want = f"host:port, such as localhost:{PORT} or [::1]:{PORT}, with a port of 1 to 65535"
         raise DispatcherLost(f"{address!r} is not an address: want {want}")
     return inner, int(port)
+
+
+def port(text: str) -> int:
+    """The port that an option of a command names; 0 is a free one. Raises ArgumentTypeError, whose text argparse shows."""
+    if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
+        raise ArgumentTypeError(f"{text!r} is not a port: want 0 to 65535")
+    return int(text)
 
 
 def written(host: str, port: int | str) -> str:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -14,11 +15,15 @@ import pytest
 import torch
 
 import gt
+from gt.cli import observing
+from gt.cli.dashboard import main as dashboard_main
+from gt.cli.metrics import main as metrics_main
 from gt.cli.top import Following, _live, _screen, _show, after_key, main
+from gt.dispatcher.cluster import observers
 from gt.errors import DispatcherLost
 from gt.observe import top_view
 from gt.observe.live_view import LiveView
-from gt.observe.record_stream import ANSWER_SECONDS
+from gt.observe.record_stream import ANSWER_SECONDS, RecordStream
 from gt.wire.records import (
     ErrorRecord,
     HostRecord,
@@ -165,7 +170,8 @@ def test_a_session_is_shown_alone_and_workers_are_sorted() -> None:
     assert [row[:2] for row in top_view.lines(state(), "memory") if row.startswith("w")][1:3] == ["w1", "w0"]
     text = "\n".join(top_view.lines(state(), session=3))
     assert "w1      idle" not in text and "w0      busy" in text
-    assert "no sessions" in "\n".join(top_view.lines(state(), session=9))
+    text = "\n".join(top_view.lines(state(), session=9))
+    assert "no workers of session 9" in text and "no session 9; sessions: 3" in text
 
 
 def test_nothing_is_said_of_what_is_not_known() -> None:
@@ -245,9 +251,9 @@ def test_a_link_that_ends_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_silent_server_is_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     with following(monkeypatch, Scripted(), Scripted(moment(1.0))) as follower:
-        for _ in range(int(ANSWER_SECONDS / 10)):
+        for _ in range(int(ANSWER_SECONDS / 10) + 1):  # and the interval between two Records
             assert follower.problem == "" and follower.state(10.0) is None
-        assert "no records for 30 s" in follower.problem and follower.state(10.0) is not None and not follower.problem
+        assert "no records for 30.5 s" in follower.problem and follower.state(10.0) is not None and not follower.problem
 
 
 @pytest.mark.parametrize("size", [(40, 12), (40, 30), (80, 24), (120, 50)])
@@ -301,6 +307,48 @@ def test_once_prints_json_without_rich_and_its_figures_are_those_of_stats(
         text = capsys.readouterr().out
         assert "\x1b" not in text and max(map(len, text.splitlines())) <= 80 and "w1" in text
         gt.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--interval", "nan"), "got 'nan', want 0.5 to 60 seconds"),
+        (("--interval", "inf"), "got 'inf', want 0.5 to 60 seconds"),
+        (("--interval", "0"), "got '0', want 0.5 to 60 seconds"),
+        (("--interval", "soon"), "got 'soon', want 0.5 to 60 seconds"),
+        (("--session", "-5"), "'-5' is not a session"),
+        (("--session", "3", "--json"), "JSON has all sessions"),
+    ],
+)
+def test_an_option_without_sense_is_refused_before_a_server_is_asked(
+    options: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["127.0.0.1:1", *options], "")
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [dashboard_main, metrics_main])
+@pytest.mark.parametrize("number", ["99999", "-1", "http"])
+def test_a_page_and_metrics_refuse_what_is_no_port(
+    command: Callable[[list[str], str], int], number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command(["127.0.0.1:1", f"--port={number}"], "")
+    assert ended.value.code == 2 and f"'{number}' is not a port: want 0 to 65535" in capsys.readouterr().err
+
+
+def test_the_shortest_and_longest_interval_are_those_that_a_server_grants() -> None:
+    assert (observing.SHORTEST_SECONDS, observing.LONGEST_SECONDS) == (observers.MIN_INTERVAL, observers.MAX_INTERVAL)
+
+
+def test_records_are_waited_for_longer_than_the_interval_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    with serving(1) as server, RecordStream(server.address, interval=60.0) as stream:
+        monkeypatch.setattr(stream, "take", waits.append)
+        with pytest.raises(DispatcherLost, match="no records for 90 s"):
+            stream.next()
+    assert sum(waits) == 90.0
 
 
 def test_a_server_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,9 +133,11 @@ def test_factories_of_gt_are_remote(inline: InlineSession) -> None:  # noqa: F81
         assert not (gt.ones(1).requires_grad_() * 2).requires_grad
     assert gt.nn is nn and gt.optim is torch.optim
     assert isinstance(gt.stats()["client"]["ops"], int) and gt.inspect(a)["shape"] == [4]
-    for thing, said in ((torch.ones(1), "one on cpu"), (3, "int 3"), ("x", "str 'x'")):
-        with pytest.raises(TypeError, match=f"gt.inspect takes a remote tensor, got {said}"):
+    fetches = gt.stats()["client"]["fetches"]
+    for thing, said in ((torch.ones(1), "one on cpu"), (3, "int 3"), ("x", "str 'x'"), ([a], "list"), ({"a": a}, "dict")):
+        with pytest.raises(TypeError, match=f"gt.inspect takes a remote tensor, got {said}$"):
             gt.inspect(thing)
+    assert gt.stats()["client"]["fetches"] == fetches  # the text of a list of tensors would read them
 
 
 def test_a_tensor_looks_like_torchs(inline: InlineSession) -> None:  # noqa: F811
