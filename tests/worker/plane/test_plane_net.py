@@ -13,9 +13,9 @@ import pytest
 
 from gt import env
 from gt.worker.plane.base import PeerGone, Unreachable
-from gt.worker.plane.net import chain, collectives, handshake, lane, relay, strangers, stream, wire
+from gt.worker.plane.net import chain, collectives, handshake, lane, peer_connection, relay, strangers, stream
+from gt.worker.plane.net.peer_connection import DATA, HEADER, PeerConnection
 from gt.worker.plane.net.plane import NetPlane
-from gt.worker.plane.net.wire import DATA, HEADER, Wire
 from tests.helpers.limits import limit
 from tests.helpers.processes import wait_until
 from tests.worker.plane import planes
@@ -116,8 +116,8 @@ def test_a_large_message_is_sent_and_received_while_neither_end_waits_for_it():
     size, messages = 5 << 20, 3
     with hosts(2) as (first, second):
         first.send(channel(1, size=1 << 18), b"first")  # connects
-        wire = first.network.wire(1, 1)
-        wire.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        connection = first.network.connection(1, 1)
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         for number in range(messages):
             first.send(channel(1, size=1 << 18), bytes([number]) * size)
         into = bytearray(5)
@@ -134,16 +134,16 @@ class Frames:
     def __init__(self):
         self.payloads, self.count = [], 0
 
-    def passage(self, wire, frame):
+    def passage(self, connection, frame):
         return None
 
-    def begin(self, wire, frame):
+    def begin(self, connection, frame):
         return memoryview(bytearray(frame.nbytes))
 
-    def arrived(self, wire, count):
+    def arrived(self, connection, count):
         self.count += count
 
-    def end(self, wire, frame, payload):
+    def end(self, connection, frame, payload):
         self.payloads.append((frame.key, len(payload), payload[:1].tobytes()))
 
 
@@ -159,7 +159,7 @@ def test_a_frame_that_nobody_waits_for_any_more_is_sent_to_its_end():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         sink = Frames()
-        near, far = (Wire(sock, 1, 1, "here", "there", sink) for sock in (ours, theirs))
+        near, far = (PeerConnection(sock, 1, 1, "here", "there", sink) for sock in (ours, theirs))
         with pytest.raises(PeerGone):
             near.send([header(1, 1 << 20), memoryview(b"a" * (1 << 20))], gone)
         reader = threading.Thread(target=lambda: [far.read() for _ in iter(lambda: len(sink.payloads) < 2, False)])
@@ -294,8 +294,12 @@ def test_a_relay_keeps_the_bytes_of_large_frames_in_the_kernel(monkeypatch):
     """Though its connections take less than a pipe holds; both directions at once, and its own messages between."""
     copied, paused = [], []
     forward, pause = relay.Relay.forward, relay.Relay._pause
-    monkeypatch.setattr(relay.Relay, "forward", lambda self, wire, *frame: (copied.append(frame), forward(self, wire, *frame)))
-    monkeypatch.setattr(relay.Relay, "_pause", lambda self, *wires: (paused.append(wires), pause(self, *wires)))
+    monkeypatch.setattr(
+        relay.Relay, "forward", lambda self, connection, *frame: (copied.append(frame), forward(self, connection, *frame))
+    )
+    monkeypatch.setattr(
+        relay.Relay, "_pause", lambda self, *connections: (paused.append(connections), pause(self, *connections))
+    )
     size, count = 12 << 20, 50
     data = [np.random.default_rng(index).bytes(size) for index in range(3)]
 
@@ -319,9 +323,9 @@ def test_a_relay_keeps_the_bytes_of_large_frames_in_the_kernel(monkeypatch):
 
     with connected_line() as world:
         for peer in (0, 2):
-            for wire in (world[1].network.wire(peer, 1), world[peer].network.wire(1, 1)):
+            for connection in (world[1].network.connection(peer, 1), world[peer].network.connection(1, 1)):
                 for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-                    wire.sock.setsockopt(socket.SOL_SOCKET, option, 1 << 15)
+                    connection.sock.setsockopt(socket.SOL_SOCKET, option, 1 << 15)
         before = world[1].counters()["bytes_relayed"]
         planes.together(world, work)
         after = world[1].counters()["bytes_relayed"]
@@ -336,9 +340,9 @@ def frame_of(nbytes):
 
 def test_a_connection_that_ends_leaves_no_part_of_a_frame_on_the_next():
     with connected_line() as (first, between, last):
-        first.network.wire(1, 1).sock.sendall(frame_of(1 << 20)[:300_000])
+        first.network.connection(1, 1).sock.sendall(frame_of(1 << 20)[:300_000])
         assert wait_until(lambda: between.counters()["bytes_relayed"]["0>2"] > 200_000)
-        first.network.wire(1, 1).sock.shutdown(socket.SHUT_RDWR)
+        first.network.connection(1, 1).sock.shutdown(socket.SHUT_RDWR)
         into = bytearray(4)
         between.send(channel(2), b"well")
         last.recv(channel(1), into)
@@ -349,12 +353,12 @@ def test_the_rest_of_a_frame_whose_way_is_over_is_dropped():
     """What follows it on its connection is not."""
     with connected_line() as (first, between, last):
         whole = frame_of(1 << 20)
-        first.network.wire(1, 1).sock.sendall(whole[:300_000])
+        first.network.connection(1, 1).sock.sendall(whole[:300_000])
         assert wait_until(lambda: between.counters()["bytes_relayed"]["0>2"] > 200_000)
-        out = between.network.wire(2, 1)
-        last.network.wire(1, 1).sock.shutdown(socket.SHUT_RDWR)
+        out = between.network.connection(2, 1)
+        last.network.connection(1, 1).sock.shutdown(socket.SHUT_RDWR)
         assert wait_until(lambda: out.ended)
-        first.network.wire(1, 1).sock.sendall(whole[300_000:])
+        first.network.connection(1, 1).sock.sendall(whole[300_000:])
         into = bytearray(4)
         first.send(channel(1), b"well")
         between.recv(channel(0), into)
@@ -368,7 +372,7 @@ def test_a_broken_connection_names_both_ends_and_the_next_world_has_another():
         world[0].send(channel(1), b"first")
         into = bytearray(5)
         world[1].recv(channel(0), into)
-        connection = world[0].network.wire(1, 1)
+        connection = world[0].network.connection(1, 1)
         connection.sock.shutdown(socket.SHUT_RDWR)
         with pytest.raises(Unreachable, match=r"no way from worker 'w0' on .* to worker 'w1' on .*: the connection 127"):
             world[0].recv(channel(1), into)
@@ -404,7 +408,7 @@ def test_a_member_that_is_cut_off_fails_the_collective_of_all():
         data = np.ones(100_000, "f4")
         plane.all_reduce(team, data, planes.adding("f4"))
         if index == 0:
-            plane.network.wire(1, 1).sock.shutdown(socket.SHUT_RDWR)
+            plane.network.connection(1, 1).sock.shutdown(socket.SHUT_RDWR)
         with pytest.raises(PeerGone):
             for _ in range(3):
                 plane.all_reduce(team, data, planes.adding("f4"))
@@ -483,8 +487,8 @@ def test_greetings_of_worlds_to_come_wait_in_few_threads(monkeypatch):
 @pytest.mark.parametrize(
     "frame",
     [
-        (wire.DATA, 255, 0, 4, 0, 2, 1, 1, 4, 0),
-        (wire.DATA, 0, 0, 1 << 31, 0, 1, 1, 1, 1 << 63, 0),
+        (peer_connection.DATA, 255, 0, 4, 0, 2, 1, 1, 4, 0),
+        (peer_connection.DATA, 0, 0, 1 << 31, 0, 1, 1, 1, 1 << 63, 0),
         (9, 0, 0, 0, 0, 1, 1, 1, 0, 0),
     ],
     ids=["hops", "size", "kind"],
@@ -497,7 +501,7 @@ def test_a_wrong_frame_ends_its_connection_alone(frame):
             source.send(channel(1), data)
             second.recv(channel(source.network.own), into)
         second.network.release()  # its background thread reads
-        first.network.wire(1, 1).sock.sendall(wire.HEADER.pack(*frame) + b"data")
+        first.network.connection(1, 1).sock.sendall(peer_connection.HEADER.pack(*frame) + b"data")
         with pytest.raises(Unreachable, match="it sent"):
             second.recv(channel(0), into)
         third.send(channel(1), b"well")
@@ -552,12 +556,12 @@ def test_credit_is_that_of_the_slots_of_the_message_that_has_arrived():
 
 def test_bytes_fewer_than_wake_a_reader_are_read_all_the_same():
     """A large frame is sent in parts, and each is read before the next is sent."""
-    size, part = wire.WAKE_BYTES + 100_000, 100_000
+    size, part = peer_connection.WAKE_BYTES + 100_000, 100_000
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
         theirs, _ = listener.accept()
         sink = Frames()
         with theirs:
-            far = Wire(theirs, 1, 1, "here", "there", sink)
+            far = PeerConnection(theirs, 1, 1, "here", "there", sink)
             headers = [HEADER.pack(DATA, 0, 0, nbytes, 0, 1, 1, key, nbytes, 0) for key, nbytes in ((1, size), (2, 2))]
             data = headers[0] + b"a" * size + headers[1] + b"bb"
             for start in range(0, len(data), part):

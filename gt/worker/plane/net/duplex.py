@@ -12,12 +12,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from gt.wire import tcp
-from gt.worker.plane.net.wire import CREDIT, DATA, NOWAIT, TEND, Wire
+from gt.worker.plane.net.peer_connection import CREDIT, DATA, NOWAIT, TEND, PeerConnection
 
 if TYPE_CHECKING:
     from gt.worker.plane.net.network import Network
+    from gt.worker.plane.net.peer_connection import Part
     from gt.worker.plane.net.stream import PairStream
-    from gt.worker.plane.net.wire import Part
 
 BATCH_BYTES = 1 << 20  # of frames that are given to the kernel at once, or a little more
 READS = 8  # of a connection before others have their turn
@@ -48,30 +48,30 @@ class _Queued(NamedTuple):
 class _Outlet:
     """One connection: frames that are to be sent on it, and its state."""
 
-    __slots__ = ("ended", "full", "holds", "mask", "parts", "queue", "readable", "reads", "wire")
+    __slots__ = ("connection", "ended", "full", "holds", "mask", "parts", "queue", "readable", "reads")
 
-    def __init__(self, wire: Wire, reads: bool) -> None:
-        self.wire, self.reads = wire, reads  # True if this thread reads it
+    def __init__(self, connection: PeerConnection, reads: bool) -> None:
+        self.connection, self.reads = connection, reads  # True if this thread reads it
         self.queue: deque[_Queued] = deque()
         self.parts: list[Part] = []  # of frames that have begun, or are the next
-        self.holds = False  # wire.sending
+        self.holds = False  # connection.sending
         self.full = self.ended = False
         self.readable = True
         self.mask = 0
 
     def send(self) -> None:
         """Send what the connection takes now. OSError at its end."""
-        wire = self.wire
+        connection = self.connection
         while self.parts or self.queue or self.holds:
-            if not self.holds and not wire.sending.acquire(timeout=0.05):
+            if not self.holds and not connection.sending.acquire(timeout=0.05):
                 return  # another thread relays, which takes not long
             self.holds = True
             if not self.parts:
-                self.parts = wire.take_relayed() or self._frames()
+                self.parts = connection.take_relayed() or self._frames()
                 if not self.parts:
                     self._let_go()
                     return
-            if not wire.push_now(self.parts):
+            if not connection.push_now(self.parts):
                 self.full = True
                 return
 
@@ -106,13 +106,13 @@ class _Outlet:
 
     def receive(self) -> None:
         """Deal with what is there. OSError at the end of the connection."""
-        wire = self.wire
+        connection = self.connection
         self.readable = False
-        wire.touched = True
+        connection.touched = True
         try:
-            wire.deal()
+            connection.deal()
             for _ in range(READS):
-                if wire.stalled or not wire.read(NOWAIT):
+                if connection.stalled or not connection.read(NOWAIT):
                     return
             self.readable = True
         except BlockingIOError:
@@ -120,13 +120,13 @@ class _Outlet:
 
     def _let_go(self) -> None:
         self.holds = False
-        self.wire.sending.release()
+        self.connection.sending.release()
 
     def leave(self) -> None:
         """Frames that have begun are left to be sent by others; the others' memory is free for use."""
         if self.holds:
             if self.parts:
-                self.wire.hand_back(self.parts)
+                self.connection.hand_back(self.parts)
                 self.parts = []
             self._let_go()
         self.queue.clear()
@@ -148,16 +148,17 @@ class Duplex:
 
     def __enter__(self) -> Duplex:
         plane, network = self._plane, self._plane.network
-        wires = {rank: (stream, stream.wire) for rank, stream in self.streams.items()}  # waits, so before anything is held
+        # Waits, so before anything is held
+        connections = {rank: (stream, stream.connection) for rank, stream in self.streams.items()}
         try:
             self._poll = select.poll()
             self._poll.register(plane.bell, select.POLLIN)
-            for rank, (stream, wire) in wires.items():
-                outlet = self._by_fd.get(wire.fd)
+            for rank, (stream, connection) in connections.items():
+                outlet = self._by_fd.get(connection.fd)
                 if outlet is None:
-                    outlet = self._by_fd[wire.fd] = _Outlet(wire, network.take(wire))
+                    outlet = self._by_fd[connection.fd] = _Outlet(connection, network.take(connection))
                     outlet.mask = select.POLLIN if outlet.reads else 0
-                    self._poll.register(wire.fd, outlet.mask)
+                    self._poll.register(connection.fd, outlet.mask)
                 self._outlets[stream] = self._outlets[self.results[rank]] = outlet
             plane.waiting(True)
         except BaseException:
@@ -179,8 +180,8 @@ class Duplex:
     def _give_up(self, outlet: _Outlet) -> None:
         if outlet.reads:
             outlet.reads = False
-            self._plane.network.leave(outlet.wire)
-        self._plane.network.arm(outlet.wire)
+            self._plane.network.leave(outlet.connection)
+        self._plane.network.arm(outlet.connection)
 
     # ---- within `with`
 
@@ -220,7 +221,7 @@ class Duplex:
                 if idle and idle % TEND == 0:
                     for outlet in outlets:
                         if outlet.full and not outlet.ended:
-                            tcp.tend(outlet.wire.sock)
+                            tcp.tend(outlet.connection.sock)
 
     def flush(self) -> None:
         """Send all that was queued."""
@@ -233,10 +234,11 @@ class Duplex:
         for outlet in self._by_fd.values():
             if outlet.ended:
                 continue
-            mask = (select.POLLIN if outlet.reads and not outlet.wire.stalled else 0) | (select.POLLOUT if outlet.full else 0)
+            reads = outlet.reads and not outlet.connection.stalled
+            mask = (select.POLLIN if reads else 0) | (select.POLLOUT if outlet.full else 0)
             if mask != outlet.mask:
                 outlet.mask = mask
-                poll.modify(outlet.wire.fd, mask)
+                poll.modify(outlet.connection.fd, mask)
         ready = poll.poll(100)
         for fd, events in ready:
             if fd not in self._by_fd:
@@ -255,9 +257,9 @@ class Duplex:
         try:
             work()
         except (OSError, ValueError) as error:
-            self._plane.network.lost(outlet.wire, error)
+            self._plane.network.lost(outlet.connection, error)
             outlet.ended = True
-            self._poll.unregister(outlet.wire.fd)
+            self._poll.unregister(outlet.connection.fd)
             self._give_up(outlet)
 
     def scratch(self, nbytes: int) -> memoryview:

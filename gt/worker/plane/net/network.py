@@ -23,10 +23,22 @@ from gt.worker.plane.net import handshake
 from gt.worker.plane.net.handshake import Greeting
 from gt.worker.plane.net.lane import Lane
 from gt.worker.plane.net.listener import listen
+from gt.worker.plane.net.peer_connection import (
+    CREDIT,
+    DATA,
+    FAIL,
+    HEADER,
+    HEADER_BYTES,
+    NOWAIT,
+    Ended,
+    Frame,
+    Onward,
+    PeerConnection,
+    reason,
+)
 from gt.worker.plane.net.relay import PAUSE_BYTES, Relay
 from gt.worker.plane.net.route import Route, routes
 from gt.worker.plane.net.strangers import Strangers
-from gt.worker.plane.net.wire import CREDIT, DATA, FAIL, HEADER, HEADER_BYTES, NOWAIT, Ended, Frame, Onward, Wire, reason
 
 log = logging.getLogger("gt.worker")
 
@@ -52,7 +64,7 @@ class Network:
         self.failed: Callable[[int, int, str, str, str], None] = lambda *_: None
         self.own = -1
         self.relay = Relay(self, wake)
-        self.owned: set[Wire] = set()
+        self.owned: set[PeerConnection] = set()
         self._lock = threading.Lock()  # of the tables below; never held while waiting
         self._changed = threading.Condition(self._lock)  # they changed
         self._key = b""
@@ -60,10 +72,10 @@ class Network:
         self._marks: dict[int, int] = {}
         self._ports: dict[int, int] = {}
         self._lanes: dict[Pair, Lane] = {}
-        self._wires: dict[Pair, Wire] = {}
-        self._by_fd: dict[int, Wire] = {}
+        self._connections: dict[Pair, PeerConnection] = {}
+        self._by_fd: dict[int, PeerConnection] = {}
         self._gone: set[int] = set()
-        self._deadlines: list[tuple[float, Wire, str]] = []
+        self._deadlines: list[tuple[float, PeerConnection, str]] = []
         self._tended = 0.0  # when connections that are full were looked at
         self._connecting: set[Pair] = set()
         self._whys: dict[Pair, str] = {}  # why connections have ended
@@ -96,10 +108,10 @@ class Network:
                 if epoch != (route := self._routes.get(index, None)) and (route is None or route.epoch != epoch):
                     why = self._whys.pop((index, epoch), "it failed at the other end, or a relay of it is gone")
                     lane.broken = lane.broken or f"the way {before.get(index, 'before')} is given up: {why}"
-            for pair, wire in list(self._wires.items()):
+            for pair, connection in list(self._connections.items()):
                 route = self._routes.get(pair[0])
                 if route is None or route.epoch > pair[1]:
-                    wire.end()
+                    connection.end()
             for route in self._routes.values():
                 if route.kind == "tcp":
                     self._want(route)
@@ -121,7 +133,7 @@ class Network:
     def _want(self, route: Route) -> None:
         """Connect, if it is this end that does: the other waits for it. With the lock."""
         pair = route.index, route.epoch
-        known = pair in self._wires or pair in self._connecting or route.index in self._gone or self._closing
+        known = pair in self._connections or pair in self._connecting or route.index in self._gone or self._closing
         if self.own < route.index and not known:
             self._connecting.add(pair)
             self._start(self._connect, route)
@@ -136,11 +148,11 @@ class Network:
                     lane.broken = "it is gone"
         return lane
 
-    def onward(self, target: int) -> Wire | None:
+    def onward(self, target: int) -> PeerConnection | None:
         """The connection that another worker's frame takes from here, if there is one."""
         route = self._routes.get(target)
         leg = None if route is None else self._routes.get(route.next)
-        return None if leg is None else self._wires.get((leg.index, leg.epoch))
+        return None if leg is None else self._connections.get((leg.index, leg.epoch))
 
     def lives(self, index: int) -> bool:
         """True unless that worker is known to be lost."""
@@ -162,9 +174,9 @@ class Network:
                     lane.broken = lane.broken or "it is gone"
                 elif route is not None and index in route.relays:
                     lane.broken = lane.broken or f"worker {index}, which relayed, is gone"
-            for (other, _), wire in self._wires.items():
+            for (other, _), connection in self._connections.items():
                 if other == index:
-                    wire.end()
+                    connection.end()
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -174,16 +186,20 @@ class Network:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
             self._strangers.end()
-            for wire in self._wires.values():
-                wire.end()
+            for connection in self._connections.values():
+                connection.end()
             self._changed.notify_all()
         self._ring()
         self._thread.join()
         for thread in list(self._threads):
             thread.join()
-        for wire in {*self._wires.values(), *self._by_fd.values(), *(wire for _, wire, _ in self._deadlines)}:
-            wire.close()
-        self._wires.clear()
+        for connection in {
+            *self._connections.values(),
+            *self._by_fd.values(),
+            *(connection for _, connection, _ in self._deadlines),
+        }:
+            connection.close()
+        self._connections.clear()
         self._by_fd.clear()
         self._listener.close()
         self._epoll.close()
@@ -191,93 +207,93 @@ class Network:
 
     # ---- a waiting thread
 
-    def wire(self, index: int, epoch: int) -> Wire | None:
+    def connection(self, index: int, epoch: int) -> PeerConnection | None:
         """The connection that frames to a worker take; None while there is none."""
         route = self._routes.get(index)
         if route is None or route.epoch != epoch:
-            return self._wires.get((index, epoch))  # a direct one of an earlier world
+            return self._connections.get((index, epoch))  # a direct one of an earlier world
         if route.next == index:
-            return self._wires.get((index, epoch))
+            return self._connections.get((index, epoch))
         leg = self._routes.get(route.next)
-        return None if leg is None else self._wires.get((leg.index, leg.epoch))
+        return None if leg is None else self._connections.get((leg.index, leg.epoch))
 
-    def read(self, wire: Wire, over: Callable[[], bool], alone: bool = False) -> bool:
+    def read(self, connection: PeerConnection, over: Callable[[], bool], alone: bool = False) -> bool:
         """Read a connection in this thread until over(), or nothing has arrived for PATIENCE. False if it cannot.
 
         alone: others are not read by this thread meanwhile.
         """
-        if alone and len(self.owned) > wire.owned:
+        if alone and len(self.owned) > connection.owned:
             self.release()
-        if wire.ended or not wire.reading.acquire(False):
+        if connection.ended or not connection.reading.acquire(False):
             return False
         try:
-            wire.touched = True
-            if not wire.owned:
-                self._own(wire)
-            wire.deal()
-            while not over() and not wire.ended and not wire.stalled:
-                wire.read()
+            connection.touched = True
+            if not connection.owned:
+                self._own(connection)
+            connection.deal()
+            while not over() and not connection.ended and not connection.stalled:
+                connection.read()
         except BlockingIOError:  # nothing for PATIENCE
             pass
         except (OSError, ValueError) as error:
-            self.lost(wire, error)
+            self.lost(connection, error)
         finally:
-            wire.reading.release()
-        return not wire.ended and not wire.stalled
+            connection.reading.release()
+        return not connection.ended and not connection.stalled
 
-    def take(self, wire: Wire) -> bool:
+    def take(self, connection: PeerConnection) -> bool:
         """Have this thread alone read a connection until `leave`. False if another thread goes on reading it."""
-        if not wire.reading.acquire(timeout=1.0):
+        if not connection.reading.acquire(timeout=1.0):
             return False
-        wire.touched = True
-        if not wire.owned:
-            self._own(wire)
+        connection.touched = True
+        if not connection.owned:
+            self._own(connection)
         return True
 
-    def leave(self, wire: Wire) -> None:
+    def leave(self, connection: PeerConnection) -> None:
         """The connection is not read by this thread now. It is the background thread's unless it is taken again soon."""
-        wire.reading.release()
+        connection.reading.release()
 
     def release(self) -> None:
         """Let the background thread read all connections again."""
-        for wire in list(self.owned):
-            self._disown(wire)
+        for connection in list(self.owned):
+            self._disown(connection)
 
-    def _own(self, wire: Wire) -> None:
-        wire.owned = True
-        self.owned.add(wire)
-        self.arm(wire)
+    def _own(self, connection: PeerConnection) -> None:
+        connection.owned = True
+        self.owned.add(connection)
+        self.arm(connection)
         if len(self.owned) == 1:
             self._ring()  # from now on it looks who has been read lately
 
-    def _disown(self, wire: Wire) -> None:
-        wire.owned = False
-        self.owned.discard(wire)
-        self.arm(wire)
+    def _disown(self, connection: PeerConnection) -> None:
+        connection.owned = False
+        self.owned.discard(connection)
+        self.arm(connection)
 
-    def arm(self, wire: Wire) -> None:
+    def arm(self, connection: PeerConnection) -> None:
         """Wait for what is to be done at a connection."""
         with self._lock:
-            if wire.ended or self._by_fd.get(wire.fd) is not wire:
+            if connection.ended or self._by_fd.get(connection.fd) is not connection:
                 return
-            held = wire.owned or wire.stalled
-            mask = (0 if held else select.EPOLLIN) | (select.EPOLLOUT if wire.relayed or wire.paused else 0)
-            if wire.stalled and not mask:
+            held = connection.owned or connection.stalled
+            mask = (0 if held else select.EPOLLIN) | (select.EPOLLOUT if connection.relayed or connection.paused else 0)
+            if connection.stalled and not mask:
                 mask = select.EPOLLET  # the end of a connection is always told: once now, since it cannot be read
-            if mask != wire.mask:
-                wire.mask = mask
-                self._epoll.modify(wire.fd, mask)
+            if mask != connection.mask:
+                connection.mask = mask
+                self._epoll.modify(connection.fd, mask)
 
     # ---- frames, in the thread that reads
 
-    def passage(self, wire: Wire, frame: Frame) -> Onward | None:
-        return None if frame.target == self.own else self.relay.passage(wire, frame)
+    def passage(self, connection: PeerConnection, frame: Frame) -> Onward | None:
+        return None if frame.target == self.own else self.relay.passage(connection, frame)
 
-    def pass_on(self, wire: Wire, passage: Onward) -> None:
-        self.relay.pass_on(wire, passage)
+    def pass_on(self, connection: PeerConnection, passage: Onward) -> None:
+        self.relay.pass_on(connection, passage)
 
-    def begin(self, wire: Wire, frame: Frame) -> memoryview:
-        wire.placed = None
+    def begin(self, connection: PeerConnection, frame: Frame) -> memoryview:
+        connection.placed = None
         if frame.target != self.own:
             whole = memoryview(bytearray(HEADER_BYTES + frame.nbytes))
             HEADER.pack_into(whole, 0, *frame._replace(hops=frame.hops + 1))
@@ -288,33 +304,33 @@ class Network:
                 incoming = lane.incoming(frame.key)
                 place = incoming.begin(frame.nbytes, frame.total, frame.note)
             if place is not None:
-                wire.placed = incoming
+                connection.placed = incoming
                 return place
         return memoryview(bytearray(frame.nbytes))
 
-    def arrived(self, wire: Wire, count: int) -> None:
-        if wire.placed is not None:
-            wire.placed.arrived(count)
-            if not wire.owned:
+    def arrived(self, connection: PeerConnection, count: int) -> None:
+        if connection.placed is not None:
+            connection.placed.arrived(count)
+            if not connection.owned:
                 self._wake()
 
-    def end(self, wire: Wire, frame: Frame, payload: memoryview) -> None:
+    def end(self, connection: PeerConnection, frame: Frame, payload: memoryview) -> None:
         if frame.target != self.own:
-            self.relay.forward(wire, frame, memoryview(payload.obj))
+            self.relay.forward(connection, frame, memoryview(payload.obj))
             return
         lane = self.lane(frame.source, frame.epoch)
         with lane.lock:
             if frame.credit:
                 lane.credit(frame.key, frame.credit)
-            if wire.placed is not None:
-                wire.placed.end()
+            if connection.placed is not None:
+                connection.placed.end()
             elif frame.kind == DATA:
                 lane.incoming(frame.key).buffer(frame.total, frame.note, payload)
             elif frame.kind == FAIL:
                 lane.failed[frame.key] = bytes(payload).decode("utf-8", "replace")
             elif frame.kind != CREDIT:
                 raise Ended(f"it sent a frame of kind {frame.kind}")
-        if not wire.owned:
+        if not connection.owned:
             self._wake()
 
     # ---- connections
@@ -410,38 +426,39 @@ class Network:
         """A connection is made."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         tcp.watch(sock)
-        wire = Wire(sock, *pair, source, target, self)
+        connection = PeerConnection(sock, *pair, source, target, self)
         with self._lock:
-            if self._closing or pair in self._wires or pair[0] in self._gone:
+            if self._closing or pair in self._connections or pair[0] in self._gone:
                 sock.close()
                 return
-            self._wires[pair] = self._by_fd[wire.fd] = wire
-            wire.mask = select.EPOLLIN
-            self._epoll.register(wire.fd, select.EPOLLIN)
+            self._connections[pair] = self._by_fd[connection.fd] = connection
+            connection.mask = select.EPOLLIN
+            self._epoll.register(connection.fd, select.EPOLLIN)
             self._changed.notify_all()
         self._ring()
         log.debug("connected with worker %d, %s to %s", pair[0], source, target)
         self._wake()
 
-    def lost(self, wire: Wire, cause: OSError | ValueError) -> None:
+    def lost(self, connection: PeerConnection, cause: OSError | ValueError) -> None:
         """A connection has ended, or a frame is wrong. Waits on it end after a grace, unless the dispatcher calls it lost."""
         error = cause if isinstance(cause, OSError) else Ended(str(cause))
         with self._lock:
-            if wire.ended or self._by_fd.get(wire.fd) is not wire:
+            if connection.ended or self._by_fd.get(connection.fd) is not connection:
                 return
-            del self._by_fd[wire.fd]
-            self._epoll.unregister(wire.fd)
-            self.owned.discard(wire)
-            wire.ended = True
+            del self._by_fd[connection.fd]
+            self._epoll.unregister(connection.fd)
+            self.owned.discard(connection)
+            connection.ended = True
             cut = error.errno in CUT
-            self._whys[wire.index, wire.epoch] = reason(error)
+            self._whys[connection.index, connection.epoch] = reason(error)
             if not self._closing:
-                self._deadlines.append((time.monotonic() + (GRACE_SECONDS if cut else ENDED_SECONDS), wire, reason(error)))
-        wire.end()
-        self.relay.resume(wire)
-        route = self._routes.get(wire.index)
-        if cut and wire.index not in self._gone and route is not None and route.epoch == wire.epoch:
-            self.failed(wire.index, wire.epoch, wire.source, wire.target, reason(error))
+                until = time.monotonic() + (GRACE_SECONDS if cut else ENDED_SECONDS)
+                self._deadlines.append((until, connection, reason(error)))
+        connection.end()
+        self.relay.resume(connection)
+        route = self._routes.get(connection.index)
+        if cut and connection.index not in self._gone and route is not None and route.epoch == connection.epoch:
+            self.failed(connection.index, connection.epoch, connection.source, connection.target, reason(error))
         self._ring()
 
     def _report(self, index: int, epoch: int, source: str, target: str, why: str) -> None:
@@ -472,8 +489,8 @@ class Network:
                         os.eventfd_read(self._bell)
                 elif fd == self._listener.fileno():
                     self._accept()
-                elif (wire := self._by_fd.get(fd)) is not None:
-                    self._serve(wire, events)
+                elif (connection := self._by_fd.get(fd)) is not None:
+                    self._serve(connection, events)
             self.relay.forward_early()
             self._tick()
 
@@ -482,59 +499,59 @@ class Network:
             return IDLE
         if self._deadlines:
             return max(0.0, min(when for when, _, _ in self._deadlines) - time.monotonic())
-        return TEND_SECONDS if any(wire.relayed for wire in self._by_fd.copy().values()) else -1
+        return TEND_SECONDS if any(connection.relayed for connection in self._by_fd.copy().values()) else -1
 
-    def _serve(self, wire: Wire, events: int) -> None:
+    def _serve(self, connection: PeerConnection, events: int) -> None:
         if events & select.EPOLLOUT:
             try:
-                free = wire.relay()
+                free = connection.relay()
             except OSError as error:
-                self.lost(wire, error)
+                self.lost(connection, error)
                 return
-            if wire.relayed_bytes <= PAUSE_BYTES // 2:
-                self.relay.resume(wire)
+            if connection.relayed_bytes <= PAUSE_BYTES // 2:
+                self.relay.resume(connection)
             if not free:
                 time.sleep(0)  # another thread sends
-            self.arm(wire)
+            self.arm(connection)
         ended = events & (select.EPOLLHUP | select.EPOLLERR)
-        if (ended or (events & select.EPOLLIN and not wire.owned)) and wire.reading.acquire(blocking=False):
+        if (ended or (events & select.EPOLLIN and not connection.owned)) and connection.reading.acquire(blocking=False):
             try:
-                wire.deal()
+                connection.deal()
                 for _ in range(BURST):
-                    if not wire.read(NOWAIT) or not (ended or wire.mask & select.EPOLLIN):
+                    if not connection.read(NOWAIT) or not (ended or connection.mask & select.EPOLLIN):
                         break
             except BlockingIOError:
                 pass
             except (OSError, ValueError) as error:
-                self.lost(wire, error)
+                self.lost(connection, error)
             finally:
-                wire.reading.release()
+                connection.reading.release()
 
     def _tick(self) -> None:
-        for wire in list(self.owned):
-            if wire.touched:
-                wire.touched = wire.reading.locked()
-            elif wire.reading.acquire(blocking=False):
+        for connection in list(self.owned):
+            if connection.touched:
+                connection.touched = connection.reading.locked()
+            elif connection.reading.acquire(blocking=False):
                 try:
-                    self._disown(wire)
+                    self._disown(connection)
                 finally:
-                    wire.reading.release()
+                    connection.reading.release()
         now = time.monotonic()
         if now >= self._tended + TEND_SECONDS:
             self._tended = now
-            for wire in [wire for wire in self._by_fd.copy().values() if wire.relayed]:
-                tcp.tend(wire.sock)
+            for connection in [connection for connection in self._by_fd.copy().values() if connection.relayed]:
+                tcp.tend(connection.sock)
         for row in [row for row in self._deadlines if row[0] <= now]:
             self._deadlines.remove(row)
-            _, wire, why = row
+            _, connection, why = row
             if not self._closing:
                 with self._lock:
-                    over = wire.index in self._gone
-                    if self._wires.get((wire.index, wire.epoch)) is wire:
-                        del self._wires[wire.index, wire.epoch]
-                wire.close()
+                    over = connection.index in self._gone
+                    if self._connections.get((connection.index, connection.epoch)) is connection:
+                        del self._connections[connection.index, connection.epoch]
+                connection.close()
                 if not over:
-                    self._report(wire.index, wire.epoch, wire.source, wire.target, why)
+                    self._report(connection.index, connection.epoch, connection.source, connection.target, why)
 
     def _accept(self) -> None:
         try:

@@ -16,10 +16,10 @@ from gt.worker.plane.net import collectives
 from gt.worker.plane.net.duplex import Duplex
 from gt.worker.plane.net.lane import Lane
 from gt.worker.plane.net.network import Network
+from gt.worker.plane.net.peer_connection import PeerConnection
 from gt.worker.plane.net.route import Route, routes
 from gt.worker.plane.net.stream import PairStream
 from gt.worker.plane.net.wide_team import WideTeam
-from gt.worker.plane.net.wire import Wire
 from gt.worker.plane.shm import Peer, ShmPlane, flat
 from gt.worker.process import network_links
 
@@ -205,9 +205,9 @@ class NetPlane(ShmPlane):
         """Take note of the bell's rings."""
         self._heap().listen()
 
-    def ended(self, stream: PairStream, wire: Wire, error: OSError) -> None:
+    def ended(self, stream: PairStream, connection: PeerConnection, error: OSError) -> None:
         """A connection ended while this thread used it: wait until that is certain, and why."""
-        self.network.lost(wire, error)
+        self.network.lost(connection, error)
         self.wait(lambda: False, (stream,))
 
     def _far(self, channel: Channel) -> PairStream | None:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
-from gt.worker.plane.net.wire import DATA, HEADER, MAX_HOPS, Ended, Frame, Onward, Wire
+from gt.worker.plane.net.peer_connection import DATA, HEADER, MAX_HOPS, Ended, Frame, Onward, PeerConnection
 
 PASSED_BYTES = 64 << 10  # of payload from which on a frame is passed on so: a smaller one costs less copied
 PIPE_BYTES = 1 << 20  # of a pipe, if its user may have as many: it holds a segment of a connection for each 4 KiB
@@ -37,7 +37,7 @@ class Pipe:
 
 
 class Piped:
-    """The rest of a frame's payload, in a pipe (wire.KernelBytes)."""
+    """The rest of a frame's payload, in a pipe (peer_connection.KernelBytes)."""
 
     __slots__ = ("_left", "_pipe")
 
@@ -54,9 +54,9 @@ class Piped:
 
 
 class PipeWay:
-    """A wire.Onward through a pipe."""
+    """A peer_connection.Onward through a pipe."""
 
-    def __init__(self, out: Wire) -> None:
+    def __init__(self, out: PeerConnection) -> None:
         self.out, self.left = out, 0
         self._pipe = Pipe()
         self._piped = Piped(self._pipe, 0)
@@ -84,57 +84,57 @@ class PipeWay:
         return header, self._piped
 
 
-class RelayWires(Protocol):
+class RelayConnections(Protocol):
     """The connections of this worker, which a relay uses (network.Network)."""
 
-    def onward(self, target: int) -> Wire | None:
+    def onward(self, target: int) -> PeerConnection | None:
         """The connection on the way to a worker."""
 
     def lives(self, target: int) -> bool:
         """True unless a worker is lost."""
 
-    def arm(self, wire: Wire) -> None:
+    def arm(self, connection: PeerConnection) -> None:
         """Wait in the background for what a connection is to do next."""
 
-    def lost(self, wire: Wire, error: OSError) -> None:
+    def lost(self, connection: PeerConnection, error: OSError) -> None:
         """A connection has ended."""
 
 
 class Relay:
     """Bytes that one worker passes on, in the threads that read. relayed: bytes of payload by "source>target"."""
 
-    def __init__(self, network: RelayWires, wake: Callable[[], None]) -> None:
+    def __init__(self, network: RelayConnections, wake: Callable[[], None]) -> None:
         self.relayed: Counter[str] = Counter()
         self._network, self._wake = network, wake
-        self._early: list[tuple[Wire, Frame, memoryview]] = []  # to be passed on once there is a connection
+        self._early: list[tuple[PeerConnection, Frame, memoryview]] = []  # to be passed on once there is a connection
         self._lock = threading.Lock()  # of these
 
-    def passage(self, wire: Wire, frame: Frame) -> Onward | None:
+    def passage(self, connection: PeerConnection, frame: Frame) -> Onward | None:
         """The way through a pipe of a frame for another worker, if it can take one."""
         out = self._network.onward(frame.target) if frame.kind == DATA and frame.nbytes >= PASSED_BYTES else None
         if out is None or self._lost(frame, out):
             return None
-        passage = wire.passages.get(out.index)
+        passage = connection.passages.get(out.index)
         if passage is None or passage.out is not out:
             try:
-                passage = wire.passages[out.index] = PipeWay(out)
+                passage = connection.passages[out.index] = PipeWay(out)
             except OSError:  # too few descriptors
                 return None
             out.wait_outside()
         return passage
 
-    def pass_on(self, wire: Wire, passage: Onward) -> None:
+    def pass_on(self, connection: PeerConnection, passage: Onward) -> None:
         """Pass on what is there of a frame. BlockingIOError if nothing is, or the pipe is not free."""
         out, frame = passage.out, passage.frame
         if not passage.free:
-            self._pause(wire, out)
+            self._pause(connection, out)
             raise BlockingIOError
-        header, payload = passage.take(wire.sock.fileno())
+        header, payload = passage.take(connection.sock.fileno())
         self._count(frame, len(payload))
         out.queue(header, payload)
-        self._send(wire, out, 0)
+        self._send(connection, out, 0)
 
-    def forward(self, wire: Wire, frame: Frame, whole: memoryview) -> None:
+    def forward(self, connection: PeerConnection, frame: Frame, whole: memoryview) -> None:
         """Pass on a frame that is in memory."""
         out = self._network.onward(frame.target)
         if self._lost(frame, out):
@@ -142,52 +142,52 @@ class Relay:
         if out is None:
             with self._lock:
                 if sum(len(later) for _, _, later in self._early) < MAX_EARLY_BYTES:
-                    self._early.append((wire, frame, whole))
+                    self._early.append((connection, frame, whole))
             return
         self._count(frame, frame.nbytes)
         out.queue(whole)
-        self._send(wire, out, PAUSE_BYTES)
+        self._send(connection, out, PAUSE_BYTES)
 
     def forward_early(self) -> None:
         """Pass on the frames that were here before the connection that they take."""
         if self._early:
             with self._lock:
                 early, self._early = self._early, []
-            for wire, frame, whole in early:
-                self.forward(wire, frame, whole)
+            for connection, frame, whole in early:
+                self.forward(connection, frame, whole)
 
-    def resume(self, out: Wire) -> None:
+    def resume(self, out: PeerConnection) -> None:
         """Read again the connections whose frames `out` did not take."""
         paused, out.paused = out.paused, []
-        for wire in paused:
-            wire.stalled = False
-            self._network.arm(wire)
+        for connection in paused:
+            connection.stalled = False
+            self._network.arm(connection)
         if paused:
             self._wake()
 
-    def _lost(self, frame: Frame, out: Wire | None) -> bool:
+    def _lost(self, frame: Frame, out: PeerConnection | None) -> bool:
         return not self._network.lives(frame.target) or frame.hops >= MAX_HOPS or (out is not None and out.ended)
 
     def _count(self, frame: Frame, nbytes: int) -> None:
         if nbytes:
             self.relayed[f"{frame.source}>{frame.target}"] += nbytes
 
-    def _send(self, wire: Wire, out: Wire, limit: int) -> None:
-        """Send what was queued at `out`. `wire`, from which it came, is not read while more than `limit` bytes are left."""
+    def _send(self, connection: PeerConnection, out: PeerConnection, limit: int) -> None:
+        """Send what was queued at `out`. `connection`, its source, is not read while more than `limit` bytes are left."""
         try:
             out.relay()
         except OSError as error:
             self._network.lost(out, error)
             return
         if out.relayed_bytes > limit:
-            self._pause(wire, out)
+            self._pause(connection, out)
         elif out.relayed:
             self._network.arm(out)
 
-    def _pause(self, wire: Wire, out: Wire) -> None:
+    def _pause(self, connection: PeerConnection, out: PeerConnection) -> None:
         """Read a connection no more until `out` has taken what came from it."""
-        if wire not in out.paused:
-            out.paused.append(wire)
-            wire.stalled = True
-            self._network.arm(wire)
+        if connection not in out.paused:
+            out.paused.append(connection)
+            connection.stalled = True
+            self._network.arm(connection)
         self._network.arm(out)

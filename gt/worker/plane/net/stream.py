@@ -9,7 +9,7 @@ from typing import Protocol
 from gt.worker.plane.base import Unreachable
 from gt.worker.plane.net.lane import Incoming, Lane, Outgoing, slots_of
 from gt.worker.plane.net.network import Network
-from gt.worker.plane.net.wire import CREDIT, DATA, FAIL, HEADER, JOINED, NOWAIT, Wire
+from gt.worker.plane.net.peer_connection import CREDIT, DATA, FAIL, HEADER, JOINED, NOWAIT, PeerConnection
 from gt.worker.plane.shm import Peer
 
 SMALL = 32 << 10  # bytes of a message that the waiting thread reads itself
@@ -27,7 +27,7 @@ class StreamPlane(Protocol):
     network: Network
 
     def wait(self, ready: Callable[[], bool], peers: Sequence) -> None: ...
-    def ended(self, stream: PairStream, wire: Wire, error: OSError) -> None: ...
+    def ended(self, stream: PairStream, connection: PeerConnection, error: OSError) -> None: ...
 
 
 class PairStream:
@@ -42,7 +42,7 @@ class PairStream:
         with self._lane.lock:
             self.incoming: Incoming = self._lane.incoming(key)
         self._outgoing: Outgoing = self._lane.outgoing(key, slots)
-        self._wire: Wire | None = None
+        self._connection: PeerConnection | None = None
         self._network.want(lane.index)
         self._size = 0
         self._headers: dict[int, tuple[bytes, bytes]] = {}  # by size
@@ -68,18 +68,18 @@ class PairStream:
         return self.incoming.owed >= self._keep
 
     @property
-    def wire(self) -> Wire:
+    def connection(self) -> PeerConnection:
         """The connection that the frames take; waits until it is made."""
-        wire = self._wire
-        if wire is None or wire.ended:
+        connection = self._connection
+        if connection is None or connection.ended:
             network, lane = self._network, self._lane
-            wire = network.wire(lane.index, lane.epoch)
-            if wire is None:
-                self._plane.wait(lambda: network.wire(lane.index, lane.epoch) is not None, (self,))
-                wire = network.wire(lane.index, lane.epoch)
-                assert wire is not None
-            self._wire = wire
-        return wire
+            connection = network.connection(lane.index, lane.epoch)
+            if connection is None:
+                self._plane.wait(lambda: network.connection(lane.index, lane.epoch) is not None, (self,))
+                connection = network.connection(lane.index, lane.epoch)
+                assert connection is not None
+            self._connection = connection
+        return connection
 
     def send(self, data: memoryview, total: int, note: int = 0) -> None:
         """Send bytes of a message of `total` bytes; several calls may send one message."""
@@ -96,7 +96,7 @@ class PairStream:
             if not parts:
                 self._plane.wait(lambda: self._outgoing.credit > 0, (self,))
                 continue
-            self._send(self.wire, parts, later)
+            self._send(self.connection, parts, later)
             if not data:
                 return
 
@@ -120,32 +120,32 @@ class PairStream:
 
     def _notify(self, kind: int, data: memoryview) -> None:
         """Send a frame that needs no credit."""
-        self._send(self.wire, joined(self.header(kind, len(data), 0, 0), data), AHEAD_BYTES)
+        self._send(self.connection, joined(self.header(kind, len(data), 0, 0), data), AHEAD_BYTES)
 
-    def _send(self, wire: Wire, parts: list[memoryview], later: int) -> None:
+    def _send(self, connection: PeerConnection, parts: list[memoryview], later: int) -> None:
         try:
-            wire.send(parts, self.check, later)
+            connection.send(parts, self.check, later)
         except OSError as error:
-            self._plane.ended(self, wire, error)
+            self._plane.ended(self, connection, error)
         finally:
-            if wire.relayed:
-                self._network.arm(wire)  # the background thread sends the rest
+            if connection.relayed:
+                self._network.arm(connection)  # the background thread sends the rest
 
     def send_small(self, data: memoryview, size: int) -> bool:
         """Send a message of one small frame, if nothing is in its way; else False, and nothing has changed.
 
         As `send` in much less time: a message of few bytes takes as long as the calls made for it.
         """
-        out, wire, lane = self._outgoing, self._wire, self._lane
+        out, connection, lane = self._outgoing, self._connection, self._lane
         if (
-            wire is None
+            connection is None
             or out.granted <= out.used
-            or wire.relayed
-            or wire.ended
+            or connection.relayed
+            or connection.ended
             or lane.broken
             or lane.failed
             or self.peer.gone is not None
-            or not wire.sending.acquire(False)
+            or not connection.sending.acquire(False)
         ):
             return False
         out.used += 1
@@ -155,18 +155,18 @@ class PairStream:
             else:
                 frame = self.header(DATA, size, size, 0) + data
             try:
-                sent = wire.sock.send(frame, NOWAIT)
+                sent = connection.sock.send(frame, NOWAIT)
             except BlockingIOError:
                 sent = 0
             if sent < len(frame):
-                wire.hand_back([memoryview(frame)[sent:]])
-                self._network.arm(wire)
+                connection.hand_back([memoryview(frame)[sent:]])
+                self._network.arm(connection)
             return True
         except OSError as error:
             failure = error
         finally:
-            wire.sending.release()
-        self._plane.ended(self, wire, failure)
+            connection.sending.release()
+        self._plane.ended(self, connection, failure)
         return True
 
     def receive_small(self, into: memoryview, size: int) -> bool:
@@ -174,24 +174,31 @@ class PairStream:
 
         Only from a connection that this thread has read before.
         """
-        incoming, wire, lane = self.incoming, self._wire, self._lane
-        if wire is None or not wire.owned or wire.ended or lane.broken or lane.failed or self.peer.gone is not None:
+        incoming, connection, lane = self.incoming, self._connection, self._lane
+        if (
+            connection is None
+            or not connection.owned
+            or connection.ended
+            or lane.broken
+            or lane.failed
+            or self.peer.gone is not None
+        ):
             return False
-        if not incoming.idle or not wire.reading.acquire(False):
+        if not incoming.idle or not connection.reading.acquire(False):
             return False
         credit = -1
         try:
-            wire.touched = True
-            if wire.owned:
-                credit = wire.read_one((self._headers.get(size) or self._remember(size))[1], into, size)
+            connection.touched = True
+            if connection.owned:
+                credit = connection.read_one((self._headers.get(size) or self._remember(size))[1], into, size)
                 if credit < 0:
-                    wire.deal()
+                    connection.deal()
         except BlockingIOError:
             pass
         except (OSError, ValueError) as error:
-            self._network.lost(wire, error)
+            self._network.lost(connection, error)
         finally:
-            wire.reading.release()
+            connection.reading.release()
         if credit < 0:
             return False
         incoming.owed += 1  # no message is posted, so no other thread writes it
@@ -237,10 +244,10 @@ class PairStream:
         if ready():
             return
         network, lane = self._network, self._lane
-        wire = self._wire if self._wire is not None else network.wire(lane.index, lane.epoch)
-        if wire is not None:
-            self._wire = wire
-            while network.read(wire, lambda: ready() or self.failing, self._size > SMALL) and not ready():
+        connection = self._connection if self._connection is not None else network.connection(lane.index, lane.epoch)
+        if connection is not None:
+            self._connection = connection
+            while network.read(connection, lambda: ready() or self.failing, self._size > SMALL) and not ready():
                 self.check()
         if not ready():
             self._plane.wait(ready, (self,))

@@ -63,7 +63,7 @@ Part: TypeAlias = memoryview | KernelBytes
 class Onward(Protocol):
     """A way from one connection to `out`, for one frame after the other. left: bytes of the frame that have not arrived."""
 
-    out: Wire
+    out: PeerConnection
     left: int
 
     @property
@@ -82,21 +82,21 @@ class Onward(Protocol):
 
 
 class Sink(Protocol):
-    """The receiver of a wire's frames."""
+    """The receiver of a connection's frames."""
 
-    def passage(self, wire: Wire, frame: Frame) -> Onward | None:
+    def passage(self, connection: PeerConnection, frame: Frame) -> Onward | None:
         """The way of a large frame that is not for this worker, if its bytes may stay in the kernel."""
 
-    def pass_on(self, wire: Wire, passage: Onward) -> None:
+    def pass_on(self, connection: PeerConnection, passage: Onward) -> None:
         """Pass on what is there. BlockingIOError if that is nothing, or nothing can be passed on now."""
 
-    def begin(self, wire: Wire, frame: Frame) -> memoryview:
+    def begin(self, connection: PeerConnection, frame: Frame) -> memoryview:
         """Memory for the payload."""
 
-    def arrived(self, wire: Wire, count: int) -> None:
+    def arrived(self, connection: PeerConnection, count: int) -> None:
         """So many bytes more of the payload are there."""
 
-    def end(self, wire: Wire, frame: Frame, payload: memoryview) -> None:
+    def end(self, connection: PeerConnection, frame: Frame, payload: memoryview) -> None:
         """The payload is there."""
 
 
@@ -104,7 +104,7 @@ class Ended(OSError):
     """The other end has ended the connection."""
 
 
-class Wire:
+class PeerConnection:
     def __init__(self, sock: socket.socket, index: int, epoch: int, source: str, target: str, sink: Sink) -> None:
         self.sock, self.index, self.epoch = sock, index, epoch  # the worker at the other end
         self.source, self.target = source, target  # addresses
@@ -124,7 +124,7 @@ class Wire:
         self.relayed: deque[Part] = deque()  # rest of frames to be passed on
         self.relayed_bytes = 0
         self._counting = threading.Lock()
-        self.paused: list[Wire] = []  # wires that are not read until these are sent
+        self.paused: list[PeerConnection] = []  # connections that are not read until these are sent
         self.stalled = False  # it is one of them
         self.ended = False
         self._sink = sink
