@@ -55,7 +55,6 @@ log = logging.getLogger("gt.client")
 
 MAX_WAITING_BATCHES = 8  # for the server's credit; then wait_credit blocks
 TICK_SECONDS = 0.5  # between two looks at a wait that shows a bar
-FEW_CORES = 2  # fewer than a program, a dispatcher and a worker that all have work
 ROOM_SECONDS = 0.25  # until a wait for room becomes a wait for all workers
 FIRST_NOTICE_SECONDS = 3.0  # without an answer; then a warning tells the user
 WELCOME_SECONDS = 45.0  # for a server that is up: it waits for the workers that the config names
@@ -137,8 +136,6 @@ class Session:
         self.groups: list[str] = welcome.groups
         self.number: int = welcome.session
         self._beside = bool(liveness.home()) and liveness.home() in welcome.process[1:]  # the dispatcher has this host's clock
-        # Early batches then delay this program by as much as they save, or more
-        self.shares_cores = self._beside and len(os.sched_getaffinity(0)) <= FEW_CORES
         self._arenas.session = welcome.session
         self.library_ops = library_schemas(welcome.ops)
         _open.add(self)

@@ -35,13 +35,15 @@ class Watcher:
             self._stream, self._start = RecordStream(ground.address, ground.token, 0.1), ground.starts
             self._seen = time.monotonic()
         try:
-            rows = self._stream.next(BLIND)
+            rows = self._stream.take(BLIND)
         except GTError as error:
             self.stop()
             return [] if deaths else [Sign("observer lost", str(error)[:60], str(error))]
         now = time.monotonic()
         self.slowest, self._seen = max(self.slowest, now - self._seen), now
         self.views += 1
+        if rows is None:
+            return [Sign("observer blind", "no records", f"a running server has sent no records for {BLIND:g} s")]
         return [] if rows else [Sign("observer blind", "no rows", "the records of a running server are empty")]
 
     def stop(self) -> None:

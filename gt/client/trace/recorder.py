@@ -20,7 +20,6 @@ from gt.logs import sendable
 from gt.wire.signals import uninterrupted
 
 MIN_BATCH_NUMBERS, MAX_BATCH_NUMBERS = 80, 1400  # in the buffer: about 15 and 256 ops
-SHARED_BATCH_NUMBERS = 640  # at least, where an early batch takes the core of the thread that records: about 120 ops
 MAX_BATCH_UPLOAD_BYTES = 16 << 20  # in a batch, which is then handed over
 MAX_HELD_BATCHES = 8  # joined in one while execution of a call is deferred: no worker waits, and credit lasts longer
 MAX_FREED_PER_BATCH = 1 << 15  # tensors
@@ -39,8 +38,7 @@ class Recorder:
         self.library_ops: Schemas = getattr(session, "library_ops", {})  # that the workers have
         self.first = self.new_id()  # tensors of sessions before this one have lower ids
         self.code: list = []
-        self._least = SHARED_BATCH_NUMBERS if getattr(session, "shares_cores", False) else MIN_BATCH_NUMBERS
-        self.batch = self._least  # numbers before the hand-over; few while workers are idle and would wait for all
+        self.batch = MIN_BATCH_NUMBERS  # numbers before the hand-over; few while workers are idle and would wait for all
         self.live_tensors = LiveTensors()
         self.ops = 0
         self.uploaded = UploadedValues()
@@ -136,7 +134,7 @@ class Recorder:
     def note_wait(self) -> None:
         """Count a wait for a value. Workers are idle after it, so batches begin small again."""
         self.fetches += 1
-        self.batch = self._least
+        self.batch = MIN_BATCH_NUMBERS
 
     def flush_ops(self, asks: bool = False) -> None:
         """Hand over all recorded ops. Ids that have ended are freed with the next batch. asks: see Session.submit."""

@@ -80,21 +80,3 @@ def test_a_wait_for_credit_that_is_interrupted_hands_over_what_was_recorded() ->
     with pytest.raises(KeyboardInterrupt):
         recorder.flush()
     assert interrupts == [1] and not recorder.code
-
-
-@pytest.mark.parametrize(("shares_cores", "batches"), [(False, 2), (True, 0)])
-def test_processes_on_few_cores_get_their_first_batch_later(shares_cores, batches) -> None:
-    """After a wait too: an early batch would run on the core of the thread that records."""
-    session = Session()
-    session.let.set()
-    session.shares_cores = shares_cores  # type: ignore[attr-defined]
-    recorder = Recorder(session, lambda: None)
-    for _ in range(3):
-        session.taken.clear()
-        for _ in range(100):
-            recorder.code.extend((20, 1, 7, 8, 9))
-            if len(recorder.code) > recorder.batch:
-                recorder.end_batch()
-        assert len(session.taken) == batches
-        recorder.flush_ops()
-        recorder.note_wait()
