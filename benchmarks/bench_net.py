@@ -29,6 +29,7 @@ from machine import tell  # noqa: E402
 
 from gt.ir.heap import BUFFER_BYTES, SLOT_BYTES, SLOTS  # noqa: E402
 from gt.wire.liveness import home  # noqa: E402
+from gt.wire.process_settings import keep_freed  # noqa: E402
 from tests.system.hosts.lab import Lab, why_not  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -46,6 +47,7 @@ def side(order: dict[str, Any]) -> None:
     In turn, so that what else the machine does delays all of them alike. Figures: median seconds of a step, and the
     process's CPU seconds of one, of threads too.
     """
+    keep_freed()  # as a worker does
     means = {by: {"net": net, "tcp": tcp, "gloo": gloo}[by](order) for by in order["by"]}
     say({by: next(mean) for by, mean in means.items()})
     rows = json.loads(sys.stdin.readline())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from gt.config.load import check_workers, load
 from gt.config.registry import source
 from gt.errors import ConfigError, ProgramError, SystemFailure
 from gt.launch import machine
+from gt.logs import private_file
 
 if TYPE_CHECKING:
     from gt.observe.plan import Plan
@@ -70,9 +72,9 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
 ) -> None:
     """Connect to the dispatcher at "host:port". Ops run there from now on; an open session ends.
 
-    address: "env" joins the job of torchrun, srun, mpirun or Kubernetes that has started this process: rank 0 starts the server
-        and goes on as the program, and a process of another rank becomes a worker here and never returns. Without a launcher
-        this is gt.gpu_workers of all GPUs. "" for `ssh`.
+    address: "env" joins the job of torchrun, srun, mpirun or Kubernetes that has started this process. Rank 0 starts the server
+        and goes on as the program. A process of another rank becomes a worker here and never returns. Without a launcher this
+        is gt.gpu_workers of all GPUs. "" for `ssh`.
     config: the signal groups: path of the YAML, gt:NAME of a ready config, YAML text, or a dict of the same form. None for
         GT_CONFIG and the groups of gt.register_config, "" for no groups.
     token: the server's secret; GT_TOKEN if None.
@@ -144,13 +146,13 @@ def _connect_job(address: str, ssh: Sequence[str] | None, config: Config, settin
         shutdown()
         _Started.local = job.start_hosts(hosts, job.Reach(), shape_inference.warm)
     elif _job() is None:
-        at = job.place()
-        if at.rank:
-            job.work(at)
-        if not at.launcher:
+        place = job.place()
+        if place.rank:
+            job.work(place)
+        if not place.launcher:
             log.warning("gt.connect('env') found no launcher's variables, so this program starts workers on this machine")
         shutdown()
-        _Started.local = job.start(at, shape_inference.warm)
+        _Started.local = job.start(place, shape_inference.warm)
     running = _job()
     assert running is not None
     check_workers(groups, [f"w{i}" for i in range(running.workers)])
@@ -313,7 +315,8 @@ def stats() -> dict[str, Any]:
     recorder = current_session.current()
     recorder.flush()
     counters = recorder.session.stats()
-    client = {"ops": recorder.ops, **counters.get("client", {}), "fetches": recorder.fetches}
+    reads = {"fetches": recorder.fetches, "known_reads": recorder.values.answered}
+    client = {"ops": recorder.ops, **counters.get("client", {}), **reads}
     return {**counters, "client": client}
 
 
@@ -354,7 +357,8 @@ def trace_replay(path: str | Path) -> dict[str, Any]:
 
     torch_remote.synchronize()
     events = timeline.chrome(stats())
-    Path(path).write_text(json.dumps(events))
+    with os.fdopen(private_file(path), "w", encoding="utf-8") as out:
+        json.dump(events, out)
     return events["otherData"]
 
 
@@ -387,10 +391,11 @@ def plan(fn: Callable, *args: Any, workers: int = 0, config: Config = None) -> P
 
 
 @contextmanager
-def planning(workers: int = 0, config: Config = None) -> Iterator[Callable[[str], Plan]]:
+def planning(workers: int = 0, config: Config = None, about: Sequence[dict[str, Any]] = ()) -> Iterator[Callable[[str], Plan]]:
     """Inside, functions that connect or start workers open a session that only plans.
 
-    Yields a function of a title, which returns the plan after the context has ended.
+    about: of each worker the facts of its host, see Dry. Yields a function of a title, which returns the plan after the
+    context has ended.
     """
     from gt.client.groups import tensor_roles
     from gt.observe.dry_run import Dry
@@ -403,7 +408,7 @@ def planning(workers: int = 0, config: Config = None) -> Iterator[Callable[[str]
     def begin(asked: Config, wanted: int) -> None:
         text, path = config_of(asked if config is None else config)
         device_.register()
-        sessions.append(Dry(text, path, workers or wanted or workers_named((text, path)) or 1))
+        sessions.append(Dry(text, path, len(about) or workers or wanted or workers_named((text, path)) or 1, about))
         sessions[-1].tick = ticks[-1]
         sessions[-1].living = lambda: list(tensor_roles.weights(weight_names()))
         current_session.connect(sessions[-1], text, path)
@@ -460,10 +465,10 @@ def dtype_of(dtype: Any) -> Any:
         dtype = np.dtype(dtype).name
     if not isinstance(dtype, str):
         return dtype
-    found = getattr(torch, dtype.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    attribute = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(attribute, torch.dtype):
         raise ValueError(f"dtype is {dtype!r}, want a torch dtype or its name, such as 'float32' or 'int64'")
-    return found
+    return attribute
 
 
 def _remote(factory: Factory) -> Factory:

@@ -13,6 +13,8 @@ from gt.errors import ConfigError
 
 @dataclass(frozen=True)
 class Variable:
+    """An environment variable. default: its text where it is not set; help: its line in `gt env` and docs/environment.md."""
+
     name: str
     default: str
     help: str

@@ -12,11 +12,13 @@ import re
 import select
 import stat
 import sys
+from pathlib import Path
 
 from gt import env
 
 PARTS = {"client": "GT_DEBUG_CLIENT", "dispatcher": "GT_DEBUG_DISPATCHER", "worker": "GT_DEBUG_WORKER"}
 
+OWNER_ONLY = 0o600  # mode of files that GT writes about programs
 MAX_TEXT_CHARACTERS = 2000  # of one logged text
 # Control characters, line ends of Unicode, and marks that reverse the direction of text
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069\ufeff]")
@@ -31,6 +33,14 @@ def plain(text: str, most: int = MAX_TEXT_CHARACTERS) -> str:
 def sendable(text: str, most: int = MAX_TEXT_CHARACTERS) -> str:
     """A plain text that has a form in UTF-8: bytes of a file's name that have none are escapes."""
     return plain(text, most).encode("utf-8", "backslashreplace").decode()
+
+
+def private_file(path: str | Path) -> int:
+    """A descriptor of a file to write, emptied: a new one is readable by its owner alone, from its first byte on.
+
+    It tells of a program's lines, shapes and values. A file that exists keeps the rights that its owner gave it.
+    """
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOCTTY | os.O_CLOEXEC, OWNER_ONLY)
 
 
 class Sparse:

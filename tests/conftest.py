@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from tests.helpers.processes import MARK, of_the_server, started, wait_until
 
 WORKERS = 8
 os.environ[MARK] = uuid.uuid4().hex  # each process of xdist has its own
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has it ignored in what it starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # An example that takes long is the machine's or a collection's matter
 hypothesis.settings.register_profile("gt", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("gt")

@@ -1,7 +1,7 @@
 """Writes the pictures of docs/observe.md: `python -m tools.dashboard_pictures [FOLDER]`. Needs chromium; takes a minute or two.
 
 The tuning demo trains on eight CPU workers, the page is opened in a headless browser, and each panel is cut out of it.
-Errors are of a program that reads beyond a tensor, and of a worker that is killed; `--only errors` makes their picture alone.
+Errors are of a program that reads beyond a tensor, and of a worker that is killed; `--only errors` makes their pictures alone.
 """
 
 from __future__ import annotations
@@ -95,19 +95,19 @@ def pictures(browser: Browser, folder: Path) -> None:
         cut_out(browser, panel, folder)
 
 
-def cut_out(browser: Browser, panel: str, folder: Path) -> None:
-    """The picture of one panel. Charts are drawn when they are in sight."""
+def cut_out(browser: Browser, panel: str, folder: Path, name: str = "") -> None:
+    """The picture of one panel, by its name or another. Charts are drawn when they are in sight."""
     browser.run(f"document.getElementById('{panel}').scrollIntoView()")
     browser.wait(SHARP)
     box = browser.run(
         f"(() => {{ const b = document.getElementById('{panel}').getBoundingClientRect();"
         " return {x: b.x + scrollX, y: b.y + scrollY, width: b.width, height: b.height}; })()"
     )
-    browser.screenshot(folder / f"dashboard_{panel}.png", clip={**box, "height": min(box["height"], MAX_HEIGHT)})
+    browser.screenshot(folder / f"dashboard_{name or panel}.png", clip={**box, "height": min(box["height"], MAX_HEIGHT)})
 
 
 def errors(browser: Browser, folder: Path) -> None:
-    """The panel of errors, of a server with two workers."""
+    """The panels of errors and workers, of a server with two workers of which one is killed."""
     with server(2) as (address, link, processes), tempfile.TemporaryDirectory() as sources:
         source = Path(sources) / "evaluate.py"
         source.write_text(FAILING)
@@ -121,6 +121,8 @@ def errors(browser: Browser, folder: Path) -> None:
             processes[-1].kill()
             browser.wait("document.getElementById('errors').innerText.includes('is lost')", 60)
             cut_out(browser, "errors", folder)
+            browser.wait("document.getElementById('workers').innerText.includes('lost')", 60)
+            cut_out(browser, "workers", folder, "lost")
         finally:
             program.communicate()
 
@@ -128,7 +130,7 @@ def errors(browser: Browser, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs" / "pictures")
-    parser.add_argument("--only", choices=("errors",), help="make this picture alone")
+    parser.add_argument("--only", choices=("errors",), help="make these pictures alone")
     given = parser.parse_args()
     folder = given.folder
     folder.mkdir(parents=True, exist_ok=True)

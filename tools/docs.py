@@ -1,6 +1,6 @@
 """Writes the generated pages of docs/, and configs/schema.json: `python -m tools.docs` (or `make docs`).
 
-protocol.md is made from gt/wire/messages.py and gt/ir/instr.py, environment.md from gt/env.py, and ops.md from runs of
+protocol.md is made from gt/wire/messages/ and gt/ir/instr.py, environment.md from gt/env.py, and ops.md from runs of
 tests.conformance. A test compares the pages with their sources.
 """
 
@@ -17,6 +17,7 @@ from gt import env
 from gt.config import json_schema
 from gt.ir import instr
 from gt.wire import link, messages
+from gt.wire.messages import clients, handshake, observers, workers
 from tools import ops_page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,9 +102,9 @@ CHUNK is {chunk} MiB. The number behind a message's name is its code. Four rules
 
 def protocol() -> str:
     shown = [f"## {title}\n" + "".join(message(cls) for cls in found) for title, found in sections()]
-    return MADE.format(source="gt/wire/messages.py and gt/ir/instr.py") + PROTOCOL.format(
+    return MADE.format(source="gt/wire/messages/ and gt/ir/instr.py") + PROTOCOL.format(
         version=messages.VERSION,
-        body=messages.MAX_BODY >> 20,
+        body=messages.MAX_BODY_BYTES >> 20,
         chunk=messages.CHUNK >> 20,
         about=unwrapped(messages.__doc__),
         roles=table(("peer", "may send, after Hello", "may get"), list(roles())),
@@ -137,9 +138,9 @@ def listed(kinds: frozenset[type[messages.Message]]) -> str:
 
 
 def sections() -> list[tuple[str, list[type[messages.Message]]]]:
-    """(heading, messages) in the order of the source, headings being its `# ---- x` lines."""
+    """(heading, messages) in the order of the sources, headings being their `# ---- x` lines."""
     found: list[tuple[str, list[type[messages.Message]]]] = []
-    for line in inspect.getsource(messages).splitlines():
+    for line in "".join(map(inspect.getsource, (handshake, clients, workers, observers))).splitlines():
         if line.startswith("# ---- "):
             found.append((line.removeprefix("# ---- "), []))
         elif (name := re.match(r"class (\w+)\(Message\)", line)) is not None:

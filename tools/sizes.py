@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE_LINES, FUNCTION_LINES = 600, 60
-ALLOWED = {"files": 1, "functions": 0}  # how many may be over the limits: gt/wire/messages.py, one table of messages
+ALLOWED = {"files": 0, "functions": 0}  # how many may be over the limits
 
 
 def functions(path: Path) -> Iterator[tuple[str, int, int]]:

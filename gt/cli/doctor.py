@@ -86,7 +86,7 @@ def _torch() -> str:
     except Exception as error:
         raise RuntimeError(f"{installed} cannot be imported: {type(error).__name__}: {error}; install it again") from None
     if doubt := machine.untested(installed):
-        raise (RuntimeError if machine.release(installed) < machine.TESTED_TORCH[0] else Doubt)(doubt)
+        raise (RuntimeError if machine.version_of(installed) < machine.TESTED_TORCH[0] else Doubt)(doubt)
     return installed
 
 

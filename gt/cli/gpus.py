@@ -18,8 +18,8 @@ from gt import env
 GIB = 1 << 30
 QUERY = ("index", "name", "memory.total", "memory.used", "compute_cap", "driver_version", "utilization.gpu")
 SLOW = 20.0  # GB/s: less than any NVLink, about that of PCIe
-PATIENCE = 300.0  # seconds for workers to start, train and transfer
-EXERCISED = 256 << 20  # bytes of a transferred tensor
+PATIENCE_SECONDS = 300.0  # seconds for workers to start, train and transfer
+EXERCISED_BYTES = 256 << 20  # bytes of a transferred tensor
 # settings for other NVSHMEM programs that a GT worker must not inherit
 FOREIGN = ("NVSHMEM_BOOTSTRAP", "NVSHMEM_REMOTE_TRANSPORT")
 
@@ -52,7 +52,7 @@ def smi(*args: str) -> str:
     return done.stdout
 
 
-def child(*args: str, patience: float = PATIENCE) -> list[str]:
+def child(*args: str, patience: float = PATIENCE_SECONDS) -> list[str]:
     """Output lines of `python -m gt.cli.exercise ...`, in a process of its own, which CUDA may crash or hang."""
     root = str(Path(__file__).parents[2])
     command = [sys.executable, "-m", "gt.cli.exercise", *args]
@@ -122,7 +122,7 @@ def checks(visible: bool) -> Iterator[Row]:
 def _work(usable: int) -> Iterator[Row]:
     """Run GT's own workers on `usable` GPUs."""
     linked = _linked()
-    for line in child(str(usable), str(EXERCISED)):
+    for line in child(str(usable), str(EXERCISED_BYTES)):
         name, good, text = json.loads(line)
         rate = float(text.partition(" GB/s")[0].rpartition(" ")[2]) if good and name.startswith("put") else SLOW
         if rate < SLOW and linked:

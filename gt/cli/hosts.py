@@ -32,6 +32,7 @@ Pairs = Mapping[tuple[int, int], Sequence[Mapping[str, Any]]]  # (from, to) -> a
 OK, NOTE, FAILS = "ok", "note", "fails"
 ANSWER_SECONDS, WORK_SECONDS = 60.0, 540.0
 CLOCK_SECONDS = 5.0
+MAX_ADDRESSES = 8  # of a host that another tries
 MIB, GIB = 1 << 20, 1 << 30
 MEETING = "/doctor"  # the key of its port, behind the job's
 ROUTED = (2, 30)  # the first NCCL whose subnet-aware routing pairs the right devices of a mesh
@@ -135,6 +136,24 @@ def main(hosts: Sequence[ssh.HostEntry], command: Sequence[str], python: str, mo
         return finish(report, options, most, known)
 
 
+def described_workers(hosts: Sequence[ssh.HostEntry], command: Sequence[str], python: str) -> list[dict[str, Any]]:
+    """The description of its host that each worker of these hosts would give the dispatcher, in the order of its index.
+
+    SystemFailure if a host does not answer.
+    """
+    found: list[dict[str, Any]] = []
+    for host in hosts:
+        agent = StartedAgent(host, command, python)
+        try:
+            about = asked(agent)
+        finally:
+            agent.close()
+        workers = host.slots or max(1, about["gpus"])
+        row = {"host": host.name, "home": about["home"], "port": 1, **about["network"]}
+        found += [{**row, "rank": len(found) + n} for n in range(workers)]
+    return found
+
+
 def in_job(most: int) -> int:
     """The same within a launcher's job: rank 0 prints the checks, and the other processes answer it."""
     at = job.place()
@@ -213,13 +232,14 @@ def finish(report: Checklist, options: Sequence[str], most: int, known: Sequence
 
 
 def measured(agents: Sequence[Agent], known: Sequence[Facts]) -> dict[tuple[int, int], list[dict[str, Any]]]:
-    """Attempts from each host to each other: at the addresses of common subnets, else at all of its addresses."""
+    """Attempts from each host to each other: at addresses of common subnets, else at all of its subnets, one of each device."""
     token = secrets.token_hex(16)
     ports = [agent.ask(do="listen", token=token)["port"] for agent in agents]
     found: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for a, b in itertools.permutations(range(len(agents)), 2):
         common = [theirs for _, theirs in subnets(known[a], known[b])]
-        for link in common or known[b]["links"]:
+        tried = {(link[2], _network(link)): link for link in reversed(common or known[b]["links"])}
+        for link in list(reversed(tried.values()))[:MAX_ADDRESSES]:
             attempt = agents[a].ask(do="connect", address=link[0], port=ports[b], token=token)
             found.setdefault((a, b), []).append({"address": link[0], "device": link[2], "common": bool(common), **attempt})
     return found
@@ -237,8 +257,8 @@ def subnets(one: Facts, other: Facts) -> list[tuple[list[Any], list[Any]]]:
     return [(a, b) for a in one["links"] for b in other["links"] if a[0] != b[0] and _network(a) == _network(b)]
 
 
-def _network(link: Sequence[Any]) -> ipaddress.IPv4Network:
-    return ipaddress.IPv4Network(f"{link[0]}/{link[1]}", strict=False)
+def _network(link: Sequence[Any]) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    return ipaddress.ip_network(f"{link[0]}/{link[1]}", strict=False)
 
 
 # ---- rows
@@ -287,7 +307,8 @@ def judge_links(names: Sequence[str], known: Sequence[Facts], pairs: Pairs) -> I
         forth, back = pairs.get((a, b), ()), pairs.get((b, a), ())
         if (a, b) in good and (b, a) in good:
             broken = [attempt for attempt in (*forth, *back) if attempt["common"] and "error" in attempt]
-            text = f"{_best(forth)} there, {_best(back)} back"
+            routed = "" if any(attempt["common"] for attempt in (*forth, *back)) else "routed: "
+            text = f"{routed}{_best(forth)} there, {_best(back)} back"
             if broken:
                 yield NOTE, what, f"{text}; {broken[0]['address']} on {broken[0]['device']}: {_cure(broken[0])}"
             else:
@@ -380,7 +401,7 @@ def _plugins(names: Sequence[str], known: Sequence[Facts]) -> Iterator[Row]:
     paths = {about["plugin"]["path"] for about in known}
     if paths == {""}:
         mesh = any(len(subnets(a, b)) == 1 and a["rdma"] and b["rdma"] for a, b in itertools.combinations(known, 2))
-        old = [name for name, about in zip(names, known) if machine.release(about["versions"].get("nccl", "")) < ROUTED]
+        old = [name for name, about in zip(names, known) if machine.version_of(about["versions"].get("nccl", "")) < ROUTED]
         if mesh and len(known) > 2 and old:
             todo = "set NCCL_IB_SUBNET_AWARE_ROUTING=1 with NCCL 2.30 or later, or NCCL_NET_PLUGIN to a plugin for meshes"
             yield FAILS, "plugin", f"RDMA devices in several subnets, and NCCL before 2.30 on {', '.join(old)}: {todo}"

@@ -20,7 +20,7 @@ from gt.wire.records import Record
 from gt.wire.socket import port, written
 
 NO_CLIENT = "gt metrics: prometheus_client is not installed: pip install prometheus-client"
-INTERVAL = 1.0  # seconds between two Records
+INTERVAL_SECONDS = 1.0  # seconds between two Records
 RETRY_SECONDS = 2.0  # after the link has ended
 
 
@@ -34,7 +34,7 @@ def main(args: list[str], text: str) -> int:
     except ImportError:
         sys.stderr.write(NO_CLIENT + "\n")
         return 1
-    return observing.observe("gt metrics", given, INTERVAL, lambda stream: _serve(stream, given))
+    return observing.observe("gt metrics", given, INTERVAL_SECONDS, lambda stream: _serve(stream, given))
 
 
 def _serve(stream: RecordStream, given: argparse.Namespace) -> int:
@@ -68,7 +68,7 @@ def _again(address: str, given: argparse.Namespace, why: str) -> RecordStream:
             sys.stderr.write(f"gt metrics: {why}; it tries again, and serves gt_server_up 0 meanwhile\n")
             why = ""
         with contextlib.suppress(GTError, OSError):
-            return RecordStream(address, observing.token(given.token_file), INTERVAL)
+            return RecordStream(address, observing.token(given.token_file), INTERVAL_SECONDS)
 
 
 def _handler(collector: StateCollector, host: str) -> type[BoundedHandler]:

@@ -8,9 +8,10 @@ import runpy
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from gt.cli.compare import compare
-from gt.errors import GTError
+from gt.errors import ConfigError, GTError
 
 
 def main(args: list[str], text: str) -> int:
@@ -19,6 +20,10 @@ def main(args: list[str], text: str) -> int:
     parser.add_argument(
         "--config", action="append", help="YAML of signal groups; default: the script's, or GT_CONFIG; several are compared"
     )
+    parser.add_argument("--hosts", metavar="H,H", help="plan for workers on these hosts, h0,h1:4; show the ways between them")
+    parser.add_argument("--hostfile", help="the same from a file of lines `host slots=N`")
+    parser.add_argument("--ssh", default="", help="command that reaches a host; default: ssh with BatchMode")
+    parser.add_argument("--python", default="", help="interpreter on the hosts; default: the path of this one")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     takes_script(parser)
     options = parser.parse_args(args)
@@ -31,11 +36,14 @@ def main(args: list[str], text: str) -> int:
     make_device()
 
     configs = options.config or []
-    if len(configs) > 1:
+    if len(configs) > 1 and not (options.hosts or options.hostfile):
         return compare(configs, options.workers, options.script, options.args, options.json)
     try:
+        about = _workers_of_hosts(options)
+        if len(configs) > 1 or (about and options.workers):
+            raise ConfigError("--hosts takes one --config, and no --workers: h0:4 has four")
         print(f"gt plan: no op is executed: every value that {options.script} reads, such as a loss, is 0", file=sys.stderr)
-        with planning(options.workers, configs[0] if configs else None) as finish:
+        with planning(options.workers, configs[0] if configs else None, about) as finish:
             code = run(options.script, options.args)
         if code:
             why = ": a check of values, which are 0 here, may be the reason" if code == 1 else ""
@@ -50,6 +58,17 @@ def main(args: list[str], text: str) -> int:
         return 1
     print(plan.json() if options.json else plan, end="\n" if options.json else "")
     return 0
+
+
+def _workers_of_hosts(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Descriptions of their hosts by the workers of --hosts or --hostfile, [] without these options."""
+    if not (given.hosts or given.hostfile):
+        return []
+    from gt.cli import hosts
+    from gt.launch import ssh
+
+    known = ssh.read_hostfile(given.hostfile) if given.hostfile else ssh.entries(given.hosts.split(","))
+    return hosts.described_workers(known, given.ssh.split() or ssh.SSH, given.python)
 
 
 def takes_script(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import select
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,8 +20,8 @@ from gt.observe import top_view
 from gt.observe.live_view import LiveView
 from gt.observe.record_stream import ANSWER_SECONDS, RecordStream
 
-KEYS = "keys: s sorts workers, 0-9 shows one session, a all, q ends"
-SHORT_KEYS = "s sort, 0-9 session, a all, q end"
+KEYS = "keys: s sorts workers, 0-9 shows one session, n the next, a all, q ends"
+SHORT_KEYS = "s sort, 0-9 n session, a all, q end"
 KEY_SECONDS = 0.2  # until a key is noticed, at most
 NO_RICH = "gt top: the live view needs rich: pip install rich; this is the view of one moment, as with --once"
 
@@ -90,7 +90,9 @@ def _live(stream: RecordStream, view: LiveView, given: argparse.Namespace) -> in
             for key in keys:
                 if key == "q":
                     return 0
-                order, session = after_key(key, order, session)
+                order, session = after_key(key, order, session, _numbers(state if news is None else news))
+            if _another(state, news):
+                session = -1  # its sessions have the same numbers
             state, frame = state if news is None else news, (order, session, following.problem, *live.console.size)
             if news is not None or frame != drawn:
                 live.update(Text("\n".join(_screen(state, *frame)), no_wrap=True), refresh=True)
@@ -147,13 +149,24 @@ class Following:
         self._stream = RecordStream(self._stream.address, token, self._given.interval)
 
 
-def after_key(key: str, order: str, session: int) -> tuple[str, int]:
-    """Order and session that are shown after a key."""
+def _numbers(state: dict[str, Any] | None) -> list[int]:
+    return [] if state is None else sorted(session["number"] for session in state["sessions"])
+
+
+def _another(state: dict[str, Any] | None, news: dict[str, Any] | None) -> bool:
+    """True if the news are of another server than the state before."""
+    return state is not None and news is not None and state["server"].get("life") != news["server"].get("life")
+
+
+def after_key(key: str, order: str, session: int, numbers: Sequence[int] = ()) -> tuple[str, int]:
+    """Order and session that are shown after a key. numbers: of all sessions, ascending; after the last come all again."""
     if key == "s":
         orders = list(top_view.ORDERS)
         return orders[(orders.index(order) + 1) % len(orders)], session
     if key == "a":
         return order, -1
+    if key == "n":
+        return order, next((number for number in numbers if number > session), -1)
     return order, int(key) if key.isascii() and key.isdigit() else session
 
 

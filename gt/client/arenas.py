@@ -7,6 +7,7 @@ uses two or three blocks in turn. Their pages are allocated already, mapped by t
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from bisect import insort
 from collections.abc import Callable
@@ -157,7 +158,8 @@ class ClientArenas:
                 self._returned.append(self._numbers)
             number = self._returned.pop()
             self._files.add(number)
-            self.send(OfferFile(number, self._owner.arena.number, fd, nbytes, write))
+            name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+            self.send(OfferFile(number, self._owner.arena.number, fd, nbytes, write, name))
             return number
 
     def take_back(self, number: int) -> None:
@@ -174,7 +176,7 @@ class ClientArenas:
         """True if so many bytes more are to wait for workers."""
         return self.used - self._settled + nbytes > max(IN_FLIGHT_BYTES, 3 * nbytes)
 
-    def settle(self) -> None:
+    def reclaim(self) -> None:
         """Workers have done all that they were sent: blocks still in use are of tensors that nothing has used yet."""
         self._settled = self.used
 

@@ -12,7 +12,7 @@ from gt.client import current_session
 from gt.logs import sendable
 from gt.wire.messages import MAX_VALUES
 
-PAUSE = 0.5  # seconds between two messages: reading a remote value waits for it
+PAUSE_SECONDS = 0.5  # seconds between two messages: reading a remote value waits for it
 MAX_NAME_CHARACTERS = 64
 
 
@@ -46,7 +46,7 @@ def log(**values: Any) -> None:
     _Log.steps += 1
     if getattr(session, "watched", False) and time.monotonic() >= _Log.next:
         session.log(_Log.steps, {sendable(name)[:MAX_NAME_CHARACTERS]: _number(value) for name, value in values.items()})
-        _Log.next = time.monotonic() + PAUSE
+        _Log.next = time.monotonic() + PAUSE_SECONDS
 
 
 def _number(value: float | torch.Tensor) -> float:

@@ -55,6 +55,7 @@ log = logging.getLogger("gt.client")
 
 MAX_WAITING_BATCHES = 8  # for the server's credit; then wait_credit blocks
 TICK_SECONDS = 0.5  # between two looks at a wait that shows a bar
+FEW_CORES = 2  # fewer than a program, a dispatcher and a worker that all have work
 ROOM_SECONDS = 0.25  # until a wait for room becomes a wait for all workers
 FIRST_NOTICE_SECONDS = 3.0  # without an answer; then a warning tells the user
 WELCOME_SECONDS = 45.0  # for a server that is up: it waits for the workers that the config names
@@ -114,6 +115,7 @@ class Session:
         self._room = threading.Condition()
         self._window = link.Window(0)
         self._deferred_error: GTError | None = None  # raised by the next wait
+        self.interrupts = 0  # each may have dropped ops that were submitted
         self._last_unsolicited: GTError | None = None  # the last error that answers no request
         self._last_notice = ""  # why there is no Welcome yet
         self._notice_count = 0  # received before the Welcome
@@ -136,6 +138,9 @@ class Session:
         self.groups: list[str] = welcome.groups
         self.number: int = welcome.session
         self._beside = bool(liveness.home()) and liveness.home() in welcome.process[1:]  # the dispatcher has this host's clock
+        # Early batches then delay this program by as much as they save, or more
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.shares_cores = self._beside and cores <= FEW_CORES
         self._arenas.session = welcome.session
         self.library_ops = library_schemas(welcome.ops)
         _open.add(self)
@@ -213,6 +218,7 @@ class Session:
 
     def interrupt(self) -> None:
         """Drop what was submitted and no worker has begun, where the server can: see messages.Interrupt. Never waits."""
+        self.interrupts += 1
         if self.failure is None and self._pid == os.getpid():
             self._link.send(Interrupt(self._submitted - 1))
 
@@ -353,9 +359,9 @@ class Session:
                 self._room.wait_for(ready, ROOM_SECONDS)
         if not ready():
             self.synchronize()
-            self._arenas.settle()
+            self._arenas.reclaim()
         elif self._idle:
-            self._arenas.settle()
+            self._arenas.reclaim()
 
     @property
     def _idle(self) -> bool:

@@ -44,11 +44,11 @@ from gt.errors import ConfigError
 from gt.ir.schedules import NAMES, asked
 from gt.ir.text import in_bytes
 
-MOST_VALUES = 8192  # keys and values of a config, with aliases expanded
-MOST_NESTED = 16  # lists and mappings within one another, and signs of nesting in a line
-LONGEST_WORD, MOST_WORDS = 64, 64  # characters of a name, and names, among which `hint` looks for a similar one
+MAX_CONFIG_VALUES = 8192  # keys and values of a config, with aliases expanded
+MAX_NESTING_LEVELS = 16  # lists and mappings within one another, and signs of nesting in a line
+MAX_HINT_CHARACTERS, MAX_HINT_NAMES = 64, 64  # characters of a name, and names, among which `hint` looks for a similar one
 SHOWN, SHORT = 20, 80  # names in an error, characters of a value in an error
-_NESTED = re.compile(rf"(?:[-?:][ \t]+){{{MOST_NESTED}}}")  # libyaml reads each by a call within a call
+_NESTED = re.compile(rf"(?:[-?:][ \t]+){{{MAX_NESTING_LEVELS}}}")  # libyaml reads each by a call within a call
 _COMPOSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast
 WORKERS = "write workers: [0, 1], or workers: null for all"
 OTHER_NAMES = {name: "workers" for name in ("devices", "gpus", "ranks", "hosts", "nodes")}  # of other tools, for a key
@@ -70,7 +70,7 @@ def load(text: str, path: str = "") -> Config:
         if name == RESERVED:
             reserved = value
         else:
-            if name in GT_KEYS and not isinstance(value, yaml.MappingNode):
+            if name in GT_KEYS and not _may_be_group(value):
                 shown = value.value[:SHORT] if isinstance(value, yaml.ScalarNode) else "..."
                 reader.fail("", _line(key), f"{name} is no group: write it as a key of gt, `gt: {{{name}: {shown}}}`")
             groups[name] = reader.group(name, key, value)
@@ -104,8 +104,8 @@ def check_workers(config: Config, names: list[str]) -> None:
 
 def hint(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'workers'?`, or the known names where none is similar."""
-    names = list(islice(known, MOST_WORDS))
-    near = [name for name in names if len(name) <= LONGEST_WORD] if len(word) <= LONGEST_WORD else []
+    names = list(islice(known, MAX_HINT_NAMES))
+    near = [name for name in names if len(name) <= MAX_HINT_CHARACTERS] if len(word) <= MAX_HINT_CHARACTERS else []
     close = difflib.get_close_matches(word, near, 1)
     if close:
         return f"; did you mean {close[0]!r}?"
@@ -129,13 +129,13 @@ class _Reader:
     def count_entry(self, node: yaml.Node) -> None:
         """Count one more key or value."""
         self.count += 1
-        if self.count > MOST_VALUES:
-            self.fail("", _line(node), f"the config has more than {MOST_VALUES} keys and values: write it shorter")
+        if self.count > MAX_CONFIG_VALUES:
+            self.fail("", _line(node), f"the config has more than {MAX_CONFIG_VALUES} keys and values: write it shorter")
 
     def compose(self, text: str) -> yaml.Node | None:
         if deep := _NESTED.search(text):
             line = text.count("\n", 0, deep.start()) + 1
-            self.fail("", line, f"nested too deep: {MOST_NESTED} dashes within one another in one line")
+            self.fail("", line, f"nested too deep: {MAX_NESTING_LEVELS} dashes within one another in one line")
         try:
             self.check_depth(text)
             return yaml.compose(text, Loader=_COMPOSER)
@@ -154,9 +154,9 @@ class _Reader:
         depth = 0
         for event in yaml.parse(text, Loader=_COMPOSER):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MOST_NESTED:
+            if depth > MAX_NESTING_LEVELS:
                 line = _line(event)
-                self.fail("", line, f"nested too deep: more than {MOST_NESTED} lists and mappings within one another")
+                self.fail("", line, f"nested too deep: more than {MAX_NESTING_LEVELS} lists and mappings within one another")
 
     def entries(self, node: yaml.Node, what: str, group: str = "") -> list[tuple[str, yaml.Node, yaml.Node]]:
         """(key, its node, the value's node) for each entry of a mapping with distinct names as keys."""
@@ -437,6 +437,14 @@ class _Reader:
         if group not in groups:
             self.fail(where, _line(node), f"no group {group[:SHORT]!r}{hint(group, groups)}")
         return str(group)
+
+
+def _may_be_group(node: yaml.Node) -> bool:
+    """True for a mapping that is empty, or has a key of groups or a merge of others."""
+    if not isinstance(node, yaml.MappingNode):
+        return False
+    names = {key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)}
+    return not node.value or not names.isdisjoint({*GROUP_KEYS, "<<"})
 
 
 def _everyone(node: yaml.Node) -> bool:

@@ -182,6 +182,7 @@ class Core:
         """Assert the invariants that hold between events; tests call it after each."""
         for session in self.sessions.values():
             session.table.check()
+            session.programs.check()
             assert len(session.op_stream.coming) <= MAX_WAITING_BATCHES
             session.uploads.check()
         self.round_robin.check()
@@ -329,8 +330,8 @@ class Core:
         session.op_stream.accept(message, frames)
 
     def _fetch(self, peer: Peer, message: Fetch, frames: tuple) -> None:
-        what = "of every device" if message.tensor == THROUGH else f"%{message.tensor}"
-        self.log_line("RECV", self.name(peer), f"Fetch {what}")
+        wanted = "of every device" if message.tensor == THROUGH else f"%{message.tensor}"
+        self.log_line("RECV", self.name(peer), f"Fetch {wanted}")
         self._session(peer).fetches.fetch(message.request, message.tensor, message.place)
 
     def _describe(self, peer: Peer, message: Describe, frames: tuple) -> None:
@@ -424,6 +425,12 @@ class Core:
         self.log_line("WORKER_RECV", worker.name, f"Piece {message.key}", bytes=sum(len(f) for f in frames))
         if session is not None:
             session.fetches.piece(worker.index, message, frames)
+            self._resume(session)
+
+    def _resume(self, session: ClientSession) -> None:
+        """A session goes on, which may have what it has waited for."""
+        if session.inbox:
+            self.round_robin.resume(session.peer)
 
     def _described(self, peer: Peer, message: Described, frames: tuple) -> None:
         worker, session = self._worker(peer), self._session_of(peer, message.request)
@@ -441,6 +448,9 @@ class Core:
         )
         if session is not None:
             session.uploads.took(worker.index, key, message.upto)
+            if session.outbox.held and not session.uploads.awaited:  # by a file that is read
+                session.send_held()
+                self._resume(session)
 
     def _arena_opened(self, peer: Peer, message: ArenaOpened, frames: tuple) -> None:
         worker = self._worker(peer)
@@ -482,6 +492,7 @@ class Core:
             row = session.journal.find(message.seq)
             if row is None:
                 if session.fetches.failed(message.seq, worker.name, message.message):
+                    self._resume(session)
                     return
                 continue
             if message.kind == "peer" and (loss := session.failures.loss()) is not None:  # the loss itself has been told
@@ -519,7 +530,7 @@ class Core:
             for index, row in rows.items():
                 if "holders" in row:
                     row["holders"] = holders(session, session.cluster.workers[index], row["holders"])
-            body, said = answer(survey, self.sent, self.received, self.relayed)
-            if said:
-                self.log_line("SCHEDULE", self.name(survey.session.peer), said)
+            body, bubbles = answer(survey, self.sent, self.received, self.relayed)
+            if bubbles:
+                self.log_line("SCHEDULE", self.name(survey.session.peer), bubbles)
             self.send(survey.session.peer, Report(survey.number, body))

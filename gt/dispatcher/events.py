@@ -68,6 +68,8 @@ Event = Received | PeerLost | Malformed | Tick | Examined | Turn
 
 @dataclass(frozen=True, slots=True)
 class Send:
+    """Send a peer a message, with its frames of tensor bytes."""
+
     peer: Peer
     message: Message
     frames: tuple = ()

@@ -12,14 +12,14 @@ from typing import Any
 
 from gt.dispatcher.events import MARK, Lines, Log
 from gt.ir.instr import COLLECTIVES
-from gt.logs import plain
+from gt.logs import OWNER_ONLY, plain
 
 log = logging.getLogger("gt.dispatcher")
 
 COLUMNS = ("op", "group", "layout", "bytes")  # Log.fields shown by name, in this order; "seq" and "origin" have places
 LONGEST, LONGEST_TEXT = 300, 4000  # characters of a field, and of the text
 MAX_BUFFERED_BYTES = 4 << 20  # bytes that a reader may be behind
-WRITTEN = 1 << 16  # bytes that are written at once
+WRITE_BYTES = 1 << 16  # bytes that are written at once
 # Appended, so that others may write into the file too, or empty it
 FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 # Lines of the summary by the text that they have
@@ -95,7 +95,7 @@ class InstructionLog:
     def _put(self, lines: str) -> None:
         if self._fd >= 0:
             self._buffer += lines.encode(errors="backslashreplace")
-            if len(self._buffer) >= WRITTEN:
+            if len(self._buffer) >= WRITE_BYTES:
                 self.flush()
 
     def flush(self) -> None:
@@ -134,9 +134,7 @@ class InstructionLog:
 def _open(path: str) -> int:
     """A descriptor that never blocks; OSError for what is no file, terminal or pipe that somebody reads."""
     try:
-        fd = os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666
-        )
+        fd = os.open(path, FLAGS, OWNER_ONLY)
     except OSError as error:
         if error.errno == errno.ENXIO:
             raise OSError(errno.ENXIO, "it is a pipe that nobody reads, or a socket: start the reader first") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -48,11 +49,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gt.dispatcher")
 
-TICK = 0.25  # seconds
-BUSY = 0.02  # seconds after which messages wait for the next turn
+TICK_SECONDS = 0.25  # seconds
+BUSY_SECONDS = 0.02  # seconds after which messages wait for the next turn
 
 
 class CoreLike(Protocol):
+    """The part of Core that the shell calls; a test gives another."""
+
     def handle(self, event: Event) -> list[Action]: ...
 
 
@@ -77,7 +80,7 @@ class Server:
             from gt.dispatcher.core import Core  # a test brings its own and needs none of it
 
             logged = bool(env.get("GT_INSTRUCTION_LOG"))
-            terms = replace(terms or Terms(), link_secret=auth.made())
+            terms = replace(terms or Terms(), link_secret=auth.made(), life=secrets.token_hex(8))
             core = Core(heartbeat, logged, liveness.process(), terms, self._pace)
         self._core = core
         self._journal = _journal(env.get("GT_INSTRUCTION_LOG"))
@@ -126,7 +129,7 @@ class Server:
         try:
             while not self._reason:
                 if not self._items:
-                    wait = 0.0 if self._again else max(0.0, min(TICK, next_tick - time.monotonic()))
+                    wait = 0.0 if self._again else max(0.0, min(TICK_SECONDS, next_tick - time.monotonic()))
                     self._items.extend(self._router.poll(wait))
                     self._cycles.offer(idle=not self._items and wait > 0 and not self._called)
                 if self._called:
@@ -137,7 +140,7 @@ class Server:
                 self._serve(begin)
                 now = time.monotonic()
                 if now >= next_tick:
-                    next_tick = now + TICK
+                    next_tick = now + TICK_SECONDS
                     self._tick()
                     now = time.monotonic()
                 self._pace.lag.turn(now - begin, self._blame, now - self._start)
@@ -145,9 +148,9 @@ class Server:
             self._close()
 
     def _serve(self, begin: float) -> None:
-        """Handle what came, for BUSY seconds, then a slice of what takes longer; note what took longest."""
+        """Handle what came, for BUSY_SECONDS, then a slice of what takes longer; note what took longest."""
         items = self._items
-        longest, last, end = 0.0, begin, begin + BUSY
+        longest, last, end = 0.0, begin, begin + BUSY_SECONDS
         if len(items) == 1:
             self._handle_item(items.popleft())
             self._busiest = self._event

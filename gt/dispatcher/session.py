@@ -94,6 +94,7 @@ class ClientSession:
         self.failures.unreported.append(cause)
         self.fetches.fail_all(cause)
         self.outbox.send_deferred()
+        self.uploads.give_up_files()
         self.outbox.send_held()  # planned with the old process in mind: peers must meet its end, not its successor
         self.op_stream.acknowledge()
 

@@ -219,13 +219,13 @@ def summarize(code: Sequence, definition: Definition) -> StreamSummary:
 def exposed(starts: Iterable[int], code: Sequence, definition: Definition) -> tuple[list[int], set[int]]:
     """Upward-exposed uses of the instructions at these places, in order, and all tensors that they define."""
     uses: dict[int, None] = {}
-    made: set[int] = set()
+    defined: set[int] = set()
     for at in starts:
         define, operands = instruction(code, at, definition)
         if define is not None:
-            uses.update(dict.fromkeys(i for i in reads(define, operands) if i not in made))
-            made.update(makes(define, operands))
-    return list(uses), made
+            uses.update(dict.fromkeys(i for i in reads(define, operands) if i not in defined))
+            defined.update(makes(define, operands))
+    return list(uses), defined
 
 
 # ---- lifetimes

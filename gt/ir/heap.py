@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 LINE = 64  # alignment of every region, slot and section; a multiple of every element size
 LANES = 128  # parts of a slot, at most, each with its own flags; an undivided slot has one
-FLAGS = 8 * LANES  # bytes of a slot's flags of one kind; they have lines of their own, so that the two sides share none
+FLAG_BYTES = 8 * LANES  # bytes of a slot's flags of one kind; they have lines of their own, so that the two sides share none
 HEAP_BYTES = 256 << 20  # of each worker's heap; sparse: a page is allocated at its first use
 DEVICE_HEAP_BYTES = 2 << 30  # of a GPU's symmetric memory
 SLOT_BYTES, SLOTS = 256 << 10, 4  # of a channel, in host memory
@@ -19,7 +19,7 @@ DEVICE_SLOTS = 8  # in larger heaps: they hold whole activations, and the receiv
 BUFFER_BYTES = 1 << 20  # a team's buffer, of which it has two
 SHARE_BYTES = 64 << 20  # of a channel, at most; still larger heaps have room for more channels
 MEETING_BYTES = 8192  # at the start of each heap: a team through which a world's members agree on their plane
-LEAST_BYTES = 4 << 20  # of the smallest heap: a channel and a team
+MIN_BYTES = 4 << 20  # of the smallest heap: a channel and a team
 
 
 class Sizes(NamedTuple):
@@ -45,7 +45,7 @@ def aligned(size: int) -> int:
 
 def channel_bytes(slot_bytes: int, slots: int) -> int:
     """Bytes of the region of channel {"bytes": slot_bytes, "slots": slots}, flags included."""
-    return slots * (2 * FLAGS + aligned(slot_bytes))
+    return slots * (2 * FLAG_BYTES + aligned(slot_bytes))
 
 
 def team_bytes(buffer_bytes: int, members: int) -> int:
@@ -81,15 +81,15 @@ class ChannelRegion:
 
     def full(self, slot: int) -> int:
         """At the receiver: the sender sets it when the slot holds a chunk. The next int64 is the message's size in bytes."""
-        return self.offset + slot * 2 * FLAGS
+        return self.offset + slot * 2 * FLAG_BYTES
 
     def empty(self, slot: int) -> int:
         """At the sender: the receiver sets it when the slot may be written again."""
-        return self.full(slot) + FLAGS
+        return self.full(slot) + FLAG_BYTES
 
     def slot(self, slot: int) -> int:
         """At the receiver: the chunk."""
-        return self.offset + self.slots * 2 * FLAGS + slot * aligned(self.bytes)
+        return self.offset + self.slots * 2 * FLAG_BYTES + slot * aligned(self.bytes)
 
 
 @dataclass(frozen=True, slots=True)

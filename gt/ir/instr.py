@@ -48,6 +48,14 @@ _OTHER_LENGTHS = {RECORD: 4, DISCARD: 1, LAUNCH: 4}  # those of RECORD without i
 BASE_BITS = 40  # ids of one session's tensors: below this, and above it the session's number
 
 
+def client_length(code: list, at: int) -> int:
+    """Numbers of the row at this place of a client's stream, which is no op's and is in no fragment."""
+    number = code[at]
+    if number in LENGTHS:
+        return LENGTHS[number] + (code[at + 1] if number == FREE else 0)
+    return _OTHER_LENGTHS[number] + (code[at + 3] if number == RECORD else 0)
+
+
 def client_ops(code: list, templates: Mapping[int, Template]) -> Iterator[tuple[Template, int]]:
     """Each op of a client's stream, as it is recorded: its template, and where it begins in `code`. Other rows are passed by.
 
@@ -60,10 +68,8 @@ def client_ops(code: list, templates: Mapping[int, Template]) -> Iterator[tuple[
             template = templates[number]
             yield template, at
             at += 2 + len(template.ins) + template.values + template.results
-        elif number in LENGTHS:
-            at += LENGTHS[number] + (code[at + 1] if number == FREE else 0)
         else:
-            at += _OTHER_LENGTHS[number] + (code[at + 3] if number == RECORD else 0)
+            at += client_length(code, at)
 
 
 # kind -> (operands, keys of the definition's payload)

@@ -32,6 +32,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
+    """Each worker of the axis holds the whole tensor."""
+
     def __str__(self) -> str:
         return "R"
 

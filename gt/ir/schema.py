@@ -76,6 +76,8 @@ class SchemaType:
 
 @dataclass(frozen=True)
 class Argument:
+    """One argument of an op, as its schema declares it."""
+
     name: str
     type: SchemaType
     required: bool
@@ -227,7 +229,7 @@ TABLE = _load()
 
 MAX_LIBRARY_OPS = 512  # of all libraries of a worker
 MAX_LIBRARY_CHARACTERS = 64 << 10  # of all their lines, which take the dispatcher up to 50 ms
-MAX_LIBRARY_LINE = 2048  # characters
+MAX_LIBRARY_LINE_CHARACTERS = 2048  # characters
 _LIBRARY_OP = re.compile(r"(?P<library>[A-Za-z_]\w{0,60})\.\w{1,80}\.\w{1,60}", re.ASCII)
 Schemas = Mapping[str, Schema]  # by name of op
 
@@ -247,7 +249,7 @@ def library_schemas(lines: Any) -> dict[str, Schema]:
 
 def _library_schema(line: str) -> Schema:
     name = _LIBRARY_OP.fullmatch(line[: line.find("(")])
-    plain = len(line) <= MAX_LIBRARY_LINE and line.isascii() and line.isprintable() and line.count(") -> (") == 1
+    plain = len(line) <= MAX_LIBRARY_LINE_CHARACTERS and line.isascii() and line.isprintable() and line.count(") -> (") == 1
     if not plain or name is None:
         raise ValueError(f"{line!r:.80} is not the schema of a library's op")
     if name["library"] in OWN:

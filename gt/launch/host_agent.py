@@ -28,7 +28,7 @@ from gt.worker.process.rdma_devices import rdma_devices
 
 PINGS, BLOCK = 64, 1 << 20
 SECONDS = 5.0  # for a connection, and for each wait on it
-BULK_SECONDS, MAX_BULK = 1.0, 1 << 30  # of a measurement of the rate
+BULK_SECONDS, MAX_BULK_BYTES = 1.0, 1 << 30  # of a measurement of the rate
 PACKAGES = ("torch", "numpy", "pyzmq", "nvshmem4py-cu12", "nvshmem4py-cu13")
 
 
@@ -42,6 +42,7 @@ def facts() -> dict[str, Any]:
         "gpus": len(machine.gpus()), "links": links(), "rdma": rdma_devices(), "plugin": _plugin(),
         "nccl": env.starting("NCCL_"), "shm_free": shm.f_bavail * shm.f_frsize, "memlock": soft,
         "peermem": Path("/sys/module/nvidia_peermem").exists(),
+        "network": {"links": network_links.links(), "routes": network_links.routes(), "scope": network_links.namespace()},
     }  # fmt: skip
 
 
@@ -115,7 +116,7 @@ class Listener:
                 for _ in range(PINGS):
                     peer.sendall(exactly(peer, 8))
                 view = memoryview(bytearray(BLOCK))
-                while (size := int.from_bytes(exactly(peer, 8), "big")) and size <= MAX_BULK:
+                while (size := int.from_bytes(exactly(peer, 8), "big")) and size <= MAX_BULK_BYTES:
                     while size:
                         received = peer.recv_into(view, min(size, BLOCK))
                         if not received:
@@ -153,7 +154,7 @@ def _rate(sock: socket.socket) -> float:
             sock.sendall(block)
         exactly(sock, 1)
         took = time.perf_counter() - begin
-        if took > BULK_SECONDS / 4 or size * 2 > MAX_BULK:
+        if took > BULK_SECONDS / 4 or size * 2 > MAX_BULK_BYTES:
             return size / took / 1e9
         size *= 2
 

@@ -28,7 +28,7 @@ START_SECONDS = 120.0  # until all processes have to be up: an import of torch f
 STOP = 6.0
 REPORT_SECONDS = 15.0  # between reports of missing workers
 MAX_NAMES = 8  # workers that a report names
-WORD = 1.0  # seconds that a supervisor has for its last report
+WORD_SECONDS = 1.0  # seconds that a supervisor has for its last report
 LOOK, STILL = 1.0, 5  # seconds between looks at the supervisor, and looks in a row that find it stopped until that is an error
 
 
@@ -50,7 +50,7 @@ class Local:
             atexit.unregister(self.stop)
             _end(self._process)
 
-    def why_ended(self, seconds: float = WORD) -> str:
+    def why_ended(self, seconds: float = WORD_SECONDS) -> str:
         """The dispatcher's end in words, if its supervisor reports it within so many seconds; else "", and in a child."""
         if self._pid != os.getpid() or self._process.stdout is None or self._process.stdout.closed:
             return ""

@@ -13,7 +13,7 @@ _SIGNS = ((Path("/proc/driver/nvidia/gpus"), "*"), (Path("/dev"), "nvidia[0-9]*"
 TESTED_TORCH = (2, 11), (2, 13)  # the oldest and the newest; pyproject.toml has the oldest too
 
 
-def release(version: str) -> tuple[int, int]:
+def version_of(version: str) -> tuple[int, int]:
     """(2, 13) of "2.13.0+cpu"; (0, 0) of a text that begins otherwise."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
@@ -22,7 +22,7 @@ def release(version: str) -> tuple[int, int]:
 def untested(torch: str) -> str:
     """A warning about a version of torch that GT is not tested with, "" for tested ones."""
     oldest, newest = TESTED_TORCH
-    if oldest <= release(torch) <= newest:
+    if oldest <= version_of(torch) <= newest:
         return ""
     tested = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
     return f"torch is {torch}, and GT was tested with {tested}: other versions may fail or compute other values"

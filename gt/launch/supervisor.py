@@ -26,13 +26,13 @@ from gt.launch.process import ending, fork, how_ended
 from gt.launch.ssh import RemoteHost
 from gt.wire.liveness import POLLS, Vigil, home, sight
 
-POLL = 0.2  # seconds between looks at parent and children
+POLL_SECONDS = 0.2  # seconds between looks at parent and children
 ASK, GRACE = 0.5, 1.0  # seconds for children to end after the dispatcher's Exit, and after SIGTERM
 AGAIN, WITHIN = 3, 60.0  # restarts of a worker, at most, within so many seconds
 GIVEN_UP = 2  # heartbeats for which a worker's process may be stopped until it is replaced
 NEVER_UP = 0.5  # heartbeats for which a starting process may be stopped until that is an error
 WORDS = 12  # lines of stderr kept of each worker, for the error if it dies at start
-HOST_GRACE = 3.0  # seconds more for hosts that are reached by ssh
+HOST_GRACE_SECONDS = 3.0  # seconds more for hosts that are reached by ssh
 ENDED, LOST, UNREACHED = 0, 3, 4  # exit codes of a worker: told to end; its link ended; no server took it
 # Signals that launchers send to every process of a job, for the program to answer. STOP_SIGNAL is the supervisor's own.
 SIGNALS_OF_JOBS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -87,14 +87,14 @@ class Supervisor:
         self._select.register(status[0], selectors.EVENT_READ, self._on_status)
         try:
             while not (self._port or self._stopping):
-                self._turn(POLL)
+                self._turn(POLL_SECONDS)
             if not self._stopping:
                 self._fork_workers(self._port, gpus if self._order["gpu"] else [])
                 for about in self._order.get("hosts", ()):
                     self._reach(RemoteHost(about, self._order, self._port))
                 self._report(port=self._port, gpus=len(gpus))
             while not self._stopping:
-                self._turn(POLL)
+                self._turn(POLL_SECONDS)
         except RuntimeError as error:
             self._report(failed=str(error))
         finally:
@@ -233,7 +233,7 @@ class Supervisor:
         _signal(self._dispatcher, stop)
         for host in self._hosts.values():
             host.close()
-        left = self._wait(left, ASK + (HOST_GRACE if self._hosts else 0.0))
+        left = self._wait(left, ASK + (HOST_GRACE_SECONDS if self._hosts else 0.0))
         for pid in left:
             _signal(pid, stop if pid in self._workers else signal.SIGTERM)
         for pid in self._wait(left, GRACE):

@@ -1,6 +1,6 @@
 """A supervisor of the workers of one process of a job, whose dispatcher is elsewhere. It ends when the dispatcher does.
 
-The first SIGTERM leaves its workers at work, since the program may want to save a checkpoint: the job's end, GT_GRACE seconds
+The first SIGTERM leaves its workers at work, since the program may want to save a checkpoint. The job's end, GT_GRACE seconds
 or a second SIGTERM end them. Other signals of launchers are ignored.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from gt import env
 from gt.errors import DispatcherLost
-from gt.launch.supervisor import AGAIN, ENDED, LOST, POLL, UNREACHED, WITHIN, Supervisor, preload, work
+from gt.launch.supervisor import AGAIN, ENDED, LOST, POLL_SECONDS, UNREACHED, WITHIN, Supervisor, preload, work
 from gt.wire import tcp
 from gt.wire.socket import resolve
 
@@ -51,7 +51,7 @@ class WorkerHost(Supervisor):
         try:
             self._fork_workers(self._server_port, gpus if self._order["gpu"] else [])
             while not self._stopping and self._code < 0:
-                self._turn(POLL)
+                self._turn(POLL_SECONDS)
                 self._follow(time.monotonic())
         finally:
             self._end()

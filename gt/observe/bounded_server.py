@@ -1,7 +1,8 @@
 """An HTTP server in threads that strangers cannot fill: few connections, and those that ask for too long make room.
 
 Whoever reaches the port can connect. So a request has a deadline, and the newest connection is served in place of the oldest
-whose request is not admitted. Knows no page and no metric.
+whose request is not admitted. Connections that are admitted last; each owner has few of them, and all together leave room for
+requests. Knows no page and no metric.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase
 from typing import Any
 
 log = logging.getLogger("gt.observe")
 MAX_CONNECTIONS = 64
+MAX_ADMITTED = 48  # of them: the others are for requests
+MAX_OWNED = 16  # of those that are admitted, one owner's
 REQUEST_SECONDS = 10.0  # from a connection to the end of its answer, unless it is admitted; for each write of those
 MAX_REQUEST_BYTES = 64 << 10  # with its headers
 POLL_SECONDS = 0.5  # between looks for requests that are late
@@ -34,18 +38,30 @@ class BoundedServer(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler], name: str) -> None:
         self.host = host
         self._asking: dict[socket.socket, float] = {}  # connections that are not admitted -> when they began, oldest first
-        self._admitted: set[socket.socket] = set()
+        self._admitted: dict[socket.socket, str] = {}  # connection -> its owner, oldest first
         self._lock = threading.Lock()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), handler)
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": POLL_SECONDS}, name=name)
         self._thread.start()
 
-    def admit(self, connection: socket.socket) -> None:
-        """Let a connection last: its request is allowed."""
+    def admit(self, connection: socket.socket, owner: str) -> None:
+        """Let a connection last: its request is allowed.
+
+        If an owner has too many connections, its oldest ends. If all are too many, the oldest of the owner with the most ends.
+        So nobody is shut out by one who leaves pages without a word, or reads none.
+        """
         with self._lock:
-            if self._asking.pop(connection, None) is not None:
-                self._admitted.add(connection)
+            if self._asking.pop(connection, None) is None:
+                return
+            self._admitted[connection] = owner
+            owned = Counter(self._admitted.values())
+            if owned[owner] <= MAX_OWNED and len(self._admitted) <= MAX_ADMITTED:
+                return
+            greedy = owner if owned[owner] > MAX_OWNED else owned.most_common(1)[0][0]
+            oldest = next(one for one, of in self._admitted.items() if of == greedy)
+            del self._admitted[oldest]
+            _end(oldest)
 
     def close(self) -> None:
         self.shutdown()
@@ -82,7 +98,7 @@ class BoundedServer(ThreadingHTTPServer):
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
             self._asking.pop(request, None)
-            self._admitted.discard(request)
+            self._admitted.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

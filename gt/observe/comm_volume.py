@@ -9,7 +9,7 @@ from typing import Any
 from gt.ir.heap import aligned
 from gt.ir.layout import volume
 from gt.worker.instructions.pieces import as_boxes, shared
-from gt.worker.plane.collectives import DIRECT, parts
+from gt.worker.plane.collectives import DIRECT_BYTES, parts
 
 Traffic = Iterable[tuple[int, int, int]]  # peer, bytes sent to it, bytes received from it
 
@@ -21,11 +21,11 @@ def all_reduce(payload: dict[str, Any], nbytes: int) -> Traffic:
     sent, received = [0] * len(members), [0] * len(members)
     for start, stop in parts(nbytes, team["bytes"]):
         total = stop - start
-        share = total if total <= DIRECT else aligned(-(-total // len(members)))
+        share = total if total <= DIRECT_BYTES else aligned(-(-total // len(members)))
         sizes = [max(0, min(r * share + share, total) - min(r * share, total)) for r in range(len(members))]
         for r in range(len(members)):
-            sent[r] += total if total <= DIRECT else sizes[r] + sizes[rank]
-            received[r] += total if total <= DIRECT else sizes[r] + sizes[rank]
+            sent[r] += total if total <= DIRECT_BYTES else sizes[r] + sizes[rank]
+            received[r] += total if total <= DIRECT_BYTES else sizes[r] + sizes[rank]
     return _others(members, rank, sent, received)
 
 

@@ -109,7 +109,8 @@ class Dry:
 
     failure = None
 
-    def __init__(self, config: str, path: str, workers: int) -> None:
+    def __init__(self, config: str, path: str, workers: int, about: Sequence[dict[str, Any]] = ()) -> None:
+        """about: of each worker what Hello.info says of its host, or nothing: then all are on one."""
         self.on_idle: Any = None
         self.core = Core(context=partial(_Context, self))
         self.core.cluster._sizes = lambda members: sizes(0)  # type: ignore[method-assign]  # HEAP_BYTES is no size to divide
@@ -130,7 +131,7 @@ class Dry:
         self._reports: dict[int, Any] = {}
         self._tape: Any = None
         for index in range(workers):
-            info = {"name": "", "pid": 1, "heap_bytes": HEAP_BYTES, "backend": "torch"}
+            info = {"name": "", "pid": 1, "heap_bytes": HEAP_BYTES, "backend": "torch", **(about[index] if about else {})}
             self._handle(Received(b"w%d" % index, hello("worker", info=info)))
         self._handle(Received(CLIENT, hello("client", config=config, config_path=path, switches={"workers": workers})))
         self.state: ClientSession = self.core.sessions[CLIENT]

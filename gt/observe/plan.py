@@ -73,6 +73,7 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
         "transfers": [_move(line, count) for line, count in moves if not line.op.startswith(tuple(COLLECTIVES))],
         "memory": [_worker(dry, step, i, kind != "captured") for i in dry.followed],
         "pipeline": pipe,
+        **({"hosts": hosts, "ways": _ways(dry)} if len(hosts := _hosts(dry)) > 1 else {}),
         **({"zero": dry.state.config.zero, "theory": _theory(dry)} if dry.state.config.zero else {}),
         **({"offload": str(dry.state.planner.offload.choice)} if dry.state.planner.offload.active else {}),
     }  # fmt: skip
@@ -80,6 +81,29 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
     body["warnings"] = _warnings(dry, step, body)
     body["time"] = _times(body)
     return body
+
+
+def _hosts(dry: Dry) -> dict[str, list[int]]:
+    """Workers of each host by its name."""
+    found: dict[str, list[int]] = {}
+    for worker in dry.core.cluster.workers:
+        found.setdefault(worker.info["host"], []).append(worker.index)
+    return found
+
+
+def _ways(dry: Dry) -> list[dict[str, Any]]:
+    """The way of each two hosts: of all transfers and collectives between workers of theirs."""
+    cluster = dry.core.cluster
+    names = {host.home: host.name for host in cluster.hosts_of(cluster.workers)}
+    pairs = [(pair, way) for pair, way in cluster.ways().items() if list(names).index(pair[0]) < list(names).index(pair[1])]
+    rows = []
+    for (a, b), way in pairs:
+        text = {
+            "via": f"via {', '.join(names[host] for host in way.via)}",
+            "none": "nothing joins them",
+        }.get(way.kind, f"{way.kind} {way.source} to {way.target}")
+        rows.append({"hosts": [names[a], names[b]], "kind": way.kind, "way": text})
+    return rows
 
 
 def _theory(dry: Dry) -> dict[int, dict[str, int]]:
@@ -229,6 +253,9 @@ def _text(body: dict[str, Any]) -> list[str]:
             f"# {KEPT[body['zero']]}",
             *(f"# {line}" for line in _theory_lines(body["theory"])),
         ]
+    if "ways" in body:
+        where = ", ".join(f"{name} has {_range(workers)}" for name, workers in body["hosts"].items())
+        lines += ["#", f"# hosts: {where}", *(f"# {' - '.join(row['hosts'])}: {row['way']}" for row in body["ways"])]
     if "offload" in body:
         lines += ["#", f"# offload: the optimizer's step is computed {body['offload']}"]
     lines += ["#", "# memory of each worker", *(f"# {line}" for line in _memory(body["memory"]))]

@@ -1,7 +1,7 @@
 """Simulated worker: memory, work and traffic of a worker's instructions, without values.
 
-Memory is that of a captured step, where a value that the step makes is freed after its last use in it, or of eager mode, where
-it is freed once the program lets go of it.
+Memory is that of a captured step or of eager mode. A captured step frees a value that it makes after its last use in the step.
+Eager mode frees it once the program drops it.
 """
 
 from __future__ import annotations

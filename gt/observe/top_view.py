@@ -51,7 +51,8 @@ def lines(state: dict[str, Any], order: str = "name", session: int = -1, width: 
     if state["queue"]:
         waiting = "queue  " + "; ".join(f"{q['place']} {q['user']} {q['program']}" for q in state["queue"])
         tables.append(textwrap.wrap(waiting, width, subsequent_indent=" " * 7))
-    tables += [_links(links, width), _lines(samples, width)]
+    of = f" of session {session}" if session >= 0 else ""
+    tables += [_links(links, of, width), _lines(samples, of, width)]
     errors = [error for error in state["errors"] if session < 0 or error["session"] in (session, -1)]
     if errors:
         tables.append(["errors"] + [row for error in errors[-MAX_ERRORS:] for row in _error(error, width)])
@@ -139,9 +140,9 @@ def _sessions(sessions: Sequence[Row], width: int) -> list[str]:
     return rows
 
 
-def _links(links: Sequence[Row], width: int) -> list[str]:
+def _links(links: Sequence[Row], of: str, width: int) -> list[str]:
     if not links:
-        return textwrap.wrap("links: no worker has sent tensors to another", width)
+        return textwrap.wrap(f"links: no worker{of} has sent tensors to another", width)
     most = sorted(links, key=lambda link: -(link["bytes_per_second"] or 0.0) or -link["bytes"])
     column = 18 if width >= WIDE else 14
     rows = [f"{'link':{column}}{'sent':>10}{'a second':>12}"]
@@ -154,9 +155,9 @@ def _links(links: Sequence[Row], width: int) -> list[str]:
     return rows + ([f"and {len(links) - MAX_LINKS} links more"] if len(links) > MAX_LINKS else [])
 
 
-def _lines(samples: Sequence[Row], width: int) -> list[str]:
+def _lines(samples: Sequence[Row], of: str, width: int) -> list[str]:
     if not samples:
-        return textwrap.wrap("lines: no worker was seen at an op yet", width)
+        return textwrap.wrap(f"lines: no worker was seen at an op{of} yet", width)
     rows = [f"{'share':>6}  line that workers were seen at"]
     return rows + [f"{_share(line['share']):>6}  {_place(line)}  {_op(line['op'])}" for line in samples[:MAX_LINES]]
 

@@ -6,6 +6,7 @@ Workers sent numbers and times, the dispatcher numbers and lines: both are joine
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from gt.client.reports.spans import Span
 from gt.ir.instr import PROGRAMS, RECEIVES
+from gt.logs import private_file
 from gt.wire.messages import TraceRows
 
 CLIENT, DISPATCHER, SCHEDULE, WORKERS = 1, 2, 3, 10  # processes of the trace: workers from 10 on
@@ -122,7 +124,7 @@ class SessionRecording:
 def write(path: str | Path, recordings: list[SessionRecording]) -> int:
     """Write a Chrome trace; the number of its slices. Times in the file are microseconds since the trace began."""
     count, first = 0, True
-    with Path(path).open("w", encoding="utf-8") as out:
+    with os.fdopen(private_file(path), "w", encoding="utf-8") as out:
         out.write('{"displayTimeUnit": "ms", "otherData": ')
         out.write(json.dumps({"dropped": sum(r.dropped for r in recordings), "clock": [_clock(r) for r in recordings]}))
         out.write(', "traceEvents": [\n')

@@ -47,7 +47,7 @@ class Tracing:
         end = monotonic()
         answer, rows, stats = {}, [], {}
         try:
-            self._settle(session, flush)
+            self._wait_for_ops(session, flush)
             spans.remove_sink(buffer)
             end = monotonic()
             answer, rows = session.end_trace()
@@ -70,7 +70,7 @@ class Tracing:
                 self.report["schedule"] = stats["schedule"]
         self._recordings.append(recording)
 
-    def _settle(self, session: Any, flush: Callable[[], None]) -> None:
+    def _wait_for_ops(self, session: Any, flush: Callable[[], None]) -> None:
         """Wait for the ops of the trace. One that failed, or a stopped worker, is no reason to lose the others' rows."""
         try:
             flush()

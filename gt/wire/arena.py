@@ -22,7 +22,7 @@ import hmac
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 
 import numpy as np
@@ -156,8 +156,10 @@ class PeerFile:
     lent, whatever the file's name leads to by now.
     """
 
-    def __init__(self, owner: OfferArena, offer: OfferFile) -> None:
+    def __init__(self, owner: OfferArena, offer: OfferFile, close: Callable[[Iterable[int]], None] | None = None) -> None:
+        """close: closes its descriptors, at its end; a file system may keep whoever does so waiting, as it may here."""
         self.nbytes, self.writes, self.fd = offer.nbytes, offer.write, -1
+        self._close = close or _close
         self._uncached: int | None = None
         with _process(owner) as process:
             os.close(_open_proved(owner, process))
@@ -187,13 +189,18 @@ class PeerFile:
 
     def close(self) -> None:
         """Read and write no more."""
-        for fd in (self.fd, self._uncached):
-            if fd is not None and fd >= 0:
-                os.close(fd)
+        open_ones = [fd for fd in (self.fd, self._uncached) if fd is not None and fd >= 0]
         self.fd = self._uncached = -1
+        if open_ones:
+            self._close(open_ones)
 
     def __del__(self) -> None:
         self.close()
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -212,6 +219,9 @@ def _process(offer: OfferArena) -> Iterator[int]:
 
 def _open_proved(offer: OfferArena, process: int) -> int:
     """A descriptor of the arena that is offered, once it is proved to be this process's and the client's."""
+    # Before it is opened, even with O_PATH: a network's file system may ask its server then
+    if not os.readlink(f"fd/{offer.fd:d}", dir_fd=process).startswith(f"/memfd:{NAME} "):
+        raise OSError(f"descriptor {offer.fd} of process {offer.pid} is no arena")
     descriptor = os.open(f"fd/{offer.fd:d}", os.O_PATH | os.O_CLOEXEC, dir_fd=process)
     try:
         own = f"/proc/self/fd/{descriptor}"

@@ -18,9 +18,9 @@ from gt.errors import ProtocolError
 from gt.wire import messages
 from gt.wire.messages import CODES, Message
 
-SMALL = 32 << 10  # bytes of a body that unpacks within milliseconds, whatever its content
-MAX_ASKED = 3 << 19  # bytes of a body from a peer to the dispatcher, at most
-MOST_CONTAINERS = 96 << 10  # lists and maps in one field
+SMALL_BYTES = 32 << 10  # bytes of a body that unpacks within milliseconds, whatever its content
+MAX_ASKED_BYTES = 3 << 19  # bytes of a body from a peer to the dispatcher, at most
+MAX_CONTAINERS = 96 << 10  # lists and maps in one field
 _CONTAINERS = bytes([*range(0x80, 0xA0), 0xDC, 0xDD, 0xDE, 0xDF])  # first bytes of lists and maps in msgpack
 MAX_DEPTH = 24  # nested containers, without the message's own list
 _NUMBERS = frozenset({int, float, bool})
@@ -100,21 +100,21 @@ _local = _Local()
 
 
 def pack(message: Message) -> bytes:
-    """The body of a message; ProtocolError for a type that msgpack lacks, or a body above MAX_BODY."""
+    """The body of a message; ProtocolError for a type that msgpack lacks, or a body above MAX_BODY_BYTES."""
     try:
         body = _local.packer.pack(_ROWS.row(message))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         _local.packer = msgpack.Packer()  # the old packer may hold half a body
         raise _blame(message, error) from None
-    if len(body) > messages.MAX_BODY:
-        raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes, at most {messages.MAX_BODY} fit a body")
+    if len(body) > messages.MAX_BODY_BYTES:
+        raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes, at most {messages.MAX_BODY_BYTES} fit a body")
     return body
 
 
 def unpack(body: bytes | memoryview) -> Message:
     """The message of a body. Any bytes give a message or a ProtocolError."""
-    if len(body) > messages.MAX_BODY:
-        raise ProtocolError(f"body has {len(body)} bytes, at most {messages.MAX_BODY} are accepted")
+    if len(body) > messages.MAX_BODY_BYTES:
+        raise ProtocolError(f"body has {len(body)} bytes, at most {messages.MAX_BODY_BYTES} are accepted")
     try:
         row = msgpack.unpackb(body, strict_map_key=True, ext_hook=_no_extension)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
@@ -130,11 +130,11 @@ def weigh(body: bytes) -> None:
 
     A byte of msgpack may become an object of 64 bytes, so containers are counted before any is built. Small bodies pass.
     """
-    if len(body) <= SMALL:
+    if len(body) <= SMALL_BYTES:
         return
-    if len(body) > MAX_ASKED:
-        raise ProtocolError(f"body has {len(body)} bytes, at most {MAX_ASKED} are accepted from a peer")
-    reader = msgpack.Unpacker(max_buffer_size=MAX_ASKED)
+    if len(body) > MAX_ASKED_BYTES:
+        raise ProtocolError(f"body has {len(body)} bytes, at most {MAX_ASKED_BYTES} are accepted from a peer")
+    reader = msgpack.Unpacker(max_buffer_size=MAX_ASKED_BYTES)
     reader.feed(body)
     try:
         reader.read_array_header()
@@ -145,7 +145,7 @@ def weigh(body: bytes) -> None:
             part, stream = body[start : reader.tell()], f"{CODES[number].__name__}.{name}" in _STREAMS
             # An upper bound: bytes of numbers and texts may look like containers too.
             count = len(part) - len(part.translate(None, _CONTAINERS))
-            if count > (64 + len(part) // 3 if stream else MOST_CONTAINERS):
+            if count > (64 + len(part) // 3 if stream else MAX_CONTAINERS):
                 raise ProtocolError(f"{CODES[number].__name__}.{name} has about {count} lists, more than are taken")
     except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
         raise ProtocolError(f"body of {len(body)} bytes is not msgpack: {str(error) or type(error).__name__}") from None

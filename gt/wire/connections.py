@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gt.wire.messages import CHUNK, MAX_BODY
+from gt.wire.messages import CHUNK, MAX_BODY_BYTES
 
-SPEAK = 15.0  # seconds until a connection has to send a whole message
-LEAVE = 5.0  # seconds for a refused peer to read the reason
+SPEAK_SECONDS = 15.0  # seconds until a connection has to send a whole message
+LEAVE_SECONDS = 5.0  # seconds for a refused peer to read the reason
 SILENT = 128  # connections without a message yet, at most; fewer where descriptors are few
-EARLY = 64 << 10  # bytes that one of these may send
-ALL_EARLY = 4 << 20  # bytes that all of these may send together
-UNFINISHED = 3 * CHUNK  # bytes of an unfinished message on the wire; a Dealer sends two CHUNKs at most
+EARLY_BYTES = 64 << 10  # bytes that one of these may send
+ALL_EARLY_BYTES = 4 << 20  # bytes that all of these may send together
+UNFINISHED_BYTES = 3 * CHUNK  # bytes of an unfinished message on the wire; a Dealer sends two CHUNKs at most
 PARTS = 4096  # parts of a divided message, at most
-PARTED = 2 * MAX_BODY + 16 * CHUNK  # bytes of a divided message, at most
-ALL_PARTED = 128 << 20  # bytes of divided messages on all connections together
-FIRST = 256 << 10  # bytes of a first message
-BEATS = 640  # bytes of encrypted heartbeats that a side sends within its longest permitted silence
+PARTED_BYTES = 2 * MAX_BODY_BYTES + 16 * CHUNK  # bytes of a divided message, at most
+ALL_PARTED_BYTES = 128 << 20  # bytes of divided messages on all connections together
+FIRST_BYTES = 256 << 10  # bytes of a first message
+BEATS_BYTES = 640  # bytes of encrypted heartbeats that a side sends within its longest permitted silence
 PART = b"\xc1"  # first byte of a message part; no msgpack begins with it
 
 
@@ -47,8 +47,8 @@ class Connection:
     def assemble(self, body: bytes, frames: tuple) -> tuple[bytes, tuple] | str | None:
         """Add a part: body and frames of the whole message, None before the last part, or the fault of the part."""
         first, self.heard = not self.heard, True
-        if first and len(body) > FIRST:
-            return f"the first message has {len(body)} bytes, at most {FIRST} are taken"
+        if first and len(body) > FIRST_BYTES:
+            return f"the first message has {len(body)} bytes, at most {FIRST_BYTES} are taken"
         if body[:1] != PART:
             if not self.parted:
                 return body, frames
@@ -60,8 +60,9 @@ class Connection:
         self.body.append(body[1:])
         self.frames += frames
         self.parted += len(body) + sum(map(len, frames))
-        if self.parted > PARTED or len(self.frames) > PARTS:
-            return f"a message came in parts of {self.parted} bytes and {len(self.frames)} frames, at most {PARTED} and {PARTS}"
+        if self.parted > PARTED_BYTES or len(self.frames) > PARTS:
+            parts = f"{self.parted} bytes and {len(self.frames)} frames"
+            return f"a message came in parts of {parts}, at most {PARTED_BYTES} and {PARTS}"
         return None
 
 
@@ -69,7 +70,7 @@ class Connections:
     """heartbeat: seconds that a peer may be silent. silent: number of connections that may have sent no message yet."""
 
     def __init__(self, heartbeat: float = 10.0, silent: int = SILENT) -> None:
-        self._beats = BEATS / heartbeat  # bytes a second
+        self._beats = BEATS_BYTES / heartbeat  # bytes a second
         self._most_silent = silent
         self._open: dict[int, Connection] = {}
         self._ended: dict[int, list[Connection]] = {}  # ended since the last `settle`
@@ -125,7 +126,7 @@ class Connections:
     def disconnect(self, peer: bytes, now: float) -> None:
         """Refuse a peer: its connection ends soon."""
         if (connection := self._peers.get(peer)) is not None:
-            connection.leaving = now + LEAVE
+            connection.leaving = now + LEAVE_SECONDS
 
     # ---- state
 
@@ -160,27 +161,27 @@ class Connections:
             if connection.peer:
                 if connection.leaving and now > connection.leaving:
                     out[connection] = "it was refused"
-            elif now - connection.since > SPEAK:
-                out[connection] = f"it said nothing in {SPEAK:g} s"
-            elif sent.get(connection, 0) > EARLY:
-                out[connection] = f"it sent more than {EARLY} bytes before it was let in"
+            elif now - connection.since > SPEAK_SECONDS:
+                out[connection] = f"it said nothing in {SPEAK_SECONDS:g} s"
+            elif sent.get(connection, 0) > EARLY_BYTES:
+                out[connection] = f"it sent more than {EARLY_BYTES} bytes before it was let in"
             else:
                 early.append(connection)
         for connection in early[: max(0, len(early) - self._most_silent)]:
             out[connection] = f"more than {self._most_silent} connections have said nothing"
         total = sum(sent.get(connection, 0) for connection in early)
         for connection in sorted(early, key=lambda connection: -sent.get(connection, 0)):
-            if total <= ALL_EARLY:
+            if total <= ALL_EARLY_BYTES:
                 break
             total -= sent.get(connection, 0)
-            out[connection] = f"connections that have said nothing sent more than {ALL_EARLY} bytes"
+            out[connection] = f"connections that have said nothing sent more than {ALL_EARLY_BYTES} bytes"
         parted = sum(connection.parted for connection in self._open.values())
         for connection in sorted(self._open.values(), key=lambda connection: -connection.parted):
-            if parted <= ALL_PARTED:
+            if parted <= ALL_PARTED_BYTES:
                 break
             parted -= connection.parted
-            out[connection] = f"messages that have not ended have more than {ALL_PARTED} bytes"
-        for ticket in [ticket for ticket, (_, given) in self._tickets.items() if now - given > 2 * SPEAK]:
+            out[connection] = f"messages that have not ended have more than {ALL_PARTED_BYTES} bytes"
+        for ticket in [ticket for ticket, (_, given) in self._tickets.items() if now - given > 2 * SPEAK_SECONDS]:
             del self._tickets[ticket]
         return out
 
@@ -191,7 +192,7 @@ class Connections:
         for connection, nbytes in read.items():
             unfinished = nbytes - connection.taken - self._beats * (now - connection.since)
             self.growing |= unfinished > CHUNK
-            if connection.peer and unfinished > UNFINISHED:
+            if connection.peer and unfinished > UNFINISHED_BYTES:
                 out[connection] = f"it sent {unfinished:.0f} bytes of a message that has no end"
         return out
 

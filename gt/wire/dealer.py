@@ -27,7 +27,7 @@ from gt.wire.signals import uninterrupted
 from gt.wire.socket import (
     BURST,
     GONE,
-    LINGER,
+    LINGER_SECONDS,
     NOW,
     Frames,
     descriptor_of,
@@ -41,9 +41,9 @@ from gt.wire.socket import (
 
 log = logging.getLogger("gt.wire")
 
-TURN = 0.01  # seconds between two calls of on_turn, at most
-SPIN = 0.001  # seconds that a leading thread polls if its last wait was shorter: waking a core takes longer than a turn
-STEP = 0.1  # seconds that a leading thread sleeps, at most
+TURN_SECONDS = 0.01  # seconds between two calls of on_turn, at most
+SPIN_SECONDS = 0.001  # seconds that a leading thread polls if its last wait was shorter: waking a core takes longer than a turn
+STEP_SECONDS = 0.1  # seconds that a leading thread sleeps, at most
 _IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 _open_dealers: set[int] = set()
 
@@ -62,9 +62,9 @@ DEFAULT_TIMEOUTS = LinkTimeouts()
 class Dealer:
     """A link to the dispatcher. Callbacks must not wait for messages of the link.
 
-    on_message(message, frames) is called for each message. on_turn() is called in each turn, every 10 ms at the latest; it
-    may call send. on_lost(reason) is called once: when the dispatcher dies, is not reached within `timeouts.connect`, or is
-    stopped for `timeouts.heartbeat` (silent for several times that, where its process cannot be seen). It is not called after
+    on_message(message, frames) is called for each message. on_turn() is called in each turn, every 10 ms at the latest; it may
+    call send. on_lost(reason) is called once, when the dispatcher dies, is not reached within `timeouts.connect`, or is stopped
+    for `timeouts.heartbeat`. Where its process cannot be seen, silence for several times that counts. It is not called after
     close() or a Reject.
 
     A turn is one round of work at the socket: receive, call back, send. The link has a thread that takes turns. A thread that
@@ -132,7 +132,7 @@ class Dealer:
         tcp.watch_descriptor(self._approach.descriptor)
 
     def close(self) -> None:
-        """Send what is queued (for at most LINGER seconds), then leave no thread and no socket behind."""
+        """Send what is queued (for at most LINGER_SECONDS), then leave no thread and no socket behind."""
         if self._pid != os.getpid():
             return  # a fork's copy: the link is the parent's
         self._closing = True
@@ -157,7 +157,7 @@ class Dealer:
         if self._sock is None or self._turn_here() is not False:
             self.wake()
         else:
-            self._aside = self._due = time.monotonic() + TURN
+            self._aside = self._due = time.monotonic() + TURN_SECONDS
 
     def lead(self, done: Callable[[], bool], limit: float = float("inf")) -> bool:
         """Take turns until done(), for `limit` seconds at most, and return done().
@@ -171,7 +171,7 @@ class Dealer:
             self._take_the_lead(done, time.monotonic() + limit)
         finally:
             self._leader = 0
-            self._aside = time.monotonic() + TURN
+            self._aside = time.monotonic() + TURN_SECONDS
             self._leading.release()
         return done()
 
@@ -185,10 +185,10 @@ class Dealer:
         poller.register(self._call, select.POLLIN)
         poller.register(self._descriptor, select.POLLIN)
         start = time.monotonic()
-        spin = start + SPIN if self._quick and self._on_turn is not None else start
+        spin = start + SPIN_SECONDS if self._quick and self._on_turn is not None else start
         while not done() and not self._over:
             now = time.monotonic()
-            self._aside = now + 2 * STEP
+            self._aside = now + 2 * STEP_SECONDS
             more = self._turn_here()
             if more is None:  # the link's thread is in a turn, and may be past the sending
                 self.wake()
@@ -198,10 +198,10 @@ class Dealer:
             while not (ready or more) and time.monotonic() < spin:
                 os.sched_yield()
                 ready = poller.poll(0)
-            for fd, _ in ready or poller.poll(0 if more else min(STEP, max(0.0, end - now)) * 1000):
+            for fd, _ in ready or poller.poll(0 if more else min(STEP_SECONDS, max(0.0, end - now)) * 1000):
                 if fd == self._call:
                     os.eventfd_read(fd)
-        self._quick = time.monotonic() - start < SPIN
+        self._quick = time.monotonic() - start < SPIN_SECONDS
 
     def _turn_here(self) -> bool | None:
         """Take a turn in the calling thread: True if work is left; None if no turn could be taken."""
@@ -275,7 +275,7 @@ class Dealer:
         finally:
             self._close_bells()
             self._queue.clear()
-            self._approach.close(int(LINGER * 1000) if self._closing and not self._deaf else 0)
+            self._approach.close(int(LINGER_SECONDS * 1000) if self._closing and not self._deaf else 0)
             terminate(context)
             self._stop_helper()
         if reason and not self._closing:
@@ -288,7 +288,7 @@ class Dealer:
         with self._lock:
             self._over = True
             os.eventfd_write(self._call, 1)
-        led = self._leading.acquire(timeout=LINGER)  # never released again
+        led = self._leading.acquire(timeout=LINGER_SECONDS)  # never released again
         with self._lock:
             os.close(self._bell)
             if led:
@@ -342,8 +342,8 @@ class Dealer:
         more, last = True, 0.0
         while True:
             aside = not more and time.monotonic() < self._aside
-            ready = (few if aside else full).poll(TURN * 1000 if aside else 0 if more else self._pause())
-            if aside and not ready and (now := time.monotonic()) < self._due and now - last < STEP:
+            ready = (few if aside else full).poll(TURN_SECONDS * 1000 if aside else 0 if more else self._pause())
+            if aside and not ready and (now := time.monotonic()) < self._due and now - last < STEP_SECONDS:
                 continue  # a sending thread took its turn meanwhile, and would have to wait for the interpreter
             if len(ready) == 1 and ready[0][0] == self._descriptor and time.monotonic() < self._aside:
                 continue  # the leading thread receives it
@@ -378,10 +378,10 @@ class Dealer:
 
     def _pause(self) -> int:
         """Milliseconds to sleep in poll."""
-        return int(1000 * (TURN if self._on_turn is not None else min(1.0, self._heartbeat / POLLS)))
+        return int(1000 * (TURN_SECONDS if self._on_turn is not None else min(1.0, self._heartbeat / POLLS)))
 
     def _flush(self, sock: zmq.Socket) -> str:
-        deadline = time.monotonic() + LINGER
+        deadline = time.monotonic() + LINGER_SECONDS
         while self._queue and not self._deaf and (left := deadline - time.monotonic()) > 0:
             sock.poll(int(left * 1000), zmq.POLLOUT)
             self._transmit(sock)

@@ -48,6 +48,8 @@ class DeferredModule(ModuleType):
 
 
 class _DeferredLoader(Loader):
+    """Makes a module that is executed at its first use. stand_ins: by name, values that some importers get without that."""
+
     def __init__(self, loader: Any, stand_ins: Mapping[str, StandIn]) -> None:
         self.loader, self.stand_ins = loader, stand_ins
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 STOPPED = "TtZX"  # states of proc(5) without progress: stopped, traced, zombie, dead
 POLLS = 8  # of a process in a heartbeat
-SHORTEST = 2.0  # least seconds without an acknowledgement that count: the kernel may delay one
+SHORTEST_SECONDS = 2.0  # least seconds without an acknowledgement that count: the kernel may delay one
 # Offsets in tcp_info: unanswered probes in a row, segments in flight, milliseconds since the last acknowledgement.
 _PROBES, _UNACKED, _ANSWERED = 3, 24, 56
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
@@ -112,7 +112,7 @@ class Cable:
     """Watches one connection: it counts as cut after `seconds`, at two polls in a row at least."""
 
     def __init__(self, fd: int, seconds: float) -> None:
-        self._fd, self._limit, self._before = fd, max(seconds, SHORTEST), False
+        self._fd, self._limit, self._before = fd, max(seconds, SHORTEST_SECONDS), False
 
     def poll(self) -> str:
         """The finding, once that is certain, or ""."""

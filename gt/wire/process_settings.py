@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
-KEPT = 64 << 20  # free bytes at the end of a heap that glibc keeps
-TURN = 0.001  # seconds
-LARGE = 8 << 20  # bytes from which an allocation is mapped by the system
+KEPT_BYTES = 64 << 20  # free bytes at the end of a heap that glibc keeps
+TURN_SECONDS = 0.001  # seconds
+LARGE_BYTES = 8 << 20  # bytes from which an allocation is mapped by the system
 YOUNG = 50_000  # new objects until a pass of the collector over the youngest: most of so many are gone by then
 MIDDLE = 5  # passes over the youngest for each pass over the middle generation
 NEVER = 1 << 30  # passes over the middle generation until a full pass
-EVERY = 30.0  # seconds between full passes, at least
+EVERY_SECONDS = 30.0  # seconds between full passes, at least
 REST = 1000  # times the length of the last full pass, also at least
-OVERDUE = 900.0  # seconds after which a full pass runs even beside work
+OVERDUE_SECONDS = 900.0  # seconds after which a full pass runs even beside work
 
 
 def keep_freed() -> None:
@@ -30,8 +30,8 @@ def keep_freed() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
-        libc.mallopt(_TRIM_THRESHOLD, KEPT)
-        libc.mallopt(_MMAP_THRESHOLD, LARGE)
+        libc.mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
+        libc.mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def collect_less() -> None:
@@ -68,8 +68,8 @@ class CycleCollector:
     """
 
     def __init__(self) -> None:
-        self._next = time.monotonic() + EVERY
-        self._latest = self._next + OVERDUE
+        self._next = time.monotonic() + EVERY_SECONDS
+        self._latest = self._next + OVERDUE_SECONDS
 
     def offer(self, idle: bool) -> None:
         """Run a full pass if one is due and the process is idle, or if it is long overdue."""
@@ -78,8 +78,8 @@ class CycleCollector:
             return
         gc.collect()
         took = time.monotonic() - now
-        self._next = now + max(EVERY, took * REST)
-        self._latest = self._next + OVERDUE
+        self._next = now + max(EVERY_SECONDS, took * REST)
+        self._latest = self._next + OVERDUE_SECONDS
 
 
 def more_descriptors() -> None:
@@ -91,4 +91,4 @@ def more_descriptors() -> None:
 
 def take_turns() -> None:
     """Let a busy thread release the interpreter within a millisecond: long passes run in threads beside the loop."""
-    sys.setswitchinterval(TURN)
+    sys.setswitchinterval(TURN_SECONDS)

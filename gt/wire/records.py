@@ -25,7 +25,8 @@ class Record:
 class ServerRecord(Record):
     """The dispatcher. at: seconds since its start; sharing: "shared" or "exclusive"; interval: seconds between two Records.
 
-    loop_lag: seconds that few of the last turns of its loop are longer than. Messages: of all peers.
+    life: a random name of this run of the server; where it differs, another server is there. loop_lag: seconds that few of
+    the last turns of its loop are longer than. Messages: of all peers.
     """
 
     at: float
@@ -35,6 +36,7 @@ class ServerRecord(Record):
     messages_sent: int
     messages_received: int
     loop_lag: float
+    life: str
 
 
 @dataclass(frozen=True, slots=True)

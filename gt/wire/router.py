@@ -24,7 +24,7 @@ from gt.wire.messages import CHUNK, Exit, Message
 from gt.wire.socket import (
     BURST,
     GONE,
-    LINGER,
+    LINGER_SECONDS,
     NOW,
     QUEUE,
     Frames,
@@ -170,8 +170,8 @@ class Router:
         self._connections.disconnect(peer, time.monotonic())
 
     def close(self) -> None:
-        """Send what is queued, for at most LINGER seconds, and free the port."""
-        self._shut(int(LINGER * 1000))
+        """Send what is queued, for at most LINGER_SECONDS, and free the port."""
+        self._shut(int(LINGER_SECONDS * 1000))
 
     # ---- opening and closing
 

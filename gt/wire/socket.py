@@ -24,12 +24,12 @@ from gt.wire.access.auth import CURVE, PLAIN, USER, Credentials
 Frames = Sequence[Any]  # bytes-like, at most messages.CHUNK bytes each
 QUEUE = 64  # messages in libzmq's queue of a Dealer; more wait in its deque, where they cost a reference
 BURST = 256  # messages received in a row before other work
-PATIENCE = 6  # silent heartbeats after which a peer on another host counts as lost
-LINGER = 1.0  # seconds that close() waits for queued messages
-HANDSHAKE = 10.0  # seconds that a handshake may take
-SEALED = 64  # upper bound of the bytes that encryption adds to a frame
+PATIENCE_HEARTBEATS = 6  # silent heartbeats after which a peer on another host counts as lost
+LINGER_SECONDS = 1.0  # seconds that close() waits for queued messages
+HANDSHAKE_SECONDS = 10.0  # seconds that a handshake may take
+SEALED_BYTES = 64  # upper bound of the bytes that encryption adds to a frame
 PORT = 12345  # default port of a server that is started by hand
-SMALL = 1 << 12  # bytes of a part whose copy costs less than libzmq's object for a part that is not copied
+SMALL_BYTES = 1 << 12  # bytes of a part whose copy costs less than libzmq's object for a part that is not copied
 # Flags as numbers: pyzmq's enums cost half a microsecond for each call.
 NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 GONE = int(zmq.EVENT_DISCONNECTED)
@@ -82,15 +82,15 @@ def endpoint(sock: zmq.Socket, ip: str, port: int | str) -> str:
 
 
 def options(sock: zmq.Socket, heartbeat: float, longest: int) -> None:
-    """Set options of both ends: a silent peer is dropped after PATIENCE heartbeats, frames have at most `longest` bytes.
+    """Set options of both ends: a silent peer is dropped after PATIENCE_HEARTBEATS, frames have at most `longest` bytes.
 
     heartbeat: seconds; 0 waits for a silent peer for ever.
     """
-    sock.setsockopt(zmq.MAXMSGSIZE, longest + SEALED)
+    sock.setsockopt(zmq.MAXMSGSIZE, longest + SEALED_BYTES)
     if heartbeat:
         sock.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(heartbeat * 200)))
-        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(100, int(heartbeat * PATIENCE * 1000)))
-    sock.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE * 1000))
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(100, int(heartbeat * PATIENCE_HEARTBEATS * 1000)))
+    sock.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
     sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
 
 
@@ -134,7 +134,7 @@ def terminate(context: zmq.Context) -> None:
     except RuntimeError:  # the interpreter is ending, and starts no thread
         context.term()
     else:
-        thread.join(3 * LINGER)
+        thread.join(3 * LINGER_SECONDS)
 
 
 def frames_of(sock: zmq.Socket) -> tuple[Any, ...]:
@@ -150,7 +150,7 @@ def put(sock: zmq.Socket, parts: Frames) -> None:
     last = len(parts) - 1
     for number, part in enumerate(parts):
         size = len(part) if type(part) is bytes else memoryview(part).nbytes
-        sock.send(part, NOW if number == last else _MORE, copy=size <= SMALL)
+        sock.send(part, NOW if number == last else _MORE, copy=size <= SMALL_BYTES)
 
 
 def events_of(sock: zmq.Socket) -> int:

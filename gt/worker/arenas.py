@@ -20,7 +20,7 @@ import numpy as np
 from gt.errors import ProtocolError
 from gt.ir.layout import Boxes, piece_shape, read_boxes, write_boxes
 from gt.ir.spec import Spec
-from gt.wire.arena import PeerArena, PeerFile, check_boxes, tensor
+from gt.wire.arena import PeerArena, check_boxes, tensor
 from gt.wire.messages import ArenaOpened, CloseArenas, Data, OfferArena, OfferFile, Piece, UploadProgress, UseBlock
 from gt.worker.engine.base import Engine, Tensor
 from gt.worker.files import FileBlock, WorkerFiles
@@ -31,7 +31,7 @@ from gt.worker.uploads import UploadBuffers
 log = logging.getLogger("gt.worker")
 MAX_PINNED_BYTES = 128 << 20  # of an arena that is pinned for a smaller tensor
 MAX_MAPPED_BYTES = 16 << 40  # of all arenas: an eighth of an address space of 47 bits
-MAX_MAPPED = 8192  # arenas: an eighth of the mappings that Linux gives a process
+MAX_MAPPED_ARENAS = 8192  # arenas: an eighth of the mappings that Linux gives a process
 DESCRIPTOR_SHARE = 0.5  # of the limit of descriptors: an arena takes one, a file up to two
 
 
@@ -89,12 +89,12 @@ class WorkerArenas:
     budget: Budget
     _arenas: dict[int, _OpenedArena] = field(default_factory=dict)
     _mapped: weakref.WeakSet[PeerArena] = field(default_factory=weakref.WeakSet)  # those that are closed too
-    _reads: dict[int, _TensorBlock | FileBlock] = field(default_factory=dict)  # by key of an upload
+    _reads: dict[int, _TensorBlock] = field(default_factory=dict)  # by key of an upload
     _writes: dict[int, _TensorBlock | FileBlock] = field(default_factory=dict)  # by key of a fetched piece
 
     def __post_init__(self) -> None:
         self._progress: Completions[UploadProgress] = Completions(self.send)
-        self.files = WorkerFiles(self.send, self.engine, self.budget)
+        self.files = WorkerFiles(self.send, self.engine, self.budget, self.uploads)
 
     def receive(self, message: OfferArena | OfferFile | UseBlock) -> None:
         """Handle a message of the dispatcher."""
@@ -104,7 +104,7 @@ class WorkerArenas:
             self._open(message)
 
     def _open(self, message: OfferArena | OfferFile) -> None:
-        """Map an arena or open a file, if it is proved to be its client's."""
+        """Map an arena or have a file opened, if it is proved to be its client's."""
         try:
             if isinstance(message, OfferArena):
                 self._check_room(message.nbytes)
@@ -116,7 +116,8 @@ class WorkerArenas:
                 if owner is None:
                     raise OSError(f"the arena {message.owner} of the file's owner is not open")
                 self._check_room(0)
-                self.files.open(message.arena, PeerFile(owner.memory.offer, message))
+                self.files.open(owner.memory.offer, message)
+                return
         except (OSError, ValueError, OverflowError) as error:
             log.info("arena %d is not used: %s", message.arena, error)
             self.send(ArenaOpened(message.arena, False))
@@ -125,19 +126,25 @@ class WorkerArenas:
 
     def _check_room(self, nbytes: int) -> None:
         """OSError if another arena of this size, or a file, would leave too little for all else that this process does."""
-        mapped, files = [arena.nbytes for arena in self._mapped], len(self.files.opened)
+        mapped, files = [arena.nbytes for arena in self._mapped], self.files.threads.files
         descriptors = DESCRIPTOR_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if len(mapped) + 2 * files >= descriptors or len(mapped) >= MAX_MAPPED or sum(mapped) + nbytes > MAX_MAPPED_BYTES:
+        if (
+            len(mapped) + 2 * files >= descriptors
+            or len(mapped) >= MAX_MAPPED_ARENAS
+            or sum(mapped) + nbytes > MAX_MAPPED_BYTES
+        ):
             raise OSError(f"there is no room beside {files} files and {len(mapped)} arenas of {sum(mapped)} bytes in all")
 
     def _expect(self, message: UseBlock) -> None:
         """An instruction will read or write a block. What is wrong with it fails that instruction."""
-        block: _TensorBlock | FileBlock
         try:
             opened = self._arenas.get(message.arena)
             if opened is None and message.arena in self.files.opened:
-                block = self.files.block(message)
-                (self._writes if message.write else self._reads)[message.key] = block
+                lent = self.files.block(message)
+                if message.write:
+                    self._writes[message.key] = lent
+                else:
+                    self.files.begin_read(lent)
                 return
             if opened is None:
                 raise ProtocolError(f"arena {message.arena} is not open")
@@ -159,23 +166,22 @@ class WorkerArenas:
     def forget_write(self, key: int) -> None:
         """Nobody waits for this fetched piece, and all Runs that write it are done."""
         self._writes.pop(key, None)
+        self.files.forget_write(key)
 
     # ---- executing thread
 
-    def take_read(self, key: int) -> _TensorBlock | FileBlock | None:
-        """The block of an upload; None if its bytes are received by messages."""
+    def take_read(self, key: int) -> _TensorBlock | None:
+        """The block of an upload; None if its bytes are received by messages, or read from a file meanwhile."""
         return self._reads.pop(key, None)
 
     def take_write(self, key: int) -> _TensorBlock | FileBlock | None:
         """The block of a fetched piece; None if it is sent in messages."""
         return self._writes.pop(key, None)
 
-    def read(self, block: _TensorBlock | FileBlock, spec: Spec) -> Tensor:
+    def read(self, block: _TensorBlock, spec: Spec) -> Tensor:
         """A tensor of the block's values. The client may use the block again once it is read, or the read has failed."""
         wait = None
         try:
-            if isinstance(block, FileBlock):
-                return self.files.read(block, spec)
             if block.nbytes != spec.nbytes:
                 raise ValueError(f"{block.nbytes} bytes were sent for {spec.text()}, want {spec.nbytes}")
             self.budget.need(spec.nbytes)
@@ -224,13 +230,14 @@ class WorkerArenas:
     def close(self, message: CloseArenas) -> None:
         """Take no new blocks of these arenas. They are unmapped with the last of their blocks.
 
-        A Run that was sent later, when its turn had come, may still use a block: without it the fetched piece would be sent in
+        A Run that was sent later, when its turn had come, may still use a block. Without the block a fetched piece would go in
         messages, which the dispatcher does not expect.
         """
         for arena in message.arenas:
             opened = self._arenas.pop(arena, None)
             self.files.close(arena)
             if opened is not None:
+                self.files.leave(arena)
                 opened.pinnable = False
                 unpin, opened.unpin = opened.unpin, None
                 if unpin is not None:
@@ -239,4 +246,6 @@ class WorkerArenas:
     def end(self) -> None:
         """Send no more."""
         self._progress.close()
+        self._reads.clear()
+        self._writes.clear()
         self.files.end()

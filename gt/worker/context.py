@@ -63,6 +63,8 @@ class FirstLaunch:
 
 @dataclass
 class ExecutionContext:
+    """The objects that steps of instructions work with: one worker's engine, plane, tensors, buffers and memory budget."""
+
     engine: Engine
     plane: Plane
     send: Callable[..., None]

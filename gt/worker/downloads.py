@@ -16,6 +16,8 @@ from gt.wire.messages import AHEAD, CHUNK, Piece
 
 @dataclass
 class _UnsentPiece:
+    """A fetched piece of which the client has not been sent all bytes. granted: the byte up to which it may be sent."""
+
     source: memoryview
     own: bool  # nobody writes to the source
     sent: int = 0

@@ -1,7 +1,7 @@
 """Carries out instructions in order: definitions become bound steps, and a stream names them by number.
 
-A step that fails is reported as OpError and leaves placeholders of the right shape: so the instructions after it still run,
-and no peer waits for a collective that never begins. Knows neither torch nor sockets.
+A step that fails is reported as OpError and leaves placeholders of the right shape. So the instructions after it still run, and
+no peer waits for a collective that never begins. Knows neither torch nor sockets.
 """
 
 from __future__ import annotations

@@ -6,26 +6,26 @@ are positioned (pread, pwrite): a file that shrinks or a full disk is an error o
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import mmap
 import os
-import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 
 import numpy as np
 
 from gt.errors import ProtocolError
 from gt.ir.layout import Boxes, piece_shape, read_boxes, runs
-from gt.ir.spec import Spec
 from gt.wire.arena import WORDS, PeerFile, check_boxes
-from gt.wire.messages import OpError, Piece, UseBlock
+from gt.wire.messages import ArenaOpened, OfferArena, OfferFile, OpError, Piece, UploadProgress, UseBlock
 from gt.worker.engine.base import Engine, Tensor
+from gt.worker.process.file_threads import FileThread, FileThreads, moved
 from gt.worker.process.memory_budget import Budget, available
+from gt.worker.uploads import UploadBuffers
 
 log = logging.getLogger("gt.worker")
 
@@ -36,9 +36,8 @@ UNCACHED_BYTES = 256 << 10  # of a piece, at least: for a smaller one the disk's
 ALIGNED = mmap.PAGESIZE  # a multiple of every disk's blocks
 
 HOST_SHARE = 0.1  # of the host's memory, at most in copies that a worker has still to write, or keeps for the next save
-# Added to the writing thread's: steps matter more. Not the most: a thread that waits for a core may hold the interpreter's lock
-WRITER_NICENESS = 5
-SPARE_SECONDS = 600.0  # memory of copies is kept so long for the next save, which then takes no page faults
+PART_BYTES = 1 << 20  # of a tensor's memory that is copied to be written, within the caches of a core
+ANSWER_SECONDS = 10.0  # that the executing thread waits for the next part of a piece, where there is no room for a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +52,7 @@ class FileBlock:
     itemsize: int
     boxes: Boxes
     later: bool
+    thread: FileThread | None = None  # that reads and writes it
 
     @property
     def nbytes(self) -> int:
@@ -129,6 +129,7 @@ def _write(fd: int, data: memoryview, offset: int) -> None:
     at = 0
     while at < len(data):
         at += os.pwrite(fd, data[at : at + MAX_IO_BYTES], offset + at)
+        moved()
 
 
 def _write_blocks(fd: int, data: memoryview, offset: int) -> int:
@@ -137,6 +138,7 @@ def _write_blocks(fd: int, data: memoryview, offset: int) -> int:
     while at < len(data) and not at % ALIGNED:
         try:
             at += os.pwrite(fd, data[at : at + MAX_IO_BYTES], offset + at)
+            moved()
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -153,30 +155,83 @@ def _read(fd: int, data: memoryview, offset: int) -> None:
                 f"the file ends at byte {offset + at}, want {len(data) - at} bytes more: it was cut after it was opened"
             )
         at += got
+        moved()
 
 
-@dataclass
+@dataclass(slots=True)
+class PendingWrite:
+    """A piece that is written from the memory of its tensor. data: None once that may be another tensor's."""
+
+    block: FileBlock
+    data: np.ndarray | None
+    seq: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def cancel(self) -> None:
+        """Read no more of the memory."""
+        with self.lock:
+            self.data = None
+
+    def write(self) -> bool:
+        """Write the piece part by part, each a copy; False if it was cancelled. OSError if the disk does not take it."""
+        block, part = self.block, np.empty(min(PART_BYTES, self.block.nbytes), np.uint8)
+        at = first = end = 0  # in the piece, of which the bytes from `first` to `end` are in `part`
+        for offset, nbytes in block.runs():
+            stop = at + nbytes
+            while at < stop:
+                if at == end:
+                    first, end = at, min(at + PART_BYTES, block.nbytes)
+                    with self.lock:
+                        if self.data is None:
+                            return False
+                        np.copyto(part[: end - first], self.data[first:end])
+                count = min(stop, end) - at
+                _write(block.file.fd, part[at - first : at - first + count].data, offset + nbytes - (stop - at))
+                at += count
+        return True
+
+
 class WorkerFiles:
-    """Files of clients by the dispatcher's key. The I/O thread calls `open` and `block`, the executing one the rest."""
+    """Files of clients by the dispatcher's key. The I/O thread calls `open`, `block`, `begin_read`, the executing one the rest.
 
-    send: Callable[..., None]
-    engine: Engine
-    budget: Budget
-    opened: dict[int, PeerFile] = field(default_factory=dict)
-    bytes_read: int = 0
-    bytes_written: int = 0
-    _copied: int = 0  # bytes of pieces, by the executing thread
-    _copies_written: int = 0  # bytes of these, by the thread that writes them
-    _spare: dict[int, list[np.ndarray]] = field(default_factory=dict)  # memory of copies that are written, by size
-    _writer: threading.Thread | None = None
-    _queue: queue.SimpleQueue[tuple[FileBlock, np.ndarray, int] | None] = field(default_factory=queue.SimpleQueue)
+    Neither waits for a file system: threads of each session open, read and write its files, and answer.
+    """
 
-    def __post_init__(self) -> None:
-        self.budget.reclaim = self._spare.clear
+    def __init__(self, send: Callable[..., None], engine: Engine, budget: Budget, uploads: UploadBuffers) -> None:
+        self._send, self._engine, self._budget, self._uploads = send, engine, budget, uploads
+        self.opened: dict[int, PeerFile] = {}
+        self.bytes_read = self.bytes_written = 0
+        self._spare: dict[int, list[np.ndarray]] = {}  # memory of copies that are written, by size
+        self._waiting_bytes = 0  # of copies whose writing has not begun
+        self._pending: dict[int, PendingWrite] = {}  # by key of the piece
+        self._of: dict[int, FileThread] = {}  # by key, of files that are open or about to be
+        self._lock = threading.Lock()
+        self.threads = FileThreads(self._spare.clear)
+        budget.reclaim = self._spare.clear
 
-    def open(self, key: int, file: PeerFile) -> None:
-        """Read or write this file from now on."""
-        self.opened[key] = file
+    def open(self, owner: OfferArena, message: OfferFile) -> None:
+        """Have a file opened, which is answered then. OSError if too many files of ended sessions do not answer."""
+        thread = self.threads.of(message.owner, message.write)
+        with self._lock:
+            self._of[message.arena] = thread
+        thread.add_file()
+        thread.put(partial(self._open, thread, owner, message), partial(self._refuse, thread, message.arena))
+
+    def _open(self, thread: FileThread, owner: OfferArena, message: OfferFile) -> None:
+        try:
+            file = PeerFile(owner, message, thread.close)
+        except (OSError, ValueError, OverflowError) as error:
+            log.info("file %d is not used: %s", message.arena, error)
+            self._refuse(thread, message.arena)
+            return
+        with self._lock:
+            if message.arena in self._of:  # else it was closed meanwhile
+                self.opened[message.arena] = file
+        self._send(ArenaOpened(message.arena, True))
+
+    def _refuse(self, thread: FileThread, key: int) -> None:
+        thread.no_file()
+        self._send(ArenaOpened(key, False))
 
     def block(self, message: UseBlock) -> FileBlock:
         """The block of a message; ProtocolError if it is not within its file."""
@@ -185,44 +240,60 @@ class WorkerFiles:
         fits = message.itemsize in WORDS and min(shape, default=0) >= 0 and 0 <= message.offset <= file.nbytes - nbytes
         if not fits or file.writes != message.write:
             raise ProtocolError(f"a tensor {list(shape)} at {message.offset} is not within a file of {file.nbytes} bytes")
-        boxes = check_boxes(message.boxes, shape)
-        return FileBlock(message.key, message.arena, file, message.offset, shape, message.itemsize, boxes, message.later)
+        boxes, thread, size = check_boxes(message.boxes, shape), self._of[message.arena], message.itemsize
+        return FileBlock(message.key, message.arena, file, message.offset, shape, size, boxes, message.later, thread)
+
+    def begin_read(self, block: FileBlock) -> None:
+        """Have a block read: its bytes are an upload then, which is awaited as one that is sent in messages."""
+        assert block.thread is not None
+        self._uploads.expect(block.key)
+        block.thread.put(partial(self._read, block))
+
+    def _read(self, block: FileBlock) -> None:
+        try:
+            if self._uploads.expects(block.key):
+                self._uploads.admit(block.nbytes)
+                self._uploads.deliver(block.key, block.read())
+                with self._lock:
+                    self.bytes_read += block.nbytes
+        except (OSError, MemoryError, ValueError) as error:
+            self._uploads.fail(block.key, error)
+        self._send(UploadProgress(block.key, block.nbytes))
 
     # ---- executing thread
 
-    def read(self, block: FileBlock, spec: Spec) -> Tensor:
-        """A tensor of the block's values."""
-        if block.nbytes != spec.nbytes:
-            raise ValueError(f"{block.nbytes} bytes are in the file for {spec.text()}, want {spec.nbytes}")
-        self.budget.need(spec.nbytes)
-        self.budget.hold(spec.nbytes)
-        data = block.read()
-        self.bytes_read += block.nbytes
-        return self.engine.upload(data, spec)
-
     def write(self, block: FileBlock, source: Tensor, seq: int) -> None:
-        """Write a tensor's values, now or later, and answer for the piece. OSError if they cannot be written now."""
-        nbytes = self.engine.spec(source).nbytes
-        if nbytes == block.nbytes > 0:  # the dispatcher compares them too
-            packed = self.engine.packed(source)
-            data = np.frombuffer(self.engine.view(packed), np.uint8)
-            if block.later and self._has_room(nbytes):
-                self._begin_writer()
-                self._copied += nbytes
-                self._queue.put((block, data if packed is not source else self._copy(data, block), seq))
-                return
-            try:
-                block.write(data.data)
-            except OSError as error:
-                raise OSError(_reason(error)) from error
-            self.bytes_written += nbytes
-        self.send(Piece(block.key, nbytes, nbytes))
+        """Have a copy of a tensor's values written, and the piece answered for. OSError if that fails before it returns."""
+        nbytes = self._engine.spec(source).nbytes
+        if nbytes != block.nbytes or not nbytes:  # the dispatcher compares them too
+            self._send(Piece(block.key, nbytes, nbytes))
+            return
+        assert block.thread is not None
+        packed = self._engine.packed(source)
+        data = np.frombuffer(self._engine.view(packed), np.uint8)
+        if block.later and self._has_room(nbytes):
+            with self._lock:
+                self._waiting_bytes += nbytes
+            copied = data if packed is not source else self._copy(data, block)
+            block.thread.put(partial(self._write_copy, block, copied, seq), partial(self._begun, nbytes))
+            return
+        pending = PendingWrite(block, data, seq)
+        if not block.later:  # the dispatcher sends nothing that might change the tensor before it is answered for
+            self._pending[block.key] = pending
+            block.thread.put(partial(self._write, pending))
+            return
+        try:
+            block.thread.call(pending.write, ANSWER_SECONDS)
+        except OSError as error:
+            pending.cancel()
+            raise OSError(_reason(error)) from error
+        self._answer(block)
 
     def _has_room(self, nbytes: int) -> bool:
-        """True if a copy of so many bytes fits into the host's memory; without one they are written at once."""
-        if self.budget.bounded:
-            return self.budget.fits(nbytes)
-        return self._copied - self._copies_written + nbytes < HOST_SHARE * available()
+        """True if a copy of so many bytes fits into the host's memory; without one, the piece is waited for."""
+        if self._budget.bounded:
+            return self._budget.fits(nbytes)
+        return self._waiting_bytes + nbytes < HOST_SHARE * available()
 
     def _copy(self, data: np.ndarray, block: FileBlock) -> np.ndarray:
         """A copy, aligned as its place in the file, in the memory of an earlier one if there is one of this size."""
@@ -237,53 +308,79 @@ class WorkerFiles:
         np.copyto(copied, data)
         return copied
 
+    def forget_write(self, key: int) -> None:
+        """Nobody waits for this piece: instructions that follow may change its tensor, or free it."""
+        pending = self._pending.pop(key, None)
+        if pending is not None:
+            pending.cancel()
+
+    # ---- threads of files
+
+    def _begun(self, nbytes: int) -> None:
+        """A copy is no longer one of those that wait."""
+        with self._lock:
+            self._waiting_bytes -= nbytes
+
+    def _write(self, pending: PendingWrite) -> None:
+        try:
+            written = pending.write()
+        except OSError as error:
+            self._send(OpError(pending.seq, "op", _reason(error)))
+            return
+        finally:
+            self.forget_write(pending.block.key)
+        if written:
+            self._answer(pending.block)
+
+    def _write_copy(self, block: FileBlock, data: np.ndarray, seq: int) -> None:
+        """Write a copy, beside the executing thread, and answer for the piece."""
+        if block.later and block.thread is not None:
+            block.thread.be_nice()
+        self._begun(block.nbytes)
+        try:
+            block.write_uncached(data)
+        except OSError as error:
+            self._send(OpError(seq, "op", _reason(error)))
+            return
+        if isinstance(data.base, np.ndarray):  # else it is memory of the engine
+            self._keep(data)
+        self._answer(block)
+
+    def _answer(self, block: FileBlock) -> None:
+        with self._lock:
+            self.bytes_written += block.nbytes
+        self._send(Piece(block.key, block.nbytes, block.nbytes), (), True)
+
     def _keep(self, data: np.ndarray) -> None:
         """Keep a written copy's memory for the next save, in bounds; it is given up where an op needs it."""
         kept = sum(nbytes * len(spares) for nbytes, spares in list(self._spare.items())) + data.nbytes
-        if kept < HOST_SHARE * available() and self.budget.spares(kept):
+        if kept < HOST_SHARE * available() and self._budget.spares(kept):
             self._spare.setdefault(data.nbytes, []).append(data.base)
 
-    def _next_to_write(self) -> tuple[FileBlock, np.ndarray, int] | None:
-        try:
-            return self._queue.get(timeout=SPARE_SECONDS)
-        except queue.Empty:
-            self._spare.clear()
-            return self._queue.get()
-
-    def _begin_writer(self) -> None:
-        if self._writer is None:
-            self._writer = threading.Thread(target=self._write_queued, name="gt-worker-files", daemon=True)
-            self._writer.start()
-
-    def _write_queued(self) -> None:
-        """Write copies in their order, beside the executing thread."""
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + WRITER_NICENESS)
-        while (item := self._next_to_write()) is not None:
-            block, data, seq = item
-            del item
-            self._copies_written += block.nbytes
-            try:
-                block.write_uncached(data)
-            except OSError as error:
-                self.send(OpError(seq, "op", _reason(error)))
-                continue
-            if isinstance(data.base, np.ndarray):  # else it is memory of the engine
-                self._keep(data)
-            del data  # before the next one is awaited
-            self.bytes_written += block.nbytes
-            self.send(Piece(block.key, block.nbytes, block.nbytes), (), True)
-            del block  # its file may be closed with it
+    # ---- the end, by the executing thread
 
     def close(self, key: int) -> None:
         """Take no new blocks of this file. It is closed with the last of its blocks, which may be in use."""
-        self.opened.pop(key, None)
+        with self._lock:
+            self._of.pop(key, None)
+            file = self.opened.pop(key, None)
+        del file
+
+    def leave(self, owner: int) -> None:
+        """The session of this arena has ended, or proves its files no more."""
+        ended = self.threads.leave(owner)
+        with self._lock:
+            left = [key for key, thread in self._of.items() if thread in ended]
+        for key in left:
+            self.close(key)
 
     def end(self) -> None:
-        """The worker ends: write no more."""
-        if self._writer is not None:
-            self._queue.put(None)
-            self._writer.join()
-            self._writer = None
+        """The worker ends: read and write no more."""
+        for key in list(self._pending):
+            self.forget_write(key)
+        with self._lock:
+            files, self.opened = self.opened, {}
+            self._of.clear()
+        del files
         self._spare.clear()
-        self.opened.clear()
+        self.threads.end()

@@ -1,8 +1,8 @@
 """A worker's process: one link to the dispatcher, one plane to the other workers, instructions carried out in order.
 
 The link's I/O thread handles messages that must not wait for an instruction (Data, Abort, Query). The thread that calls `run`
-executes, until Exit, SIGTERM or the end of the link. A World is queued among the Runs: those before it were planned with its
-predecessor, so if they wait for a lost worker they must see its end, never its successor.
+executes, until Exit, SIGTERM or the end of the link. A World is queued among the Runs. The Runs before it were planned with its
+predecessor. If they wait for a lost worker, they must see its end, never its successor.
 """
 
 from __future__ import annotations
@@ -218,9 +218,9 @@ class Loop:
             self._joined(self.name)
 
     def _introduce(self, world: World) -> None:
-        own = self._own(world)
-        self._plane.introduce(world.workers, world.ways, world.key, own)
-        if own in world.members:
+        own_index = self._own(world)
+        self._plane.introduce(world.workers, world.ways, world.key, own_index)
+        if own_index in world.members:
             self._members = frozenset(world.members)
 
     def _start_afresh(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Uploads by key: the I/O thread assembles them, the executing thread takes them.
+"""Uploads by key: the I/O thread assembles them, or a thread reads them from a file; the executing thread takes them.
 
 Tensors themselves are a plain dict id -> tensor in the executor. Knows nothing about sockets or torch.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from gt.errors import SystemFailure
 from gt.wire.messages import UNREADABLE, Data
 
-MAX_CANCELLED = 4096  # cancelled uploads that are kept, for instructions that still ask for them
+MAX_CANCELLED_UPLOADS = 4096  # cancelled uploads that are kept, for instructions that still ask for them
 
 
 class Cancelled(SystemFailure):
@@ -23,17 +23,23 @@ class Cancelled(SystemFailure):
 
 @dataclass
 class _Arriving:
+    """An upload of which not all bytes are here. left: bytes that are missing."""
+
     buffer: np.ndarray
     left: int
 
 
 @dataclass
 class UploadBuffers:
-    """Buffers of uploads by key. `receive` and `cancel` are called by the I/O thread, `take` by the executing one."""
+    """Buffers of uploads by key. `receive`, `expect` and `cancel` are called by the I/O thread, `take` by the executing one.
+
+    `deliver` and `fail` are for the thread that reads a file.
+    """
 
     _ready: Condition = field(default_factory=Condition)
     _arriving: dict[int, _Arriving] = field(default_factory=dict)
     _cancelled: dict[int, Exception] = field(default_factory=dict)
+    _expected: set[int] = field(default_factory=set)  # those that are read from files
     _forgotten: int = -1  # the last key that was removed from these; keys count up
     _failure: str = ""
     admit: Callable[[int], None] = lambda nbytes: None  # MemoryError if there is no room for so many bytes
@@ -46,7 +52,7 @@ class UploadBuffers:
             self._fail(message.key, OSError("the client cannot read its file: it was cut after it was opened"))
             return
         if message.total < 0:
-            self._fail(message.key, Cancelled("the upload was cancelled: its client is gone"))
+            self._fail(message.key, Cancelled("the upload was cancelled: its client is gone, or a worker beside this one"))
             return
         part = self._arriving.get(message.key)
         if part is None:
@@ -71,11 +77,36 @@ class UploadBuffers:
             if part.left <= 0:
                 self._ready.notify_all()
 
+    # ---- from files
+
+    def expect(self, key: int) -> None:
+        """A thread reads this upload."""
+        with self._ready:
+            self._expected.add(key)
+
+    def expects(self, key: int) -> bool:
+        """True unless it was cancelled meanwhile."""
+        return key in self._expected
+
+    def deliver(self, key: int, buffer: np.ndarray) -> None:
+        """All bytes of an upload that was expected."""
+        with self._ready:
+            if key in self._expected:
+                self._expected.discard(key)
+                self._arriving[key] = _Arriving(buffer, 0)
+                self._ready.notify_all()
+
+    def fail(self, key: int, reason: Exception) -> None:
+        """An upload that was expected cannot be read."""
+        if key in self._expected:
+            self._fail(key, reason)
+
     def _fail(self, key: int, reason: Exception) -> None:
         with self._ready:
             self._arriving.pop(key, None)
+            self._expected.discard(key)
             self._cancelled[key] = reason
-            if len(self._cancelled) > MAX_CANCELLED:
+            if len(self._cancelled) > MAX_CANCELLED_UPLOADS:
                 oldest = next(iter(self._cancelled))
                 del self._cancelled[oldest]
                 self._forgotten = max(self._forgotten, oldest)
@@ -87,6 +118,7 @@ class UploadBuffers:
             self.epoch += 1
             self._failure = reason
             self._arriving.clear()
+            self._expected.clear()
             self._ready.notify_all()
 
     def take(self, key: int, epoch: int) -> np.ndarray:

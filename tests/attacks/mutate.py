@@ -1,4 +1,4 @@
-"""Messages made wrong: at bytes, as msgpack, field by field, and in their order. Fields are those of gt/wire/messages.py.
+"""Messages made wrong: at bytes, as msgpack, field by field, and in their order. Fields are those of gt/wire/messages/.
 
 Whatever has a message's dataclass has its mutations: a new message or field needs nothing written here.
 """

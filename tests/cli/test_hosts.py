@@ -92,11 +92,38 @@ def test_subnets_in_common() -> None:
      "h0 - h1: 10.77.1.2 (eth0) 20 us, 1.50 GB/s there, 10.77.1.1 (eth0) 20 us, 1.50 GB/s back; 10.77.9.2 on eth0: Network is"),
     ([attempt("10.77.3.2", False, **UNREACHABLE)], [attempt("10.77.2.1", False, **UNREACHABLE)], "note",
      "h0 - h1: no subnet in common: reached through h2 only"),
+    ([attempt("10.77.3.2", False)], [attempt("10.77.2.1", False)], "ok",
+     "h0 - h1: routed: 10.77.3.2 (eth0) 20 us, 1.50 GB/s there, 10.77.2.1 (eth0) 20 us, 1.50 GB/s back"),
 ])  # fmt: skip
 def test_a_pair_of_hosts(forth: list, back: list, mark: str, says: str) -> None:
     other = {(0, 2): [attempt("a")], (2, 0): [attempt("a")], (1, 2): [attempt("a")], (2, 1): [attempt("a")]}
     rows = list(hosts.judge_links(["h0", "h1", "h2"], MESH, {**other, (0, 1): forth, (1, 0): back}))
     assert len(rows) == 3 and rows[0][0] == mark and f"{rows[0][1]}: {rows[0][2]}".startswith(says), rows[0]
+
+
+class ConnectingAgent(hosts.Agent):
+    """An agent that only notes the addresses it is to reach."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.reached = name, list[str]()
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        self.reached += [order["address"]] if order["do"] == "connect" else []
+        return {"port": 7, "rate": 1.0}
+
+
+@pytest.mark.parametrize("subnets", [(1, 1), (1, 2)], ids=["one subnet", "routed"])
+def test_of_many_addresses_of_a_device_one_is_tried(subnets: tuple[int, int]) -> None:
+    agents = [ConnectingAgent("h0"), ConnectingAgent("h1")]
+    known = [about(f"h{at}", *(eth(at + 2 * n, subnet) for n in range(1, 20))) for at, subnet in enumerate(subnets)]
+    hosts.measured(agents, known)
+    assert [agent.reached for agent in agents] == [[f"10.77.{subnets[1]}.3"], [f"10.77.{subnets[0]}.2"]]
+
+
+def test_hosts_with_addresses_of_ipv6_alone() -> None:
+    six = [about(f"h{at}", [f"fd00::{at + 1}", 64, "eth0", 0]) for at in range(2)]
+    assert [b[0] for _, b in hosts.subnets(*six)] == ["fd00::2"]
+    assert ("ok", "bootstrap", "fd00::/64 is shared by all, eth0") in list(hosts.judge_network(["h0", "h1"], six))
 
 
 def test_the_way_back_to_a_server_here() -> None:

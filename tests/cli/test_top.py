@@ -35,10 +35,11 @@ from gt.wire.records import (
     SessionRecord,
     WorkerRecord,
 )
+from tests.helpers.limits import limit
 from tests.helpers.serving import serving, settled
 
 
-def moment(at: float, more: int = 0) -> list[Record]:
+def moment(at: float, more: int = 0, life: str = "life") -> list[Record]:
     """Records of two workers, a session with a schedule, a link and a client that waits."""
     where = [3, "aten.mm.default", "/home/ada/a_file_with_a_long_name.py", 12, "stage0", "op"]
     uses = {"3": {"weights": 1 << 18, "gradients": 0, "optimizer": 1 << 19, "activations": 1 << 18}}
@@ -59,7 +60,7 @@ def moment(at: float, more: int = 0) -> list[Record]:
     measured = {"makespan": 3.0, "bubble": [0.3, 0.6], "idle": 0.45}
     schedule = ScheduleRecord(3, 2 + more, "1f1b", {"idle": 0.4, "bubble": [0.4, 0.4], "makespan": 4}, measured, stamps, "", {})
     error = ErrorRecord(1, 0.5, 3, "w1", "aten.mm.default", "/home/ada/train.py", 12, "stage0", "train.py:12: it failed")
-    server = ServerRecord(at, "shared", 0.5, 1, 1, 1, 0.0)
+    server = ServerRecord(at, "shared", 0.5, 1, 1, 1, 0.0, life)
     return [server, *workers, session, schedule, error, QueueRecord(1, "bob", "wait.py", 2), HostRecord("h", ["w0", "w1"]),
             LinkRecord("w0", "w1", 1 << 20)]  # fmt: skip
 
@@ -171,11 +172,12 @@ def test_a_session_is_shown_alone_and_workers_are_sorted() -> None:
     text = "\n".join(top_view.lines(state(), session=3))
     assert "w1      idle" not in text and "w0      busy" in text
     text = "\n".join(top_view.lines(state(), session=9))
+    assert "tensors to another" in text and "at an op of session 9 yet" in text and "no worker of session 9 has sent" in text
     assert "no workers of session 9" in text and "no session 9; sessions: 3" in text
 
 
 def test_nothing_is_said_of_what_is_not_known() -> None:
-    empty = LiveView().update([ServerRecord(1.0, "shared", 0.5, 1, 1, 1, 0.0)])
+    empty = LiveView().update([ServerRecord(1.0, "shared", 0.5, 1, 1, 1, 0.0, "life")])
     text = "\n".join(top_view.lines(empty))
     assert "no workers" in text and "no sessions" in text and "no worker was seen" in text
 
@@ -183,6 +185,10 @@ def test_nothing_is_said_of_what_is_not_known() -> None:
 def test_keys() -> None:
     assert after_key("s", "name", 3) == ("busy", 3) and after_key("s", "ops", -1) == ("name", -1)
     assert after_key("4", "busy", -1) == ("busy", 4) and after_key("a", "busy", 4) == ("busy", -1)
+    shown = [-1]
+    for _ in range(4):
+        shown.append(after_key("n", "name", shown[-1], [2, 11, 30])[1])
+    assert shown == [-1, 2, 11, 30, -1] and after_key("n", "name", 4, []) == ("name", -1)
     assert after_key("x", "busy", 4) == after_key("²", "busy", 4) == ("busy", 4)
 
 
@@ -285,10 +291,34 @@ def test_keys_act_while_the_server_is_silent(monkeypatch: pytest.MonkeyPatch) ->
     os.close(controller)
 
 
+def test_the_session_of_a_server_before_is_not_chosen_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sessions have the same numbers. The same server goes on with it."""
+    pytest.importorskip("rich")
+    controller, terminal = os.openpty()
+    with os.fdopen(terminal, "r+b", buffering=0) as end, io.TextIOWrapper(end) as screen:
+        monkeypatch.setattr(sys, "stdin", screen)
+        monkeypatch.setattr(sys, "stdout", io.StringIO())
+        stream = Scripted(moment(1.0), moment(2.0), moment(3.0, life="second"))
+        drawn: list[tuple] = []
+
+        def noted(state: Any, order: str, session: int, *more: Any) -> list[str]:
+            drawn.append((state["server"]["at"], session))
+            if not stream.answers:
+                os.write(controller, b"q")
+            return []
+
+        monkeypatch.setitem(_live.__globals__, "_screen", noted)
+        given = argparse.Namespace(token_file=None, interval=0.5, sort="name", session=3)
+        assert _live(stream, LiveView(), given) == 0  # type: ignore[arg-type]
+        assert drawn == [(1.0, 3), (2.0, 3), (3.0, -1)]
+    os.close(controller)
+
+
 def test_once_prints_json_without_rich_and_its_figures_are_those_of_stats(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setattr(observers, "PATIENCE_SECONDS", limit(60))  # on a busy machine a worker may answer late
     with serving(2) as server:
         gt.connect(server.address, name=False, config="")
         float((torch.ones(8, 8, device=gt.device) @ torch.ones(8, 8, device=gt.device)).sum())
@@ -339,7 +369,10 @@ def test_a_page_and_metrics_refuse_what_is_no_port(
 
 
 def test_the_shortest_and_longest_interval_are_those_that_a_server_grants() -> None:
-    assert (observing.SHORTEST_SECONDS, observing.LONGEST_SECONDS) == (observers.MIN_INTERVAL, observers.MAX_INTERVAL)
+    assert (observing.SHORTEST_SECONDS, observing.LONGEST_SECONDS) == (
+        observers.MIN_INTERVAL_SECONDS,
+        observers.MAX_INTERVAL_SECONDS,
+    )
 
 
 def test_records_are_waited_for_longer_than_the_interval_between_them(monkeypatch: pytest.MonkeyPatch) -> None:

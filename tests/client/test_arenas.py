@@ -98,7 +98,7 @@ def test_uploads_that_no_worker_has_read_are_bounded(pool):
     made, _ = pool
     blocks = [made.take(100 * MIB) for _ in range(3)]
     assert made.crowded(100 * MIB) and not made.crowded(400 * MIB) and made.crowded(MIB)
-    made.settle()  # nothing has used them yet
+    made.reclaim()  # nothing has used them yet
     assert not made.crowded(100 * MIB)
     for block in blocks:
         made.free(block)

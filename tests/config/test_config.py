@@ -126,6 +126,8 @@ MISTAKES = [
     ("text", "message"),
     [
         ("a: {workers: [0]}\nschedule: 1f1b\n", r"^f\.yaml:2: schedule is no group: .* `gt: \{schedule: 1f1b\}`$"),
+        ("precision: {compute: bf16}\n", r"^f\.yaml:1: precision is no group: .* `gt: \{precision: \.\.\.\}`$"),
+        ("offload: {path: {workers: [0]}}\n", r"^f\.yaml:1: offload is no group: .* `gt: \{offload: \.\.\.\}`$"),
         ("data_parallel: [0, 1]\n", r"^f\.yaml:1: data_parallel is no group: .* `gt: \{data_parallel: \.\.\.\}`$"),
         ("a: {workers: [0]}\n# \0\n", r"^f\.yaml:2: not YAML: the character '\\x00' is not allowed; remove it$"),
     ],

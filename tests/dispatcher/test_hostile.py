@@ -18,7 +18,7 @@ from gt.dispatcher.events import Malformed, PeerLost, Received, Tick
 from gt.dispatcher.server import Server
 from gt.dispatcher.state.fetches import MAX_REQUESTS
 from gt.dispatcher.state.op_queue import QueuedBatch
-from gt.dispatcher.state.uploads import WINDOW
+from gt.dispatcher.state.uploads import WINDOW_BYTES
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import DispatcherLost, UnsupportedOp
 from gt.ir import check
@@ -227,12 +227,12 @@ def test_host_frames_beyond_the_window_are_refused(bench):
     need = asked(bench)
     for n in range(need.upto // CHUNK):
         bench.give(b"c", UploadChunk(need.key, n * CHUNK, 16 << 20), (bytes(CHUNK),))
-    assert f"up to {WINDOW} at most" in bench.refusal(b"c", UploadChunk(need.key, need.upto, 16 << 20), (bytes(CHUNK),))
+    assert f"up to {WINDOW_BYTES} at most" in bench.refusal(b"c", UploadChunk(need.key, need.upto, 16 << 20), (bytes(CHUNK),))
 
 
 def test_an_absurd_upload_allocates_nothing(bench):
     need = asked(bench, 1 << 57)
-    assert need.upto == WINDOW
+    assert need.upto == WINDOW_BYTES
     bench.give(b"c", UploadChunk(need.key, 0, 1 << 61), (bytes(CHUNK),))
     uploads = UploadBuffers()
     for message in bench.to(b"w0", Data):

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import socket
+import stat
 import sys
 import threading
 from typing import ClassVar
@@ -23,7 +24,7 @@ from gt.dispatcher.state import log_lines
 from gt.errors import Refused
 from gt.ir.instr import BASE_BITS
 from gt.ir.text import PlanLine
-from gt.logs import Plain, Unblocked
+from gt.logs import Plain, Unblocked, private_file
 from gt.wire.messages import Ops
 from tests.helpers.hostile import row, spec
 from tests.helpers.planned import planned
@@ -132,6 +133,18 @@ def test_lines_that_come_together_have_one_time(tmp_path):
     assert [row.split()[:2] for row in rows[:-1]] == begins
 
 
+def test_a_new_log_is_for_its_owner_alone_and_one_that_exists_keeps_its_rights(tmp_path):
+    """It shows every client's lines, shapes and errors."""
+    shared = tmp_path / "shared"
+    shared.touch()
+    shared.chmod(0o644)
+    for path, mode in [(tmp_path / "log", 0o600), (shared, 0o644)]:
+        InstructionLog(str(path)).close()
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+    os.close(private_file(tmp_path / "trace"))
+    assert stat.S_IMODE((tmp_path / "trace").stat().st_mode) == 0o600
+
+
 def test_what_another_program_appends_stays_and_a_log_may_be_emptied(tmp_path):
     journal, path = InstructionLog(str(tmp_path / "log")), tmp_path / "log"
     journal.write(Log("SEND", "w0"), 1.0)
@@ -236,7 +249,7 @@ def test_a_log_that_fails_loses_no_client(monkeypatch, end):
     """The server writes, flushes and closes it beside its work."""
     monkeypatch.setenv("GT_INSTRUCTION_LOG", "/dev/full")
     if end == "write":
-        monkeypatch.setattr("gt.dispatcher.instruction_log.WRITTEN", 1)
+        monkeypatch.setattr("gt.dispatcher.instruction_log.WRITE_BYTES", 1)
     server = Server(core=ToyCore())
     if end == "close":
         server._journal.flush = lambda: None

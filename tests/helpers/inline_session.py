@@ -116,7 +116,8 @@ class InlineSession:
 
     def fetch(self, tensor: int, nbytes: int = 0) -> tuple[tuple, str, bytearray]:
         found = self.tensors[tensor].resolve_conj().resolve_neg()
-        data = found.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if found.numel() else b""
+        flat = found.reshape(-1).clone(memory_format=torch.contiguous_format)  # stride 1, also of one element
+        data = flat.view(torch.uint8).numpy().tobytes() if found.numel() else b""
         return tuple(found.shape), str(found.dtype)[6:], bytearray(data)
 
     def synchronize(self) -> None:

@@ -160,6 +160,23 @@ def test_nan_holds_no_bound_and_is_no_loss(cases: ModuleType, least: float | Non
     assert cases.apart([2.0, math.nan], [2.0, 2.0]) == math.inf and cases.apart([2.0, 3.0], [2.0, 2.0]) == 0.5
 
 
+def test_the_cost_of_awaited_replays_is_measured_beside_plain_torch_with_the_same_bits(tmp_path: Path) -> None:
+    """The script compares losses and weights itself."""
+    script, path = ROOT / "benchmarks" / "bench_awaited.py", tmp_path / "out.json"
+    command = [sys.executable, script, "--parameters", "2", "--rounds", "1", "--calls", "2", "--json", path]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        list(map(str, command)), env=environment, capture_output=True, text=True, timeout=limit(60), check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    figures = json.loads(path.read_text())["figures"]
+    assert json.loads(done.stdout.splitlines()[-1])["figures"] == figures and set(figures) == {"2"}
+    for row in figures.values():
+        assert row["empty message"] > 0 and row["calls of functions"] > 0
+        for way in ("awaited", "pipelined"):
+            assert {"wall", "over native", "caller", "client", "dispatcher", "worker", "native's wall"} <= set(row[way])
+
+
 @pytest.mark.slow
 def test_nothing_grows_with_replays_and_a_lost_worker_comes_back(cases: ModuleType) -> None:
     """A short soak: what it looks at, and that its bars hold."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
+import pkgutil
 import re
 import subprocess
 import sys
@@ -187,7 +190,8 @@ def test_error_kinds_travel_and_come_back() -> None:
 def test_messages_are_coded_once() -> None:
     from gt.wire import messages
 
-    defined = {c for c in vars(messages).values() if isinstance(c, type) and issubclass(c, messages.Message)}
+    rooms = [importlib.import_module(f"{messages.__name__}.{room.name}") for room in pkgutil.iter_modules(messages.__path__)]
+    defined = {c for room in rooms for c in vars(room).values() if isinstance(c, type) and issubclass(c, messages.Message)}
     assert defined - {messages.Message} == set(messages.CODES)
     assert len(set(messages.CODES)) == len(messages.CODES)
 
@@ -239,6 +243,21 @@ def test_limits_say_what_they_count():
     assert found == []
 
 
+PROTOCOL_WORDS = {"CHUNK", "AHEAD"}  # bytes, under the names that the protocol's page explains
+
+
+def test_constants_carry_their_unit():
+    """SPEAK_SECONDS, not SPEAK: a constant whose comment begins with seconds or bytes has that in its name."""
+    line = re.compile(r"^(_?[A-Z][A-Z_]*) = [^#\n\"]*# (seconds|bytes)\b", re.MULTILINE)
+    found = [
+        f"{name(path)} {constant}"
+        for path in MODULES
+        for constant, unit in line.findall(path.read_text())
+        if unit.upper() not in constant and constant not in PROTOCOL_WORDS
+    ]
+    assert found == []
+
+
 WAITS = {"wait", "join", "settimeout", "communicate"}
 
 
@@ -268,7 +287,7 @@ def test_a_folder_has_few_entries():
     assert {folder: count for folder, count in counts.items() if count > 15} == {}
 
 
-INDIRECT = ("What", "Whether", "Where", "How", "Of", "Which")
+INDIRECT = ("What", "Whether", "Where", "How", "Of", "Which", "Why", "Who", "When")
 
 
 def test_docstrings_begin_with_their_subject():
@@ -280,6 +299,17 @@ def test_docstrings_begin_with_their_subject():
                 if words and words[0] in INDIRECT:
                     found.append(f"{name(path)}:{node.body[0].lineno} {' '.join(words[:6])}")
     assert found == []
+
+
+def test_a_pass_has_an_example_and_its_source():
+    """The text of a pass has a step before and after it, and the paper or the year of the technique."""
+    from gt.dispatcher.programs.pass_manager import PASSES
+
+    texts = {made.__module__: inspect.getdoc(sys.modules[made.__module__]) or "" for made in PASSES}
+    assert len(texts) == len(PASSES), "a pass has a file of its own"
+    wanted = ("Example", "before:", "after:")
+    assert [module for module, text in texts.items() if not all(word in text for word in wanted)] == []
+    assert [module for module, text in texts.items() if not re.search(r"\b(19|20)\d\d\b", text)] == []
 
 
 # Folders of tests that are no package of gt/: runs by hand, the whole path, the repository, and what tests share
@@ -314,13 +344,14 @@ def test_one_module_advances_the_number_of_an_op():
     assert assigned == {"gt/dispatcher/state/emitter.py"}
 
 
-PARTS = frozenset({"context", "emitter", "fetches", "later", "materializer", "op_stream", "outbox", "planner", "programs",
-                   "queue", "redistributor", "s", "session", "uploads"})  # fmt: skip
+PARTS = frozenset({"context", "core", "emitter", "fetches", "host_copies", "later", "materializer", "observers", "offload",
+                   "op_stream", "outbox", "planner", "programs", "queue", "redistributor", "round_robin", "s", "session",
+                   "sharded", "traces", "uploads"})  # fmt: skip
 
 
 def test_a_sessions_parts_do_not_reach_through_one_another():
     """A part gets what it needs in its constructor: no `self.<part>.<part>`, and no other object's state assigned."""
-    folders = ("gt/dispatcher/state/", "gt/dispatcher/planning/", "gt/dispatcher/programs/")
+    folders = tuple(f"gt/dispatcher/{room}/" for room in ("state", "planning", "programs", "cluster", "fairness"))
     reached = []
     for path in MODULES:
         if not name(path).startswith(folders):

@@ -8,7 +8,7 @@ from gt.dispatcher.cluster.peer_info import worker_info
 from gt.dispatcher.cluster.workers import Cluster
 from gt.errors import ProtocolError, UnsupportedOp
 from gt.ir import check
-from gt.ir.schema import MAX_LIBRARY_LINE, MAX_LIBRARY_OPS, SessionOps, common, library_schemas
+from gt.ir.schema import MAX_LIBRARY_LINE_CHARACTERS, MAX_LIBRARY_OPS, SessionOps, common, library_schemas
 
 NMS = "vision.nms.default(Tensor dets, Tensor scores, float limit) -> (Tensor)  # 2.13-2.13 by_values"
 PAIR = "vision.pair.default(Tensor(a0!) x) -> ()  # 2.13-2.13"
@@ -33,7 +33,7 @@ def test_a_worker_s_lines_are_schemas_by_name():
         ["vision.nms.default(File a) -> (Tensor)  # 2.13-2.13"],
         ["vision.nms.default(Tensor \x1ba) -> (Tensor)  # 2.13-2.13"],
         ["vision.n.d(Tensor a) -> (Tensor) -> (Tensor)  # 2.13-2.13"],
-        [NMS + " " * MAX_LIBRARY_LINE],
+        [NMS + " " * MAX_LIBRARY_LINE_CHARACTERS],
         [NMS] * (MAX_LIBRARY_OPS + 1),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from types import TracebackType
@@ -23,6 +24,8 @@ from gt.wire.records import (
     WorkerRecord,
 )
 
+LIVES = itertools.count(1)
+
 
 class SyntheticStream:
     """In place of a RecordStream: moments that a test releases, one after another. name: of everything that has a name."""
@@ -31,6 +34,7 @@ class SyntheticStream:
         self.stages, self.micro_batches, self.name, self.layouts = stages, micro_batches, name, layouts
         self.interval, self.address = 1.0, "127.0.0.1:1"
         self.log, self._moment, self._line, self._ended = False, 0, 0, ""
+        self.life = f"life {next(LIVES)}"  # of a server: each stream has its own
         self._ready = threading.Semaphore(0)
 
     def __enter__(self) -> SyntheticStream:
@@ -64,7 +68,7 @@ class SyntheticStream:
         named, workers = self.name.format, [self.name.format(f"w{n}") for n in range(self.stages)]
         where = [0, named("aten.mm.default"), named("/home/ada/train.py"), 31, named("stage0"), named("op")]
         values = {named("loss"): 5 / (1 + moment / 20) + math.sin(moment) / 20, named("lr"): 0.003}
-        listed: list[Record] = [ServerRecord(float(moment), "shared", 1.0, 1, 10, 10, 0.001)]
+        listed: list[Record] = [ServerRecord(float(moment), "shared", 1.0, 1, 10, 10, 0.001, self.life)]
         for n, worker in enumerate(workers):
             live = (64 << 20) + int((32 << 20) * math.sin(moment / 3 + n) ** 2)
             uses = {"weights": 20 << 20, "optimizer": 30 << 20, "gradients": 4 << 20, "activations": live - (54 << 20)}

@@ -7,6 +7,7 @@ import http.client
 import json
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from gt.observe.dashboard.page_server import FILES, PageServer
 from gt.observe.dashboard.predicted_schedule import PredictedSchedules
 from gt.observe.live_view import LiveView
 from gt.observe.record_stream import RecordStream
+from gt.wire.records import Record
 from tests.helpers.limits import limit
 from tests.helpers.serving import serving, settled
 from tests.observe.synthetic_records import SyntheticStream
@@ -207,6 +209,49 @@ def test_another_server_in_the_place_of_the_first_tells_all_anew(monkeypatch: py
         streams[1].stop()
 
 
+def test_a_page_that_asks_while_the_link_is_made_anew_has_the_second_servers_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The problem is an event of its own, beside the last state of the first server."""
+    monkeypatch.setattr(feed_module, "RETRY_SECONDS", 0.0)
+    first, second, asked = SyntheticStream(2, 4), SyntheticStream(2, 4, name="second-{}"), threading.Event()
+    waiting, take = iter([first, second]), second.next
+
+    def asking() -> list[Record]:
+        asked.set()
+        return take()
+
+    second.next = asking  # type: ignore[method-assign]
+    with page(lambda log: next(waiting)) as (server, _):
+        shown = server.feed.open()
+        server.feed.events(shown)
+        first.release()
+        server.feed.events(shown)
+        first.fail("it was stopped")
+        assert asked.wait(limit(20))
+        shown.version = -1  # as a page that was slower than the link
+        server.feed.events(shown)
+        second.release()
+        events: dict[str, Any] = {}
+        while "state" not in events or not events["state"]["workers"][0]["name"].startswith("second"):
+            events = dict(server.feed.events(shown) or [])
+        assert events["layouts"]["tensors"][0]["name"].startswith("second") and "schedule" in events
+        second.stop()
+
+
+def test_a_page_that_asks_seldom_misses_no_sample() -> None:
+    with synthetic(stages=2, micro_batches=4) as (server, _, stream):
+        shown, other = server.feed.open(), server.feed.open()
+        stream.release()
+        while "state" not in (events := dict(server.feed.events(shown) or [])):
+            continue
+        told = [sample["at"] for sample in events["history"]]
+        for moment in range(2, 6):
+            stream.release()
+            while dict(server.feed.events(other) or []).get("state", {"server": {"at": 0}})["server"]["at"] < moment:
+                continue
+        told += [sample["at"] for sample in dict(server.feed.events(shown) or [])["sample"]]
+        assert told == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
 def test_figures_are_those_of_stats() -> None:
     with serving(2) as served:
         gt.connect(served.address, name=False, config="")
@@ -253,7 +298,7 @@ def test_the_past_is_bounded_and_keeps_every_peak() -> None:
     assert history.peaks["w1"]["current"]["op"] == "aten.mm.default"
     times = [sample["at"] for sample in history.samples]
     assert times == sorted(times) and times[-1] > 5 * MAX_SAMPLES - 20
-    history.add({**state, "server": {"at": 0.5}})  # another server
+    history.add({**state, "server": {"at": times[-1] + 1, "life": "second"}})  # another server, although its age is more
     assert len(history.samples) == 1
 
 
@@ -335,6 +380,27 @@ def test_a_page_that_is_open_has_no_deadline_and_is_not_put_out(monkeypatch: pyt
             opened.enter_context(stranger_to(server))
         server.service_actions()
         stream.release(1)
+        while not answer.readline().startswith(b"event: state"):
+            continue
+
+
+def test_pages_that_read_nothing_shut_no_other_browser_out() -> None:
+    with synthetic() as (server, links, stream), contextlib.ExitStack() as opened:
+        cookies = [enter(server, links[-1]) for _ in range(4)]
+
+        def events(cookie: str, proof: str) -> socket.socket:
+            reader = opened.enter_context(contextlib.closing(stranger_to(server)))
+            reader.sendall(f"GET /events?proof={proof} HTTP/1.1\r\nHost: localhost\r\nCookie: {cookie}\r\n\r\n".encode())
+            assert reader.recv(12) == b"HTTP/1.0 200"  # the stream has begun, or will be ended
+            return reader
+
+        honest = events(*cookies[0])
+        for cookie in cookies[1:]:
+            for _ in range(MAX_CONNECTIONS):
+                events(*cookie)
+        assert get(server, "/", Cookie=cookies[0][0])[0] == 200
+        answer = opened.enter_context(honest.makefile("rb"))
+        stream.release()
         while not answer.readline().startswith(b"event: state"):
             continue
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,9 @@ import torch
 
 import gt
 from gt.observe.dashboard import feed as feed_module
+from gt.observe.dashboard.feed import Page
 from gt.observe.record_stream import RecordStream
-from gt.wire.records import ServerRecord
+from gt.wire.records import Record, ServerRecord, SessionRecord
 from tests.helpers.limits import limit
 from tests.helpers.serving import serving, settled
 from tests.observe.browser import Browser, chromium
@@ -83,7 +87,7 @@ def test_panels_load_are_empty_fail_and_come_back(browser: Browser) -> None:
 def test_every_panel_says_why_it_is_empty(browser: Browser) -> None:
     browser.errors.clear()
     with synthetic(stages=0) as (_, links, stream):
-        stream.records = lambda moment: [ServerRecord(float(moment), "shared", 1.0, 1, 10, 10, 0.001)]  # type: ignore[method-assign]
+        stream.records = lambda moment: [ServerRecord(float(moment), "shared", 1.0, 1, 10, 10, 0.001, "life")]  # type: ignore[method-assign]
         browser.open(links[0])
         stream.release(2)
         browser.wait(DRAWN)
@@ -110,6 +114,55 @@ def test_a_restarted_server_shows_nothing_of_the_one_before(browser: Browser, mo
         assert "blocks.1" not in text(browser, "layouts") and text(browser, "errors").count("failed") == 1
         browser.wait("document.body.dataset.link === 'live'")
         second.stop()
+    assert browser.errors == []
+
+
+def test_a_second_server_that_is_older_mixes_no_curves(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its age does not go back, so its life alone tells it apart; a link to the same server that is made again goes on."""
+    monkeypatch.setattr(feed_module, "RETRY_SECONDS", 0.0)
+    browser.errors.clear()
+    first, again, second = SyntheticStream(2, 4), SyntheticStream(2, 4), SyntheticStream(2, 4)
+    again.life, again._moment, second._moment = first.life, 10, 50
+    streams = iter([first, again, second])
+    hint = "document.querySelector('#memory canvas').chart.times"
+    with page(lambda log: next(streams)) as (_, links):
+        browser.open(links[0])
+        first.release(3)
+        browser.wait(f"{hint}.length === 3")
+        browser.run("{const s = document.getElementById('session'); s.value = '0'; s.dispatchEvent(new Event('change'))}")
+        first.fail("it was stopped")
+        again.release()
+        browser.wait(f"{hint}.join() === '1,2,3,11'")
+        assert browser.run("document.getElementById('session').value") == "0"
+        again.fail("it has ended")
+        second.release(2)
+        browser.wait(f"{hint}.join() === '51,52'")
+        assert browser.run("document.getElementById('session').value") == "-1"
+        second.stop()
+    assert browser.errors == []
+
+
+def test_empty_panels_name_the_session_that_they_are_empty_for(browser: Browser) -> None:
+    browser.errors.clear()
+    with synthetic(stages=0) as (_, links, stream):
+        idle = (["w9"], [], 1.0, 0, 0, 0, 0, {}, [], "", 0, 0, 0)
+        both = [SessionRecord(n, "ada", f"{n}.py", "h", 9, *idle) for n in (4, 7)]
+
+        def told(moment: int) -> list[Record]:
+            return [ServerRecord(float(moment), "shared", 1.0, 1, 10, 10, 0.001, "life"), *(both if moment < 3 else both[:1])]
+
+        stream.records = told  # type: ignore[method-assign]
+        browser.open(links[0])
+        stream.release(2)
+        browser.wait(DRAWN)
+        assert "session 7" not in text(browser, "pipeline")
+        browser.run("{const s = document.getElementById('session'); s.value = '7'; s.dispatchEvent(new Event('change'))}")
+        for panel in ("pipeline", "memory", "traffic", "workers", "layouts", "lines", "errors"):
+            browser.wait(f"document.getElementById('{panel}').innerText.toLowerCase().includes('session 7')")
+        stream.release()
+        for panel in ("pipeline", "memory", "curves", "traffic", "workers", "sessions", "layouts"):
+            browser.wait(f"document.getElementById('{panel}').innerText.includes('Session 7 has ended')")
+        assert "no program" not in text(browser, "layouts").lower()
     assert browser.errors == []
 
 
@@ -165,6 +218,8 @@ def test_nothing_is_wider_than_the_screen(browser: Browser, width: int, name: st
         stream.release(3)
         browser.wait(DRAWN)
         assert browser.run("document.scrollingElement.scrollWidth") <= width
+        if width < 560:  # a row of a table is a card there, so that nothing is out of sight
+            assert browser.run("[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth)") == []
         assert browser.run(WIDER) == []
         browser.resize(1280, 900)
 
@@ -179,6 +234,76 @@ def test_a_chart_out_of_sight_is_as_wide_as_its_place(browser: Browser) -> None:
             browser.resize(width, 400)
             browser.wait(f"innerWidth === {width} && {STRETCHED} === 0")
         browser.resize(1280, 900)
+
+
+def test_a_page_that_becomes_narrow_shows_all_of_a_matrix_at_once(browser: Browser) -> None:
+    """As a phone that is turned: the next records may come much later."""
+    canvas = "document.querySelector('#traffic canvas')"
+    cells = f"8 * Math.min(46, Math.floor(({canvas}.clientWidth - 60) / 8))"
+    with synthetic(stages=8, micro_batches=4) as (_, links, stream):
+        browser.resize(1280, 800)
+        browser.open(links[0])
+        stream.release(3)
+        browser.wait(ready("traffic"))
+        for width in (380, 700, 320):
+            browser.resize(width, 800)
+            browser.wait(f"innerWidth === {width} && {canvas}.clientWidth < {width} && {canvas}.clientHeight === 52 + {cells}")
+        browser.resize(1280, 900)
+
+
+def test_a_connection_that_is_made_again_repeats_no_line_of_the_log(browser: Browser) -> None:
+    """As that of a browser which slept."""
+    browser.errors.clear()
+    with synthetic(stages=2, micro_batches=4) as (server, links, stream):
+        browser.open(links[0])
+        stream.release()
+        browser.wait(DRAWN)
+        browser.run("document.querySelector('#log button').click()")
+        released = 1
+        while browser.run(f"!({ready('log')})"):
+            stream.release()
+            released += 1
+            browser.run("new Promise((done) => setTimeout(done, 50))")
+        opened, open_page = threading.Event(), server.feed.open
+
+        def noted(log: bool = False) -> Page:
+            opened.set()
+            return open_page(log)
+
+        server.feed.open = noted  # type: ignore[method-assign]
+        for connection in list(server._admitted):
+            connection.shutdown(socket.SHUT_RDWR)
+        assert opened.wait(limit(20))
+        stream.release()
+        newest = "Math.max(...document.querySelector('#log pre').innerText.split('\\n').map(parseFloat))"
+        browser.wait(f"Math.floor({newest}) === {released + 1}")
+        lines = "document.querySelector('#log pre').innerText.split('\\n')"
+        assert browser.run(f"{lines}.length === new Set({lines}).size") is True
+
+
+def test_numbers_that_are_not_finite_and_those_without_a_curve_are_named(browser: Browser) -> None:
+    browser.errors.clear()
+    with synthetic(stages=0) as (_, links, stream):
+        session = (["w9"], [], 1.0, 0, 0, 0, 3)
+
+        def told(moment: int) -> list[Record]:
+            values = {"loss": 0.25 if moment < 3 else math.nan, "norm": math.inf, **{f"n{n}": float(n) for n in range(9)}}
+            about = SessionRecord(0, "ada", "0.py", "h", 9, *session, values, [], "", 0, 0, 0)
+            return [ServerRecord(float(moment), "shared", 1.0, 1, 10, 10, 0.001, "life"), about]
+
+        stream.records = told  # type: ignore[method-assign]
+        browser.open(links[0])
+        stream.release(4)
+        browser.wait("document.getElementById('curves').innerText.includes('session 0 · loss · nan')")
+        shown = text(browser, "curves")
+        assert "session 0 · norm · inf" in shown and "no finite number yet" in shown
+        assert "session 0 logs 11 numbers, the first 8 have a curve" in shown and "n6" not in shown
+        browser.run("[...document.querySelectorAll('#curves canvas')].find((c) => c.ariaLabel.endsWith('loss')).focus()")
+        browser.key("End")
+        assert "4 s: nan" in text(browser, "curves")
+        browser.key("Home")
+        assert "1 s: 0.25" in text(browser, "curves")
+    assert browser.errors == []
 
 
 def test_charts_answer_the_keyboard(browser: Browser) -> None:

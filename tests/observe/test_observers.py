@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from dataclasses import fields
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ import torch
 import gt
 from gt.client.groups.role_reports import RoleReports, roles
 from gt.client.trace.recorder import Recorder
+from gt.dispatcher.cluster import observers
 from gt.dispatcher.cluster.health import stamps
-from gt.dispatcher.cluster.look_budget import MAX_PAUSE
-from gt.dispatcher.cluster.observers import MAX_OBSERVERS, MAX_UNREAD
+from gt.dispatcher.cluster.look_budget import MAX_PAUSE_SECONDS
+from gt.dispatcher.cluster.observers import MAX_OBSERVERS, MAX_UNREAD_RECORDS
 from gt.dispatcher.cluster.recent_records import MAX_SENT_LINES, RecentRecords
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import MARK, Close, PeerLost, Received, Send, Tick
@@ -38,6 +40,7 @@ from gt.wire.messages import (
     TensorRoles,
     Watched,
 )
+from tests.helpers.limits import limit
 from tests.helpers.serving import serving, settled
 
 STATS = {"instructions": 7, "live_bytes": 64, "session_bytes": {"0": 64}, "bytes_sent": {"w1": 5}, "busy_seconds": 0.5}
@@ -146,17 +149,35 @@ def test_a_worker_that_does_not_answer_holds_up_nobody() -> None:
     assert [(r.name, r.state, r.reason) for r in field.records(records.WorkerRecord)][1] == ("w1", "lost", "it was killed")
 
 
+def test_a_lost_worker_has_no_tensors_and_keeps_its_counters() -> None:
+    """gt.stats() counts no tensors of it either."""
+    field = Observed()
+    field.observe()
+    field.tick()
+    for name in (b"w0", b"w1"):
+        field.answer(name)
+    assert [(r.live_bytes, r.instructions) for r in field.records(records.WorkerRecord)] == [(64, 7)] * 2
+    field.take(field.core.handle(PeerLost(b"w1", "it was killed", field.now)))
+    field.observe(seen=1)
+    for _ in range(2):
+        field.tick()
+    field.answer(b"w0")
+    kept, lost = field.records(records.WorkerRecord)
+    assert (kept.live_bytes, lost.state, lost.live_bytes, lost.memory) == (64, "lost", 0, {"arena": 0})
+    assert kept.instructions == lost.instructions == 7
+
+
 def test_a_slow_observer_is_dropped_and_the_others_go_on() -> None:
     field = Observed()
     field.observe(b"slow")
     field.observe(b"o")
-    for n in range(MAX_UNREAD + 1):
-        field.tick(MAX_PAUSE)
+    for n in range(MAX_UNREAD_RECORDS + 1):
+        field.tick(MAX_PAUSE_SECONDS)
         for name in (b"w0", b"w1"):
             field.answer(name)
         field.observe(b"o", seen=n + 1)
-    assert field.closed == [b"slow"] and field.told(Exit, b"slow") and len(field.told(Records, b"slow")) == MAX_UNREAD
-    assert len(field.told(Records)) == MAX_UNREAD + 1
+    assert field.closed == [b"slow"] and field.told(Exit, b"slow") and len(field.told(Records, b"slow")) == MAX_UNREAD_RECORDS
+    assert len(field.told(Records)) == MAX_UNREAD_RECORDS + 1
 
 
 @pytest.mark.parametrize("message", [Observe(1), Observe(-1), Fetch(1, 1), Metrics(1, {})])
@@ -243,6 +264,19 @@ def test_every_message_of_observers_is_a_message() -> None:
 # ---- a running server
 
 
+def test_a_server_of_these_tests_has_all_its_workers() -> None:
+    """A program could begin with the first: its gt.stats() would have fewer workers than an observer sees a moment later."""
+    with serving(6) as server, RecordStream(server.address) as stream:
+        assert sum(isinstance(record, records.WorkerRecord) for record in stream.next()) == 6
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records wait for every worker's answer: on a busy machine one may take longer than a second."""
+    monkeypatch.setattr(observers, "PATIENCE_SECONDS", limit(60))
+
+
+@pytest.mark.usefixtures("patient")
 def test_records_equal_stats_of_the_same_moment() -> None:
     with serving(2) as server:
         gt.connect(server.address, name=False, config="")
@@ -269,6 +303,65 @@ def test_records_equal_stats_of_the_same_moment() -> None:
             assert session[name] == stats["dispatcher"][told]
         assert session["fetched"] == stats["dispatcher"]["tensor_bytes_fetched"]
         assert session["values"] == {"loss": 64.0, "lr": 1.0} and session["steps"] == 2
+        gt.shutdown()
+
+
+# Field of a record -> figure of gt.stats(). Those that count on while nobody works are between two of its moments.
+SAME = {
+    records.WorkerRecord: {"device": "device", "transport": "transport", "instructions": "instructions",
+                           "busy_seconds": "busy_seconds", "live_tensors": "live_tensors", "live_bytes": "live_bytes",
+                           "limit": "memory_limit"},
+    records.SessionRecord: {"ops": "ops_planned", "instructions": "instructions_sent", "replays": "replays",
+                            "uploaded": "tensor_bytes_uploaded", "fetched": "tensor_bytes_fetched"},
+}  # fmt: skip
+BETWEEN = {
+    records.WorkerRecord: {"cpu_seconds": "cpu_seconds"},
+    records.ServerRecord: {"messages_sent": "messages_sent", "messages_received": "messages_received"},
+}
+# Fields that gt.stats() does not have: names and states, what the program said, times, and what the test compares by itself
+OTHERS = {
+    records.WorkerRecord: "name host pid backend state reason sessions age memory current",
+    records.SessionRecord: "number user program host pid workers groups seconds steps values current waits pending",
+    records.ServerRecord: "at sharing interval observers loop_lag life",
+}
+
+
+def test_every_field_of_a_record_has_its_place_beside_stats() -> None:
+    """A figure that is added to a record has to be compared too."""
+    for kind, others in OTHERS.items():
+        placed = [*SAME.get(kind, {}), *BETWEEN.get(kind, {}), *others.split()]
+        assert sorted(placed) == sorted(f.name for f in fields(kind))
+
+
+@pytest.mark.usefixtures("patient")
+def test_all_figures_of_records_are_those_of_stats() -> None:
+    with serving(2) as server:
+        gt.connect(server.address, name=False, config="first: {workers: [0]}\nsecond: {workers: [1]}\n")
+        with gt.signal.context("first"):
+            x = torch.ones(16, 16).to(gt.device) @ torch.ones(16, 16, device=gt.device)
+        with gt.signal.context("second"):
+            y = x + 1
+        float(y.sum())
+        before = settled()
+        with RecordStream(server.address) as stream:  # the first look of all: every answer comes after `before`
+            listed = stream.next()
+        after = gt.stats()
+        (about,) = (r for r in listed if isinstance(r, records.ServerRecord))
+        rows = [(about, before["dispatcher"], after["dispatcher"])]
+        rows += [(r, before["dispatcher"], after["dispatcher"]) for r in listed if isinstance(r, records.SessionRecord)]
+        workers = [r for r in listed if isinstance(r, records.WorkerRecord)]
+        rows += [(r, *told) for r, *told in zip(workers, before["workers"], after["workers"], strict=True)]
+        for record, first, last in rows:
+            for name, figure in SAME.get(type(record), {}).items():
+                assert getattr(record, name) == first[figure] == last[figure], (record, name)
+            for name, figure in BETWEEN.get(type(record), {}).items():
+                assert first[figure] <= getattr(record, name) <= last[figure], (record, name)
+        for record, told in zip(workers, before["workers"], strict=True):
+            assert record.name == told["name"] and record.memory["process"] == told["memory_used"]
+            assert record.memory["sessions"] == told["session_bytes"]
+        links = {(r.source, r.target): r.bytes for r in listed if isinstance(r, records.LinkRecord)}
+        sent = {(w["name"], peer): nbytes for w in before["workers"] for peer, nbytes in w["bytes_sent"].items()}
+        assert links == sent and sum(sent.values()) == 16 * 16 * 4
         gt.shutdown()
 
 
@@ -389,7 +482,7 @@ def test_records_that_are_sent_once_are_not_lost_with_a_moment_that_nobody_took(
         with RecordStream(server.address, interval=0.5) as stream:
             stream.next()
             once = records.rows([records.ErrorRecord(9, 0.0, -1, "w0", "", "", 0, "", "an error")])
-            server_row = records.rows([records.ServerRecord(1.0, "shared", 0.5, 1, 1, 1, 0.0)])
+            server_row = records.rows([records.ServerRecord(1.0, "shared", 0.5, 1, 1, 1, 0.0, "life")])
             stream._receive(Records(1000, once + server_row), ())
             stream._receive(Records(1001, server_row), ())
             taken = stream.next()

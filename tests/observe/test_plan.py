@@ -389,6 +389,56 @@ def test_configs_are_compared_and_the_fastest_is_named(
     assert lines[1].split()[:2] == ["two.yaml", "2"] and "two.yaml is the fastest, 2.00x one.yaml" in lines[-1]
 
 
+class FactsOfAHost:
+    """In place of an agent on a host of a line h0 - h1 - h2, where h0 has a route to h3's network and h3 back."""
+
+    def __init__(self, host: Any, *_: Any) -> None:
+        at = int(host.name[1:])
+        addresses = {0: ["10.0.1.1"], 1: ["10.0.1.2", "10.0.2.2"], 2: ["10.0.2.3"], 3: ["10.0.9.4"]}[at]
+        network = {
+            "links": [[address, 24, "eth0", 1000, False] for address in addresses],
+            "routes": [["10.0.9.0", 24, "eth0"]] if at == 0 else [["10.0.1.0", 30, "eth0"]],
+            "scope": host.name,
+        }
+        self.facts = {"home": f"home of {host.name}", "gpus": 0, "time": 0.0, "network": network}
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        assert order == {"do": "facts"}
+        return dict(self.facts)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_plan_over_several_hosts_shows_the_way_of_each_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    from gt.cli import hosts, main
+
+    monkeypatch.setattr(hosts, "StartedAgent", FactsOfAHost)
+    script, config = tmp_path / "sums.py", tmp_path / "sums.yaml"
+    config.write_text("rows: {shard: {axis: 0, workers: [0, 1, 2]}}\n")
+    script.write_text(
+        "import torch, gt\ngt.connect('elsewhere:1')\nwith gt.signal.context('rows'):\n"
+        "    print(torch.ones(6, 2, device='remote').sum().item())\n"
+    )
+    order = ["plan", "--hosts", "h0:2,h1,h2,h3", "--config", str(config), str(script)]
+    assert main(order) == 0
+    text = capsys.readouterr().out
+    assert "# hosts: h0 has worker 0-1, h1 has worker 2, h2 has worker 3, h3 has worker 4\n" in text
+    rows = ("h0 - h1: tcp 10.0.1.1 to 10.0.1.2", "h0 - h2: via h1", "h0 - h3: routed 10.0.1.1 to 10.0.9.4", "h1 - h3: via h0")
+    assert all(f"# {row}\n" in text for row in rows), text
+    config.write_text("rows: {shard: {axis: 0, workers: [0, 1]}}\n")
+    assert main(["plan", "--hosts", "h0,h1", "--json", "--config", str(config), str(script)]) == 0
+    assert json.loads(capsys.readouterr().out)["ways"] == [
+        {"hosts": ["h0", "h1"], "kind": "tcp", "way": "tcp 10.0.1.1 to 10.0.1.2"}
+    ]
+    assert main(["plan", "--hosts", "h1,h3", "--config", str(config), str(script)]) == 1
+    assert "spans h1 and h3, which no link joins" in capsys.readouterr().err
+    assert main(["plan", "--hosts", "h0,h1", "--workers", "2", str(script)]) == 1
+    assert "--hosts takes one --config, and no --workers" in capsys.readouterr().err
+
+
 def test_many_workers_cost_no_more_than_their_kinds(tmp_path: Path) -> None:
     """256 workers in four stages: four are followed, and stand for all."""
     path = tmp_path / "many.yaml"

@@ -260,6 +260,12 @@ def test_a_worker_that_lies_spoils_no_file(part: TraceRows, tmp_path: Path) -> N
     trace_rules.check(tmp_path / "out.json")
 
 
+def test_a_trace_is_for_its_owner_alone(tmp_path: Path) -> None:
+    """It has the program's files, lines and shapes."""
+    trace_file.write(tmp_path / "trace.json", [])
+    assert (tmp_path / "trace.json").stat().st_mode & 0o777 == 0o600
+
+
 def test_memory_of_spans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "MAX_SPANS", 4)
     buffer = spans.SpanBuffer()

@@ -226,8 +226,11 @@ def test_there_is_one_remote_device(session, device: str) -> None:
 
     session()
     assert torch.ones(2, device="remote:0").sum().item() == 2
-    here, model = torch.ones(2), torch.nn.Linear(2, 2)
-    for make in (lambda: torch.ones(2, device=device), lambda: here.to(device), lambda: model.to(device)):
+    here, model, moved = torch.ones(2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).to("remote")
+    there = moved.weight.detach()
+    assert there.to("remote:0") is there
+    makes = (lambda: torch.ones(2, device=device), lambda: here.to(device), lambda: model.to(device))
+    for make in (*makes, lambda: there.to(device), lambda: there.to(device, torch.float64), lambda: moved.to(device)):
         with pytest.raises(RuntimeError, match=f"there is no {device}: all workers are one device"):
             make()
 

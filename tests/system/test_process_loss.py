@@ -116,7 +116,12 @@ def test_killed_workers_are_started_again_and_serve_what_is_new(own):
     step, x = gt.compile(lambda x: x * 2), gt.ones(3)
     assert [step(x).sum().item() for _ in range(4)] == [6] * 4
     del kept
-    assert [step(x).sum().item() for _ in range(100)] == [6] * 100 and step._programs[0].replays, step.explain()
+    for _ in range(2000):  # the second worker may join meanwhile, and what was recorded is recorded anew
+        assert step(x).sum().item() == 6
+        if step._programs and step._programs[0].replays:
+            break
+    else:
+        raise AssertionError(step.explain())
 
 
 def test_a_killed_dispatcher_is_dispatcher_lost(own):

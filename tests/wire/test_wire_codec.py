@@ -113,7 +113,7 @@ def test_an_unpackable_value_names_its_field():
 
 
 def test_bodies_are_bounded(monkeypatch):
-    monkeypatch.setattr(messages, "MAX_BODY", 100)
+    monkeypatch.setattr(messages, "MAX_BODY_BYTES", 100)
     with pytest.raises(ProtocolError, match="at most 100"):
         codec.pack(Ops(0, [], [], [0] * 200))
     with pytest.raises(ProtocolError, match="at most 100"):

@@ -13,15 +13,15 @@ import pytest
 from gt.wire import codec, connections, router
 from gt.wire import socket as wire_socket
 from gt.wire.connections import (
-    ALL_EARLY,
-    EARLY,
-    FIRST,
-    LEAVE,
-    PARTED,
+    ALL_EARLY_BYTES,
+    EARLY_BYTES,
+    FIRST_BYTES,
+    LEAVE_SECONDS,
+    PARTED_BYTES,
     PARTS,
     SILENT,
-    SPEAK,
-    UNFINISHED,
+    SPEAK_SECONDS,
+    UNFINISHED_BYTES,
     Connection,
     Connections,
     cut,
@@ -126,7 +126,7 @@ def test_messages_that_end_between_the_poll_and_the_count_of_bytes_are_received_
     peer = enter(ours)
     peer.sendall(zmtp.frame(codec.pack(hello("client"))))
     until(ours, Arrived)
-    chunks = UNFINISHED // CHUNK + 1
+    chunks = UNFINISHED_BYTES // CHUNK + 1
     message = zmtp.frame(codec.pack(Stats(1)), more=True) + zmtp.frame(bytes(CHUNK))
     count, late = router.tcp.received, []
 
@@ -237,10 +237,10 @@ def test_those_who_say_nothing_go():
     made = several(3)
     for fd in range(2):
         made.meet(b"%d" % fd, fd, made.ticket(0.0))
-    assert not made.overdue(SPEAK - 1, {})
-    assert [connection.fd for connection in made.overdue(SPEAK + 1, {})] == [2]
+    assert not made.overdue(SPEAK_SECONDS - 1, {})
+    assert [connection.fd for connection in made.overdue(SPEAK_SECONDS + 1, {})] == [2]
     made.disconnect(b"1", 20.0)
-    assert {connection.fd for connection in made.overdue(20.0 + LEAVE + 1, {})} == {1, 2}
+    assert {connection.fd for connection in made.overdue(20.0 + LEAVE_SECONDS + 1, {})} == {1, 2}
 
 
 def test_the_oldest_of_too_many_go():
@@ -250,10 +250,10 @@ def test_the_oldest_of_too_many_go():
 
 def test_those_who_send_much_before_they_are_let_in_go():
     made = several(100)
-    sent = {connection: EARLY + 1 if connection.fd == 7 else 10 for connection in made}
+    sent = {connection: EARLY_BYTES + 1 if connection.fd == 7 else 10 for connection in made}
     assert [connection.fd for connection in made.overdue(1.0, sent)] == [7]
-    out = made.overdue(1.0, {connection: EARLY for connection in made})
-    assert len(out) == 100 - ALL_EARLY // EARLY
+    out = made.overdue(1.0, {connection: EARLY_BYTES for connection in made})
+    assert len(out) == 100 - ALL_EARLY_BYTES // EARLY_BYTES
 
 
 def test_a_message_without_an_end_is_found_by_what_was_read():
@@ -261,10 +261,10 @@ def test_a_message_without_an_end_is_found_by_what_was_read():
     one, other = made
     made.meet(b"1", one.fd, made.ticket(0.0))
     made.meet(b"2", other.fd, made.ticket(0.0))
-    other.taken = 10 * UNFINISHED
-    read = {one: UNFINISHED + 10_000, other: 11 * UNFINISHED}
+    other.taken = 10 * UNFINISHED_BYTES
+    read = {one: UNFINISHED_BYTES + 10_000, other: 11 * UNFINISHED_BYTES}
     assert list(made.unfinished(1.0, read)) == [one]
-    assert not made.unfinished(1.0, {one: UNFINISHED, other: 0})
+    assert not made.unfinished(1.0, {one: UNFINISHED_BYTES, other: 0})
     assert not made.unfinished(1e5, read)  # as much may be heartbeats by then
 
 
@@ -295,12 +295,12 @@ def test_endless_parts_end_that_peer_alone(ours, more):
 
 def test_a_long_command_is_never_held(monkeypatch):
     """A handshake's command may be as long as a frame: not as long as a body, and not for long."""
-    monkeypatch.setattr(wire_socket, "HANDSHAKE", 0.5)
+    monkeypatch.setattr(wire_socket, "HANDSHAKE_SECONDS", 0.5)
     ours = Router("127.0.0.1", 0)
     first, second = zmtp.connect(ours.port), zmtp.connect(ours.port)
     with contextlib.closing(ours), first, second:
         first.sendall(zmtp.greeting() + zmtp.frame(bytes(100), command=True, claim=2 * CHUNK))
-        second.sendall(zmtp.greeting() + zmtp.frame(bytes(3 * EARLY), command=True, claim=CHUNK))
+        second.sendall(zmtp.greeting() + zmtp.frame(bytes(3 * EARLY_BYTES), command=True, claim=CHUNK))
         ended: list[bool] = []
         ends = [threading.Thread(target=lambda sock=sock: ended.append(zmtp.ended(sock))) for sock in (first, second)]
         for thread in ends:
@@ -349,7 +349,7 @@ def test_a_message_in_parts_is_bounded():
     said, sent = None, 0
     while said is None:
         said, sent = connection.assemble(connections.PART + bytes(CHUNK), ()), sent + CHUNK
-    assert "came in parts of" in said and sent <= PARTED + CHUNK
+    assert "came in parts of" in said and sent <= PARTED_BYTES + CHUNK
     connection = Connection(3, 1, 0.0, heard=True)
-    assert f"at most {PARTED} and {PARTS}" in connection.assemble(connections.PART, (b"",) * (PARTS + 1))
-    assert f"the first message has {FIRST + 1} bytes" in Connection(3, 1, 0.0).assemble(bytes(FIRST + 1), ())
+    assert f"at most {PARTED_BYTES} and {PARTS}" in connection.assemble(connections.PART, (b"",) * (PARTS + 1))
+    assert f"the first message has {FIRST_BYTES + 1} bytes" in Connection(3, 1, 0.0).assemble(bytes(FIRST_BYTES + 1), ())

@@ -19,7 +19,7 @@ def test_every_message_has_a_sender():
 
 def test_a_context_that_does_not_end_is_left(monkeypatch):
     ends = threading.Event()
-    monkeypatch.setattr(socket, "LINGER", 0.02)
+    monkeypatch.setattr(socket, "LINGER_SECONDS", 0.02)
     socket.terminate(SimpleNamespace(term=lambda: ends.wait(limit(60))))
     ends.set()
 

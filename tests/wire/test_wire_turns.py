@@ -12,7 +12,7 @@ import time
 import pytest
 
 from gt.wire import codec
-from gt.wire.dealer import STEP, Dealer
+from gt.wire.dealer import STEP_SECONDS, Dealer
 from gt.wire.messages import Ack, Fetch, Report, Stats, UploadChunk
 from gt.wire.router import Arrived, Router
 from gt.wire.signals import uninterrupted
@@ -185,7 +185,7 @@ def test_the_links_thread_takes_few_turns_while_another_takes_them():
         for _ in range(6):
             assert turns.acquire(timeout=PATIENCE)
         # Of these, one may have begun before, and one have been taken before the thread saw that it is aside
-        assert time.monotonic() - start > 3 * STEP
+        assert time.monotonic() - start > 3 * STEP_SECONDS
     finally:
         link.close()
         echo.close()

@@ -15,10 +15,12 @@ import pytest
 from gt.errors import ProtocolError
 from gt.ir.layout import Layout, Mesh, R, Shard, boxes, read_boxes
 from gt.wire.arena import WORDS, PeerFile
-from gt.wire.messages import UseBlock
+from gt.wire.messages import Data, UseBlock
 from gt.worker import files
-from gt.worker.files import ALIGNED, WRITER_NICENESS, FileBlock, WorkerFiles
+from gt.worker.files import ALIGNED, FileBlock, PendingWrite, WorkerFiles
+from gt.worker.process.file_threads import WRITER_NICENESS
 from gt.worker.process.memory_budget import Budget
+from gt.worker.uploads import Cancelled, UploadBuffers
 from tests.helpers.limits import limit
 from tests.helpers.processes import wait_until
 
@@ -43,6 +45,7 @@ def test_pieces_of_any_layout_make_the_tensor_and_any_other_reads_it(seed, monke
     for _ in range(60):
         monkeypatch.setattr(files, "SHORT_RUN_BYTES", rng.choice([1, 64, 4096]))
         monkeypatch.setattr(files, "MAX_IO_BYTES", rng.choice([16, 100, 8 << 20]))
+        monkeypatch.setattr(files, "PART_BYTES", rng.choice([1, 24, 1000, 1 << 20]))
         shape = tuple(rng.randint(int(rng.random() < 0.9), 6) for _ in range(rng.randint(0, 4)))
         size = rng.choice([1, 2, 4, 8])
         whole = np.frombuffer(rng.randbytes(int(np.prod(shape)) * size), WORDS[size]).reshape(shape)
@@ -54,12 +57,43 @@ def test_pieces_of_any_layout_make_the_tensor_and_any_other_reads_it(seed, monke
             for rank in range(len(written.mesh.workers)):
                 parts = boxes(written, shape, rank)
                 piece = np.ascontiguousarray(read_boxes(whole, parts)).reshape(-1).view(np.uint8)
-                FileBlock(0, 0, lent, offset, shape, size, parts, False).write(piece.data)
+                block = FileBlock(0, 0, lent, offset, shape, size, parts, False)
+                if rng.random() < 0.5:
+                    block.write(piece.data)
+                else:
+                    assert PendingWrite(block, piece, 0).write()
             assert os.pread(file.fileno(), whole.nbytes, offset) == whole.tobytes()
             for rank in range(len(other.mesh.workers)):
                 parts = boxes(other, shape, rank)
                 got = FileBlock(0, 0, lent, offset, shape, size, parts, False).read()
                 assert got.tobytes() == read_boxes(whole, parts).tobytes(), (shape, other)
+
+
+def test_memory_of_a_piece_that_nobody_waits_for_is_read_no_more(monkeypatch):
+    """It may be another session's tensor by then."""
+    monkeypatch.setattr(files, "PART_BYTES", 10)
+    with tempfile.TemporaryFile() as file:
+        file.truncate(30)
+        block = FileBlock(0, 0, SimpleNamespace(fd=file.fileno()), 0, (30,), 1, [((0, 30),)], False)
+        pending = PendingWrite(block, np.ones(30, np.uint8), 0)
+        monkeypatch.setattr(files, "_write", lambda fd, data, offset: (os.pwrite(fd, data, offset), pending.cancel()))
+        assert not pending.write()
+        assert os.pread(file.fileno(), 30, 0) == b"\1" * 10 + bytes(20)
+
+
+def test_what_is_read_of_a_file_for_nobody_is_not_kept():
+    uploads = UploadBuffers()
+    for key in (1, 2, 3):
+        uploads.expect(key)
+    uploads.receive(Data(1, 0, -1), None)
+    uploads.fail(2, OSError("the disk is broken"))
+    uploads.deliver(1, np.ones(4, np.uint8))
+    uploads.deliver(3, np.ones(4, np.uint8))
+    for key, error in ((1, Cancelled), (2, OSError)):
+        with pytest.raises(error):
+            uploads.take(key, 0)
+    uploads.deliver(2, np.ones(4, np.uint8))
+    assert list(uploads.take(3, 0)) == [1] * 4 and not uploads._arriving and not uploads._expected
 
 
 def test_a_file_that_was_cut_is_an_error_of_the_read():
@@ -82,7 +116,7 @@ def test_a_file_that_was_cut_is_an_error_of_the_read():
     ],
 )
 def test_a_block_outside_of_its_file_or_against_its_use_is_refused(offset, shape, itemsize, write):
-    held = WorkerFiles(lambda *_: None, SimpleNamespace(), SimpleNamespace())
+    held = WorkerFiles(lambda *_: None, SimpleNamespace(), SimpleNamespace(), UploadBuffers())
     held.opened[7] = SimpleNamespace(nbytes=100, writes=False)
     with pytest.raises(ProtocolError, match="is not within a file of 100 bytes"):
         held.block(UseBlock(1, 7, offset, shape, itemsize, [[[0, 1]]], write))
@@ -104,10 +138,11 @@ def test_memory_of_written_copies_is_used_again_until_an_op_needs_it(monkeypatch
     """A copy into fresh memory takes page faults, which cost several times the copy, while the program's steps wait."""
     engine = SimpleNamespace(spec=lambda t: t, packed=lambda t: t, view=lambda t: t.view(np.uint8).data)
     budget, pool, nbytes = Budget(), Pool(), 1 << 20
-    held = WorkerFiles(lambda *_: None, engine, budget, _spare=pool)
+    held = WorkerFiles(lambda *_: None, engine, budget, UploadBuffers())
+    held._spare, thread = pool, held.threads.of(1, True)
     with tempfile.TemporaryFile() as file:
         file.truncate(nbytes)
-        block = FileBlock(3, 0, SimpleNamespace(fd=file.fileno(), uncached=-1), 0, (nbytes,), 1, [((0, nbytes),)], True)
+        block = FileBlock(3, 0, SimpleNamespace(fd=file.fileno(), uncached=-1), 0, (nbytes,), 1, [((0, nbytes),)], True, thread)
         memory = set()
         for n in range(3):
             source = np.full(nbytes, n, np.uint8)
@@ -119,7 +154,8 @@ def test_memory_of_written_copies_is_used_again_until_an_op_needs_it(monkeypatch
             assert os.pread(file.fileno(), nbytes, 0) == bytes([n]) * nbytes
         assert len(memory) == 1 and len(pool[nbytes]) == 1
         own = os.getpriority(os.PRIO_PROCESS, 0)
-        assert os.getpriority(os.PRIO_PROCESS, held._writer.native_id) == min(own + WRITER_NICENESS, 19)
+        assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == min(own + WRITER_NICENESS, 19)
+        budget.reclaim = pool.clear
         monkeypatch.setattr(budget, "_room", lambda: 0 if pool else nbytes)
         budget._bound = budget.limit = 1
         budget.need(nbytes)
@@ -148,7 +184,7 @@ def test_copies_are_written_past_the_page_cache_but_for_the_parts_of_blocks_at_t
     monkeypatch.setattr(os, "pwrite", counted)
     monkeypatch.setattr(files, "MAX_IO_BYTES", 16 * ALIGNED)
     cached, second = (os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT) for _ in range(2))  # second: in place of direct I/O
-    held = WorkerFiles(lambda *_: None, SimpleNamespace(), Budget())
+    held = WorkerFiles(lambda *_: None, SimpleNamespace(), Budget(), UploadBuffers())
     try:
         for offset, uncached in [(0, second), (1, second), (ALIGNED - 1, second), (777, -1), (8, Refused(second))]:
             for size in (nbytes, nbytes - 1, files.UNCACHED_BYTES - 1):
@@ -171,10 +207,10 @@ def test_copies_are_written_past_the_page_cache_but_for_the_parts_of_blocks_at_t
 def test_a_disk_takes_what_is_written_past_the_page_cache(tmp_path, offset):
     nbytes = files.UNCACHED_BYTES + 100
     (tmp_path / "f").write_bytes(bytes(offset + nbytes + 3))
-    held = WorkerFiles(lambda *_: None, SimpleNamespace(), Budget())
+    held = WorkerFiles(lambda *_: None, SimpleNamespace(), Budget(), UploadBuffers())
     with open(tmp_path / "f", "r+b") as file:
         lent = PeerFile.__new__(PeerFile)  # as opened: offers need a process of their own
-        lent.fd, lent._uncached = os.dup(file.fileno()), None
+        lent.fd, lent._uncached, lent._close = os.dup(file.fileno()), None, lambda fds: [os.close(fd) for fd in fds]
         block = FileBlock(0, 0, lent, offset, (nbytes,), 1, [((0, nbytes),)], True)
         data = np.frombuffer(random.Random(offset).randbytes(nbytes), np.uint8)
         block.write_uncached(held._copy(data, block))

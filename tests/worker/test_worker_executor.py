@@ -21,7 +21,7 @@ from gt.worker.executor import BIND
 from gt.worker.plane.base import PeerGone, Unrecoverable, issuing
 from gt.worker.plane.symmetric import check_present
 from gt.worker.program.runner import Poisoned
-from gt.worker.uploads import MAX_CANCELLED, Cancelled, UploadBuffers
+from gt.worker.uploads import MAX_CANCELLED_UPLOADS, Cancelled, UploadBuffers
 from tests.helpers.limits import limit
 from tests.helpers.worker_parts import Bench, DeadPlane, new, op, world
 
@@ -234,7 +234,7 @@ def test_an_upload_that_will_not_come_fails_its_wait():
 
 def test_an_upload_fails_its_wait_also_if_thousands_were_cancelled_after_it():
     uploads, failures = UploadBuffers(), []
-    for key in range(2 * MAX_CANCELLED):
+    for key in range(2 * MAX_CANCELLED_UPLOADS):
         uploads.receive(Data(key, 0, -1), None)
 
     def take(key: int) -> None:
@@ -243,11 +243,11 @@ def test_an_upload_fails_its_wait_also_if_thousands_were_cancelled_after_it():
         except Cancelled as error:
             failures.append(error)
 
-    for key in (0, MAX_CANCELLED, 2 * MAX_CANCELLED - 1):
+    for key in (0, MAX_CANCELLED_UPLOADS, 2 * MAX_CANCELLED_UPLOADS - 1):
         thread = threading.Thread(target=take, args=(key,), daemon=True)
         thread.start()
         thread.join(limit(5))
-    assert len(failures) == 3 and len(uploads._cancelled) <= MAX_CANCELLED
+    assert len(failures) == 3 and len(uploads._cancelled) <= MAX_CANCELLED_UPLOADS
 
 
 def test_a_cancel_does_not_touch_uploads_of_runs_that_come_after_it():

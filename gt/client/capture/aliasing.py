@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
 
 from gt.client.capture.recording import CallRecording
 from gt.client.capture.state_walk import StateSnapshot, tensor_identity
-from gt.client.device.remote_tensor import RemoteTensor, memory_id
+from gt.client.device.remote_tensor import RemoteTensor, is_leaf, memory_id
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of
 
@@ -31,7 +31,8 @@ class CallMemory:
 
     of: memory of tensors that are views. written: all that it writes; arguments: the places of those that it writes;
     state: the written memory that Python state names. rebound: the places of arguments that it gives other memory, another
-    shape, requires_grad=False or hooks; required: of those that it gives requires_grad=True, and nothing else.
+    shape, requires_grad=False, hooks or a .grad by assignment; required: of those that it gives requires_grad=True, and nothing
+    else.
     """
 
     of: dict[int, int]
@@ -48,8 +49,14 @@ class CallMemory:
 
 
 def identities(arguments: list) -> dict[int, tuple]:
-    """The tensor_identity of each remote argument, by its place."""
-    return {k: tensor_identity(leaf) for k, leaf in enumerate(arguments) if isinstance(leaf, RemoteTensor)}
+    """The tensor_identity of each remote argument, and of a .grad that autograd does not give it, by its place."""
+    remote = {k: leaf for k, leaf in enumerate(arguments) if isinstance(leaf, RemoteTensor)}
+    return {k: (*tensor_identity(leaf), None if leaf.requires_grad else _grad(leaf)) for k, leaf in remote.items()}
+
+
+def _grad(tensor: RemoteTensor) -> int | None:
+    grad = tensor.grad if is_leaf(tensor) else None
+    return grad._ref.id if isinstance(grad, RemoteTensor) else None
 
 
 def call_memory(tape: CallRecording, entry: StateSnapshot, arguments: list, before: dict[int, tuple]) -> CallMemory:

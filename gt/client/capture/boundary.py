@@ -17,7 +17,7 @@ from gt.client.capture.gradients import LeafGradient, memory_of
 from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import StateItem, StateSnapshot, comparable, is_scalar_like, tensor_identity, unchanged
-from gt.client.device.remote_tensor import RemoteTensor, Shown
+from gt.client.device.remote_tensor import RemoteTensor, Shown, is_leaf
 from gt.client.groups.group_context import stack
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of
@@ -120,6 +120,8 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
         if isinstance(leaf, RemoteTensor):
             if last is None or last.leaves[k] is leaf or k in sharing:
                 continue
+            if not leaf.requires_grad and is_leaf(leaf) and leaf.grad is not None:  # which a copy would lack
+                continue
             if leaf.requires_grad:
                 raise CaptureError(
                     f"argument {k} requires grad and is a new tensor at each call: pass the same one, and copy_() into it"
@@ -134,7 +136,7 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
 
 def detach(result: Any) -> Any:
     """A result without autograd history; leaves of the graph and other values as they are."""
-    return result.detach() if isinstance(result, torch.Tensor) and result.requires_grad and not result.is_leaf else result
+    return result.detach() if isinstance(result, torch.Tensor) and result.requires_grad and not is_leaf(result) else result
 
 
 # ---- after the call

@@ -13,7 +13,7 @@ from gt.client import current_session
 from gt.client.capture import gradients
 from gt.client.capture.aliasing import ArgumentView, CallMemory, sharing_arguments, write_back
 from gt.client.capture.constants import ArgumentRead, argument_value
-from gt.client.capture.gradients import LeafGradient, MadeState, NamedMemory
+from gt.client.capture.gradients import LeafGradients, MadeState, NamedMemory
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import HostDraws
 from gt.client.device import random
@@ -50,7 +50,7 @@ class CapturedProgram:
     guard: Guard
     inputs: dict[int, RemoteTensor]  # argument -> the tensor that a replay fills
     same: dict[int, tuple[RemoteTensor, int]]  # argument -> the very tensor that it must be, and its id
-    grads: list[LeafGradient]
+    grads: LeafGradients
     made: list[MadeState]
     results: list  # leaves of what the function returned
     tree: TreeSpec  # their structure
@@ -68,13 +68,13 @@ class CapturedProgram:
         weakref.finalize(self, _drop, self.recorder, self.number).atexit = False
 
     def mismatch(self, leaves: list) -> str:
-        """Why the program cannot serve a call with the same key, or "". What it draws on the CPU is drawn then."""
+        """The reason why the program cannot serve a call with the same key, or "". What it draws on the CPU is drawn then."""
         for k, (tensor, number) in self.same.items():
             if leaves[k] is not tensor or tensor._ref.id != number:
                 return f"argument {k} is another tensor than in the recorded call"
         if self.inputs and not self.inputs.keys().isdisjoint(sharing_arguments(leaves, self.memory)):
             return "an argument shares memory that the function changes"
-        violation = gradients.mismatch(self.grads) or gradients.mismatch(self.made) or self.guard.violation()
+        violation = self.grads.mismatch() or gradients.mismatch(self.made) or self.guard.violation()
         for read in () if violation else self.argument_reads:
             violation = violation or read.violation(lambda k: argument_value(leaves[k], self.recorder))
         return self.host_draws.violation() if self.host_draws is not None and not violation else violation
@@ -88,7 +88,7 @@ class CapturedProgram:
         if self.host_draws is not None:
             for target, drawn in zip(self.host_draws.inputs, self.host_draws.values, strict=True):
                 call(copy, (target, upload(drawn)))
-        changed = [row for row in self.grads if row.fill()]
+        self.grads.fill()
         for made in self.made:
             made.leave()
         recorder.uploaded.clear()  # the program may write to any of them
@@ -99,8 +99,7 @@ class CapturedProgram:
         self.replays += 1
         if self.replays == 1:
             recorder.session.compiles = True
-        for row in changed:
-            row.set()
+        self.grads.set()
         if self.written or self.memory.required:
             write_back(leaves, self.inputs, self.written, self.memory.required)
         results = self.copy_results(leaves)

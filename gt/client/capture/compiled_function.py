@@ -54,25 +54,25 @@ from gt.client.capture.boundary import (
 from gt.client.capture.captured_program import CapturedProgram, ProgramResult
 from gt.client.capture.constants import argument_values
 from gt.client.capture.fragment_tape import FragmentTape
-from gt.client.capture.gradients import VIEWED, find_memory, leave_entries, made_paths, take_made
+from gt.client.capture.gradients import VIEWED, LeafGradients, find_memory, leave_entries, made_paths, take_made
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import LEADS_ELSEWHERE, UPLOADED, HostDraws
 from gt.client.capture.output_watch import OutputWatch
 from gt.client.capture.recording import SAME, CallRecording, Difference, difference, reads_differ
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.device import random
-from gt.client.device.remote_tensor import RemoteTensor, make, memory_id
+from gt.client.device.remote_tensor import RemoteTensor, is_leaf, make, memory_id
 from gt.client.reports import spans
 from gt.client.reports.html import TextReport
 from gt.client.trace.recorder import Recorder
 from gt.client.trace.uploads import upload
-from gt.client.uploaded_values import UploadedValues
+from gt.client.values.uploaded_values import UploadedValues
 from gt.ir.instr import BACKENDS, DISCARD, FREE, RECORD
 from gt.ir.schedules import asked
 
 log = logging.getLogger("gt")
 ARGUMENTS_DIFFER = "the function reads a value of its arguments, which differs from the call before"
-REBOUND = "the function changes memory, shape, requires_grad or hooks of argument"
+REBOUND = "the function changes memory, shape, requires_grad, hooks or .grad of argument"
 CHANGED = "the function changes a list or dictionary that it gets"
 _CHANGE = re.compile(r" from \S+ to \S+")
 _NUMBER = re.compile(r"-?\d[\d.e+-]*")
@@ -426,7 +426,7 @@ class CompiledFunction:
         return program
 
     def _varies(self, last: RecordedCall, now: RecordedCall) -> Difference | None:
-        """Why no program can serve the next call: an argument differs from call to call, and no copy can stand for it."""
+        """The reason why no program can serve the next call: an argument differs at each call, and no copy can replace it."""
         for k in sorted(now.memory.required - now.inputs.keys()):
             return Difference("", f"{REBOUND} {k}{OUTSIDE}")
         for k in sorted(sharing_arguments(now.leaves, now.memory) - now.inputs.keys()):
@@ -466,7 +466,7 @@ class CompiledFunction:
             guard=Guard(leaving),
             inputs=now.inputs,
             same={k: (t, t._ref.id) for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs},
-            grads=grads,
+            grads=LeafGradients(grads),
             made=made,
             results=list(map(result, leaves)),
             tree=tree,
@@ -483,7 +483,7 @@ class CompiledFunction:
     def _obstacle(
         self, now: RecordedCall, entry: StateSnapshot, leaving: StateSnapshot, rng: HostRngState
     ) -> Difference | None:
-        """Why this call alone can be no program: it did something that a replay would not do, or could not see."""
+        """The reason why this call alone can be no program: it did something that a replay would not do, or could not see."""
         tape, drawn = now.tape, rng.changed()
         self._draws_on_host |= drawn == TORCH_GENERATOR
         if not tape.ops:
@@ -543,7 +543,7 @@ class CompiledFunction:
 
 def _leaf_arguments(leaves: list) -> dict[str, RemoteTensor]:
     """The arguments that may have a gradient."""
-    return {f"argument {k}": t for k, t in enumerate(leaves) if isinstance(t, RemoteTensor) and t.requires_grad and t.is_leaf}
+    return {f"argument {k}": t for k, t in enumerate(leaves) if isinstance(t, RemoteTensor) and t.requires_grad and is_leaf(t)}
 
 
 def _names(entry: StateSnapshot, prepared: list, drawn: list[RemoteTensor]) -> dict[int, str]:

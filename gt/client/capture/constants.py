@@ -18,15 +18,11 @@ import torch
 from gt.client.capture.recorded_op import RecordedOp
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.trace.recorder import Recorder
-from gt.client.uploaded_values import DTYPES, MAX_BYTES
+from gt.client.values.foldable_ops import execute
+from gt.client.values.uploaded_values import DTYPES, MAX_BYTES
 from gt.ir.ops import RANDOM
-from gt.ir.template import Const, T, V
 
 MAX_ELEMENTS = 1 << 22  # of a folded value: larger ones take long, and no library reads them to choose
-_BUILDERS: dict[str, Any] = {
-    "device": lambda value: torch.device("cpu"),
-    "complex": lambda value: complex(*value),
-}  # kind of a template's constant -> its Python value on the CPU
 
 
 def argument_value(leaf: Any, recorder: Recorder) -> torch.Tensor | None:
@@ -60,7 +56,7 @@ class ArgumentRead:
     value: torch.Tensor
 
     def violation(self, value_of: Callable[[int], torch.Tensor | None]) -> str:
-        """Why a replay would do something else, or "". value_of: the value of the argument at a place, None if not known."""
+        """The reason why a replay would differ, or "". value_of: the value of the argument at a place, None if not known."""
         values: dict[int, torch.Tensor] = {}
         for number, place in self.arguments.items():
             value = value_of(place)
@@ -153,37 +149,18 @@ class Constants:
         self._makers = {i: op for i, op in self._makers.items() if i in self._values}
 
 
-def _named(name: Any) -> Any:
-    """The dtype, layout or memory format of torch with this name, which this client has put into a template."""
-    return getattr(torch, str(name).removeprefix("torch."))
-
-
 def _execute(op: RecordedOp, known: Mapping[int, torch.Tensor]) -> list | None:
     """The new tensors of an op for these operands; None for an op that is not folded, or fails."""
     template = op.template
-    space, base, overload = template.op.split(".")
-    if space != "aten" or template.op in RANDOM or template.dynamic:
+    if not template.op.startswith("aten.") or template.op in RANDOM or template.dynamic:
         return None
     if sum(out.spec.numel for out in template.outs if out.spec is not None) > MAX_ELEMENTS:
         return None
 
-    def fill(arg: Any) -> Any:
-        if isinstance(arg, T):
-            return known[op.ins[arg.index]]
-        if isinstance(arg, V):
-            return op.values[arg.index]
-        if isinstance(arg, Const):
-            return _BUILDERS.get(arg.kind, _named)(arg.value)
-        return [fill(item) for item in arg] if isinstance(arg, (list, tuple)) else arg
-
     try:
-        call = getattr(getattr(torch.ops.aten, base), overload)
-        results = call(*map(fill, template.args), **{name: fill(value) for name, value in template.kwargs})
+        return execute(template, [known[i] for i in op.ins], op.values)
     except Exception:  # not a constant then; the op itself reports what is wrong with its arguments
         return None
-    outputs = list(results) if isinstance(results, (list, tuple)) else [results]
-    kinds = [out.kind for out in template.outs]
-    return [tensor for kind, tensor in zip(kinds, outputs, strict=False) if kind in ("new", "view")]
 
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -8,8 +8,10 @@ counts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter, is_
 from sys import getrefcount
 from types import SimpleNamespace
 from weakref import WeakValueDictionary
@@ -39,7 +41,7 @@ class NamedMemory:
         self.tensor = tensor
 
     def holder(self, parameter: bool, places: int = 0) -> int:
-        """Who has it beside GT and its places in Python.
+        """The kind of its holder beside GT and its places in Python: VIEW, OBJECT or FREE.
 
         parameter: whether it is a parameter's .grad. places: in containers and attributes.
         """
@@ -102,7 +104,7 @@ class LeafGradient:
     kept: bool = False  # whether somebody holds the one that a replay writes anew; mismatch() finds out
 
     def mismatch(self) -> str:
-        """Why the gradient that the leaf has now keeps the program from a replay, or ""."""
+        """The reason why the gradient that the leaf has now prevents a replay, or ""."""
         grad, read, left = self.leaf.grad, self.read, self.left
         if (grad is not None) != self.had:
             then, now = ("a gradient", "none") if self.had else ("no gradient", "one")
@@ -152,6 +154,79 @@ class LeafGradient:
         self.leaf.grad = None if self.left is None else self.left.tensor
 
 
+class LeafGradients:
+    """The gradients of all leaves in one program.
+
+    Where each is as a replay leaves it, or none is there and none was, a few passes over all of them are enough. Else each
+    row says for itself what it needs.
+    """
+
+    def __init__(self, rows: list[LeafGradient]) -> None:
+        self.rows = rows
+        self._leaves = [row.leaf for row in rows]
+        self._left = [row.left or _NO_MEMORY for row in rows]
+        self._made = [row.left for row in rows if row.left is not None and row.left is not row.read]
+        self._keeps = all(row.had is (row.left is not None) and row.read in (None, row.left) for row in rows)
+        self._begins = not any(row.had or row.read is not None for row in rows)
+        self._unset = self._together = False  # which of the two mismatch() has found
+        self._changed: list[LeafGradient] = []
+
+    def mismatch(self) -> str:
+        """The reason why the gradients that leaves have now prevent a replay, or ""."""
+        self._unset = self._begins and self._are(repeat(None))
+        there = not self._unset and self._keeps and self._are(map(_TENSOR, self._left))
+        self._together = (self._unset or there) and _nobody_holds(self._made, there)
+        return "" if self._together else mismatch(self.rows)
+
+    def _are(self, tensors: Iterable) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return all(map(is_, map(_GRAD, self._leaves), tensors))
+
+    def fill(self) -> None:
+        """Before a replay, after mismatch(): give leaves the gradients that it reads."""
+        self._changed = [] if self._together else [row for row in self.rows if row.fill()]
+
+    def set(self) -> None:
+        """After a replay: give leaves the gradients that it leaves."""
+        if self._together and self._unset:
+            for leaf, memory in zip(self._leaves, self._left, strict=True):
+                leaf.grad = memory.tensor
+        for row in self._changed:
+            row.set()
+        self._changed = []
+
+
+_GRAD, _REF, _TENSOR = attrgetter("grad"), attrgetter("_ref"), attrgetter("tensor")
+_NO_MEMORY = SimpleNamespace(tensor=None)
+
+
+def _nobody_holds(memories: Sequence[NamedMemory | SimpleNamespace], parameter: bool) -> bool:
+    """True if nobody beside GT and one parameter's .grad, if it is one, has any of these. False: ask each."""
+    if not memories:
+        return True
+    kinds, counts = _most_references(memories)
+    return kinds == {Ref} and all(most <= alone for most, alone in zip(counts, _alone_together()[parameter], strict=True))
+
+
+def _most_references(memories: Sequence[NamedMemory | SimpleNamespace]) -> tuple[set[type], tuple[int, int, int]]:
+    """Classes of their references; and the most of Python's and C++'s references to one tensor, and of names of its memory."""
+    tensors = list(map(_TENSOR, memories))
+    refs = list(map(_REF, tensors))
+    used = max(map(torch.Tensor._use_count, tensors))  # type: ignore[attr-defined]
+    return {*map(type, refs)}, (max(map(getrefcount, tensors)), used, max(map(getrefcount, refs)))
+
+
+@functools.cache
+def _alone_together() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Counts by _most_references of a tensor that nobody else has; then as a .grad."""
+    memory = NamedMemory(torch.zeros(1, device="cpu"))  # type: ignore[arg-type]
+    memory.tensor._ref = object()  # type: ignore[assignment]
+    free = _most_references([memory])[1]
+    parameter = torch.zeros(1, device="cpu").requires_grad_()
+    parameter.grad = memory.tensor
+    return free, _most_references([memory])[1]
+
+
 def _adopt(memory: NamedMemory, other: NamedMemory) -> None:
     """Have the object of another gradient name this memory: a replay adds to it in place, which its holders see."""
     tensor = other.tensor
@@ -175,7 +250,7 @@ class MadeState:
     requires_grad: bool
 
     def mismatch(self) -> str:
-        """Why the state that is there now keeps the program from a replay, or ""."""
+        """The reason why the state that is there now prevents a replay, or ""."""
         memory, path = self.memory, self.items[0].path
         try:
             if any(item.now() is not memory.tensor for item in self.items):

@@ -5,11 +5,64 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
 
 from gt.client.capture.state_walk import StateItem, StateSnapshot, fingerprint, is_scalar_like, unchanged
 
-_OF_DIFFERENTIATED = attrgetter("_ref.id", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
-_OF_OTHERS = attrgetter("_ref.id", "requires_grad")  # no hook of a tensor that is not differentiated is ever called
+# No hook of a tensor that is not differentiated is ever called
+_OF_OTHERS = (attrgetter("_ref.id"), attrgetter("requires_grad"))
+_OF_DIFFERENTIATED = (*_OF_OTHERS, attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks"))
+
+
+class _Places:
+    """Items in containers. Those that have the same names in many containers, as modules of one class, are read in one pass.
+
+    Nothing is made for a container: many tuples at once would have Python's collector run in each replay.
+    """
+
+    def __init__(self, items: list[StateItem]) -> None:
+        holders: dict[int, list[StateItem]] = defaultdict(list)
+        for item in items:
+            holders[id(item.holder)].append(item)
+        groups: dict[Any, list[list[StateItem]]] = defaultdict(list)
+        by_tensor: list[list[StateItem]] = []
+        for n, same in enumerate(holders.values()):
+            keys = tuple(item.key for item in same)
+            if _is_whole(same):
+                by_tensor.append(same)
+            elif len(same) > 1:
+                groups[keys if all(type(key) is str for key in keys) else n].append(same)
+        self._groups = [(itemgetter(*[i.key for i in g[0]]), [same[0].holder for same in g]) for g in groups.values()]
+        self._got = [item.value for group in groups.values() for same in group for item in same]
+        single = [same[0] for same in holders.values() if len(same) == 1]
+        self._pairs = [(item.holder, item.key) for item in single]
+        self._values = [item.value for item in single]
+        self._by_tensor = [(same[0].holder, [i.key for i in same], [i.value for i in same]) for same in by_tensor]
+
+    def identical(self) -> bool:
+        """True if each place holds the very object that it held."""
+        found = chain.from_iterable(map(get, holders) for get, holders in self._groups)
+        return (
+            all(map(is_, chain.from_iterable(found), self._got))
+            and all(map(is_, [holder[key] for holder, key in self._pairs], self._values))
+            and all(_same_entries(*row) for row in self._by_tensor)
+        )
+
+
+def _is_whole(same: list[StateItem]) -> bool:
+    """True for all entries of a dictionary by tensors, as an optimizer's state: hashing each tensor is a call of Python."""
+    holder = same[0].holder
+    every = type(holder) in (dict, defaultdict) and len(same) == len(holder) > 1
+    return every and all(isinstance(item.key, torch.Tensor) for item in same)
+
+
+def _same_entries(holder: dict, keys: list, values: list) -> bool:
+    """True if a dictionary has these entries. In another order they are looked up."""
+    if len(holder) == len(keys) and all(map(is_, holder, keys)):
+        return all(map(is_, holder.values(), values))
+    return all(holder[key] is value for key, value in zip(keys, values, strict=True))
 
 
 class Guard:
@@ -18,16 +71,7 @@ class Guard:
     def __init__(self, snapshot: StateSnapshot) -> None:
         self._snapshot = snapshot
         self._items = snapshot.items
-        holders: dict[int, list[StateItem]] = defaultdict(list)
-        for item in snapshot.items:
-            if not item.attribute:
-                holders[id(item.holder)].append(item)
-        many = [items for items in holders.values() if len(items) > 1]
-        self._getters = [(itemgetter(*[item.key for item in items]), items[0].holder) for items in many]
-        self._got = [item.value for items in many for item in items]
-        single = [items[0] for items in holders.values() if len(items) == 1]
-        self._pairs = [(item.holder, item.key) for item in single]
-        self._values = [item.value for item in single]
+        self._places = _Places([item for item in snapshot.items if not item.attribute])
         named = [item for item in snapshot.items if item.attribute]
         self._named = [(item.holder, item.key) for item in named]
         self._named_values = [item.value for item in named]
@@ -42,16 +86,17 @@ class Guard:
         self._kinds = [thing for _, thing, _ in snapshot.kinds]
         self._types = [kind for _, _, kind in snapshot.kinds]
 
-    def _identities_now(self) -> tuple[list, list]:
-        return list(map(_OF_DIFFERENTIATED, self._leaves)), list(map(_OF_OTHERS, self._others))
+    def _identities_now(self) -> tuple[list[list], list[list]]:
+        """Columns of values, of tensors that are differentiated and of others."""
+        with torch._C.DisableTorchFunctionSubclass():  # torch looks for an override at each attribute of a subclass
+            leaves = [list(map(get, self._leaves)) for get in _OF_DIFFERENTIATED]
+            return leaves, [list(map(get, self._others)) for get in _OF_OTHERS]
 
     def violation(self) -> str:
         """The first difference from the snapshot as text, or ""."""
         try:
-            identical = (
-                all(map(is_, chain.from_iterable([get(holder) for get, holder in self._getters]), self._got))
-                and all(map(is_, [holder[key] for holder, key in self._pairs], self._values))
-                and all(map(is_, [getattr(holder, key) for holder, key in self._named], self._named_values))
+            identical = self._places.identical() and all(
+                map(is_, [getattr(holder, key) for holder, key in self._named], self._named_values)
             )
         except (LookupError, AttributeError, ValueError, TypeError):
             return _changed_item(self._items) or "an object that the function uses is gone"
@@ -78,7 +123,7 @@ class Guard:
     def _changed_tensor(self) -> str:
         """Path of the first tensor whose memory, requires_grad or hooks differ."""
         for tensors, now, then in zip((self._leaves, self._others), self._identities_now(), self._identities, strict=True):
-            for tensor, a, b in zip(tensors, now, then, strict=True):
+            for tensor, a, b in zip(tensors, zip(*now, strict=True), zip(*then, strict=True), strict=True):
                 if a != b:
                     return next(path for path, (known, _) in self._snapshot.identities.items() if known is tensor)
         raise AssertionError("no tensor differs")

@@ -25,7 +25,7 @@ import torch
 
 from gt import env
 from gt.client.capture.user_code import LIBRARIES, STATEFUL, has_library_base, is_installed, is_library, is_own, is_stateless
-from gt.client.device.remote_tensor import RemoteTensor, Shown
+from gt.client.device.remote_tensor import RemoteTensor, Shown, is_leaf
 from gt.client.device.sparse_tensor import RemoteSparse
 
 _UNSET = object()  # value of a context variable without one
@@ -266,7 +266,7 @@ class StateWalker:
         self._add_leaf(path, tensor)
 
     def _add_leaf(self, path: str, tensor: RemoteTensor) -> None:
-        if id(tensor) not in self._seen and tensor.requires_grad and tensor.is_leaf:
+        if id(tensor) not in self._seen and tensor.requires_grad and is_leaf(tensor):
             self._seen[id(tensor)] = tensor
             self.snapshot.leaves.append((path, tensor))
             if isinstance(tensor.grad, RemoteTensor):

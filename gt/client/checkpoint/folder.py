@@ -205,7 +205,7 @@ class NewFolder:
             raise
         return old
 
-    def discard(self) -> None:
+    def remove_incomplete(self) -> None:
         """Remove an incomplete folder."""
         if self._open:
             self._end()

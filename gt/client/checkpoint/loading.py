@@ -61,7 +61,7 @@ def load(path: str | os.PathLike, into: Any = None, *, device: str | None = None
         where, state, files = _read_unreplaced(path, opened, device)
         optimizer_state.note(files.remote)
         if into is not None:
-            files.settle()  # errors of earlier ops are raised before anything is changed
+            files.wait_for_copies()  # errors of earlier ops are raised before anything is changed
             restoring.restore(into, state, where, files.unread, strict)
     return state
 
@@ -178,13 +178,13 @@ class _Files:
         recorder = current_session.current()
         if self._copied >= LARGE_BYTES and recorder.live_tensors.ended:  # free those that were copied before the next are read
             recorder.free_ended()
-            self.settle()
+            self.wait_for_copies()
             self._copied = 0
         return _read_by_workers(*source)
 
-    def settle(self) -> None:
-        """Wait until workers that do not share the files have copied the values so far, which arrive ahead."""
-        if any(file.number == 0 for file, *_ in self._files.values()):
+    def wait_for_copies(self) -> None:
+        """Wait until workers have copied the values so far: they read, or receive, those of a batch ahead of its ops."""
+        if any(file.number >= 0 for file, *_ in self._files.values()):
             recorder = current_session.current()
             recorder.flush_ops(asks=True)
             recorder.note_wait()

@@ -193,6 +193,8 @@ class Save:
 
 
 class _Current:
+    """The save of this process that may still be writing."""
+
     save: Save | None = None  # that was begun last
 
 
@@ -387,7 +389,7 @@ class _Writer:
         self._requests.clear()
         self._streamed.clear()
         self._return_files()
-        self._folder.discard()
+        self._folder.remove_incomplete()
 
 
 def _write_host(fd: int, entry: FileEntry, tensor: torch.Tensor) -> None:

@@ -39,11 +39,18 @@ def prepare() -> None:
 
 def _exchange(module_tensor: torch.Tensor, moved: torch.Tensor) -> None:
     """Give the first object the second one's value. A graph that was made with the old value keeps it, and has no backward."""
-    if module_tensor.is_leaf and module_tensor.requires_grad:
-        torch.autograd.graph.get_gradient_edge(module_tensor).node.register_prehook(_refuse_backward)
+    if module_tensor.is_leaf and module_tensor.requires_grad and not module_tensor.is_inference():  # these are in no graph
+        with torch.inference_mode(False):
+            torch.autograd.graph.get_gradient_edge(module_tensor).node.register_prehook(_refuse_backward)
+    with torch._C.DisableTorchFunctionSubclass():
+        hooks = module_tensor._backward_hooks, module_tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
     module_tensor.__class__, moved.__class__ = moved.__class__, module_tensor.__class__
     module_tensor.__dict__, moved.__dict__ = moved.__dict__, module_tensor.__dict__
     torch._C._swap_tensor_impl(module_tensor, moved)
+    with torch._C.DisableTorchFunctionSubclass():  # autograd calls those that the new memory knows
+        for name, those in zip(("_backward_hooks", "_post_accumulate_grad_hooks"), hooks, strict=True):
+            if those is not None:
+                setattr(module_tensor, name, those)
 
 
 def _refuse_backward(grads: Any) -> None:

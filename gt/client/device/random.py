@@ -11,6 +11,8 @@ _MASK = (1 << 63) - 1
 
 
 class _State:
+    """The seed and the number of random ops of this process."""
+
     seed: int | None = None  # None until the first draw, which takes torch's initial seed
     counter = 0
 

@@ -27,7 +27,7 @@ from gt.client.trace import long_lists, overrides, refusals, sparse_ops
 from gt.client.trace.composites import linear
 from gt.client.trace.composites.attention import attention
 from gt.client.trace.dispatch import dispatch, fallback
-from gt.client.trace.host_ops import ctc_loss, tensor_split
+from gt.client.trace.host_ops import ctc_loss, one_hot, tensor_split
 
 NAME = "remote"
 _libraries: list[torch.library.Library] = []  # kernels live as long as these
@@ -151,6 +151,7 @@ def prepare() -> None:
     aten.impl("scaled_dot_product_attention", attention, "AutogradLazy")
     aten.impl("tensor_split.tensor_indices_or_sections", tensor_split, "AutogradLazy")
     aten.impl("ctc_loss.Tensor", ctc_loss, "AutogradLazy")
+    aten.impl("one_hot", one_hot, "AutogradLazy")
     _libraries.append(aten)
     linear.prepare()
     _extend_feature_lists()

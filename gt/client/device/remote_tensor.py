@@ -33,12 +33,19 @@ _base = torch._C.TensorBase
 new_tensor = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 
 
-def new_view(*args: Any) -> Any:
-    """As new_tensor, for a view. torch makes it share its base's version counter, which a tensor of inference mode lacks."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
+def new_view(base: torch.Tensor, *args: Any) -> Any:
+    """As new_tensor, for a view of `base`: in either mode an inference tensor if that is one.
+
+    torch makes a view share its base's version counter, which an inference tensor lacks.
+    """
+    inference = base.is_inference()
+    if inference is not torch.is_inference_mode_enabled():
+        with torch.inference_mode(inference):
             return new_tensor(*args)
     return new_tensor(*args)
+
+
+ONE_DEVICE = "there is no {}: all workers are one device, and signal groups say which of them does what"
 
 
 class Shown:
@@ -151,7 +158,10 @@ class RemoteTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        return _base.data.__get__(self)
+        value = _base.data.__get__(self)
+        if value.is_inference() and not torch.is_inference_mode_enabled():
+            return make(self._ref.meta, Alias(self))  # which may be written, as torch has it; a detach() may not
+        return value
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -169,6 +179,8 @@ class RemoteTensor(torch.Tensor):
         if args and isinstance(args[0], RemoteTensor):  # `x.to(other)` means other's device and dtype
             args = (args[0].device, args[0].dtype, *args[1:])
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None and device.index and device.type in Shown.types:
+            raise RuntimeError(ONE_DEVICE.format(device))
         if device is not None and device.type not in Shown.types:
             return _base.to(self, device, dtype or self.dtype, non_blocking, True, memory_format=memory_format)
         if dtype in (None, self.dtype) and memory_format is None:
@@ -202,6 +214,12 @@ class RemoteTensor(torch.Tensor):
         array = self.cpu().numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise BufferError(f"a {Shown.device.type} tensor's memory is on workers, and DLPack shares memory: use tensor.cpu()")
+
+    def __dlpack_device__(self) -> Any:
+        return self.__dlpack__()
+
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """NumPy's functions. Operators with NumPy's numbers stay remote; with arrays they raise, as on a GPU."""
         if method == "__call__" and len(inputs) == 2:
@@ -220,8 +238,12 @@ class RemoteTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         text = _text(self.detach())[:-1]  # without the last parenthesis
         extra = f", device='{self.device}'"
-        if self.grad_fn is not None:
-            extra += f", grad_fn=<{type(self.grad_fn).__name__}>"
+        try:
+            node = "" if self.grad_fn is None else type(self.grad_fn).__name__
+        except RuntimeError:  # as in is_leaf
+            node = "Invalid"
+        if node:
+            extra += f", grad_fn=<{node}>"
         elif self.requires_grad:
             extra += ", requires_grad=True"
         shown = f"{text}{extra})"
@@ -279,6 +301,14 @@ class RemoteTensor(torch.Tensor):
 
     def pin_memory(self, device: Any = None) -> torch.Tensor:
         raise RuntimeError(f"cannot pin {self.type()!r}: only dense CPU tensors can be pinned; leave pin_memory() out")
+
+
+def is_leaf(tensor: torch.Tensor) -> bool:
+    """The tensor's is_leaf; False for a view made under no_grad whose base has changed since, for which torch raises."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
 
 
 def _below() -> bool:
@@ -341,15 +371,16 @@ def wrapper_of(meta: Meta) -> tuple:
     return meta.wrapper
 
 
-def make(meta: Meta, ref: Ref | Alias, new: Callable[..., Any] = new_tensor) -> RemoteTensor:
-    """A new tensor object for a reference. new: new_view for a view of another tensor."""
-    tensor: RemoteTensor = new(*(meta.wrapper or wrapper_of(meta)))
+def make(meta: Meta, ref: Ref | Alias, base: torch.Tensor | None = None) -> RemoteTensor:
+    """A new tensor object for a reference. base: the tensor that it is a view of."""
+    wrapper = meta.wrapper or wrapper_of(meta)
+    tensor: RemoteTensor = new_tensor(*wrapper) if base is None else new_view(base, *wrapper)
     tensor._ref = ref
     return tensor
 
 
 def rebind(target: RemoteTensor, value: RemoteTensor) -> None:
     """Make `target` name the memory of `value`, for `p.data = y`, in-place view ops and out= that resizes."""
-    shell = make(value._ref.meta, value._ref, new_tensor if target.is_inference() else new_view)
+    shell = make(value._ref.meta, value._ref, target)  # of the target's kind, else torch refuses it
     _base.data.__set__(target, shell)
     target._ref = Alias(value)

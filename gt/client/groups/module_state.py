@@ -1,7 +1,7 @@
 """State of modules and optimizers that a session's config makes the dispatcher's business; it is declared here.
 
-With `data_parallel` or `zero` buffers and frozen parameters are: no gradient shows that they are state, and they are not to be
-split as data of a batch is. With `offload` the optimizers' state is.
+With `data_parallel` or `zero` buffers and frozen parameters are. No gradient shows that they are state, and they must not be
+split as the data of a batch. With `offload` the optimizers' state is.
 """
 
 from __future__ import annotations

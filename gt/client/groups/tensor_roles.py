@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.device.remote_tensor import RemoteTensor, is_leaf
 from gt.client.groups.placement import governing
 from gt.config.schema import Rule
 
@@ -61,7 +61,7 @@ def weights(called: dict[int, str]) -> Iterator[Row]:
 def is_weight(o: object) -> bool:
     """True for a parameter, and for a remote leaf that requires a gradient."""
     if type(o) is RemoteTensor:  # nn.Parameter of one is one, with a mark
-        return o.is_leaf and (o.requires_grad or getattr(o, "_is_param", False))
+        return is_leaf(o) and (o.requires_grad or getattr(o, "_is_param", False))
     return issubclass(type(o), torch.nn.Parameter)
 
 

@@ -5,13 +5,15 @@ That format is a pickle. This is the only file that writes one, and nothing in G
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
 
 from gt.client.reports.memory import WorkerMemory, held
+from gt.logs import private_file
 
-ALIGNMENT = 512  # bytes: of a CUDA allocator's blocks
+ALIGNMENT_BYTES = 512  # bytes: of a CUDA allocator's blocks
 GIBIBYTE = 1 << 30
 
 
@@ -27,7 +29,7 @@ def memory_snapshot(path: str | Path) -> None:
         "device_traces": [_allocations(segment) for segment in segments],
         "allocator_settings": {},
     }
-    with Path(path).open("wb") as out:
+    with os.fdopen(private_file(path), "wb") as out:
         pickle.dump(snapshot, out, protocol=4)
 
 
@@ -36,7 +38,7 @@ def _segment(number: int, worker: WorkerMemory) -> dict[str, Any]:
     address = (number + 1) * GIBIBYTE * 1024
     blocks, at = [], address
     for row in worker.rows:
-        nbytes = -(-max(row.nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        nbytes = -(-max(row.nbytes, 1) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         label = ", ".join(filter(None, (row.use, row.name, row.what, row.group)))
         frames = [{"name": label, "filename": row.file or "<no line>", "line": row.line}]
         blocks.append(

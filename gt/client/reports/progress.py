@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-DELAY = 1.0  # seconds until a bar is shown
+DELAY_SECONDS = 1.0  # seconds until a bar is shown
 Tick = Callable[[int], object]
 
 
@@ -51,7 +51,7 @@ def _size() -> dict[str, Any]:
 
 @contextmanager
 def bar(text: str, total: int | None = None, unit: str = "B") -> Iterator[Tick]:
-    """Around long work, which calls the yielded function with each part that is done. The bar is shown after DELAY seconds.
+    """Around long work, which calls the yielded function with each part that is done. The bar is shown after DELAY_SECONDS.
 
     total: of all parts; None if unknown. A call with 0 redraws the time.
     """
@@ -64,7 +64,7 @@ def bar(text: str, total: int | None = None, unit: str = "B") -> Iterator[Tick]:
         desc=f"gt: {text}",
         unit=unit,
         unit_scale=True,
-        delay=DELAY,
+        delay=DELAY_SECONDS,
         leave=False,
         file=sys.stderr,
         **_size(),
@@ -72,7 +72,7 @@ def bar(text: str, total: int | None = None, unit: str = "B") -> Iterator[Tick]:
 
         def tick(count: int) -> None:
             drawn.update(count)
-            if not count and drawn.format_dict["elapsed"] > DELAY:
+            if not count and drawn.format_dict["elapsed"] > DELAY_SECONDS:
                 drawn.refresh()
 
         yield tick

@@ -15,7 +15,7 @@ from gt.client.reports.spans import Span
 from gt.client.trace.recorder import Recorder
 
 LIBRARY = "gt"
-LEAST_SECONDS = 1e-4  # of a span that is exported: batches of ops are no spans
+MIN_SECONDS = 1e-4  # of a span that is exported: batches of ops are no spans
 
 
 class SpanExporter:
@@ -26,7 +26,7 @@ class SpanExporter:
         self._offset = time.time() - time.monotonic()  # from the monotonic clock to the calendar's
 
     def __call__(self, span: Span) -> None:
-        if span.end - span.start < LEAST_SECONDS:
+        if span.end - span.start < MIN_SECONDS:
             return
         start, end = (int((seconds + self._offset) * 1e9) for seconds in (span.start, span.end))
         attributes = {f"gt.{key}": value for key, value in span.args.items() if isinstance(value, (str, int, float, bool))}

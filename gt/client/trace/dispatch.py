@@ -15,7 +15,7 @@ from torch._library import simple_registry
 
 from gt.client.current_session import Current, check, current
 from gt.client.device import meta as metas
-from gt.client.device.remote_tensor import LAZY, Alias, Ref, RemoteTensor, make, memory_id, new_tensor, rebind, wrapper_of
+from gt.client.device.remote_tensor import LAZY, Alias, Ref, RemoteTensor, make, memory_id, new_tensor, new_view, rebind
 from gt.client.groups.group_context import stack
 from gt.client.trace.op_info import (
     ASK,
@@ -103,7 +103,8 @@ def dispatch(func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
             recorder.free_ended()
         row = (entry.number, origin, ref.id, number) if other is None else (entry.number, origin, ref.id, other, number)
         code.extend(row)
-        result = new_tensor(*entry.wrapper) if entry.new is new_tensor or not _inference() else entry.new(*entry.wrapper)
+        wrapper, other_kind = entry.wrapper, entry.view and first.is_inference() is not _inference()
+        result = new_view(first, *wrapper) if other_kind else new_tensor(*wrapper)
         result._ref = Ref(number, meta, origin, live)
     if len(code) > recorder.batch:
         recorder.end_batch()
@@ -137,7 +138,7 @@ def _record(recorder: Recorder, entry: Entry, first: Any, operands: Sequence, or
         if meta.large and live.ended:
             recorder.free_ended()
         code.extend((entry.number, origin, *operands, number))
-        result = entry.new(*entry.wrapper)
+        result = new_view(first, *entry.wrapper) if entry.view else new_tensor(*entry.wrapper)
         result._ref = Ref(number, meta, origin, live)
     if len(code) > recorder.batch:
         recorder.end_batch()
@@ -190,9 +191,12 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
     return finish_call(info, entry, args, kwargs or {}, extra, [entry.number, origin, *ids, *values])
 
 
-def _record_series(recorder: Any, entry: Entry, row: list) -> Any:
-    """Record a call whose result is a tuple or list of new tensors and None. row: the numbers before the output ids."""
-    live, new_id, new, origin = recorder.live_tensors, recorder.new_id, entry.new, row[1]
+def _record_series(recorder: Any, entry: Entry, row: list, first: Any) -> Any:
+    """Record a call whose result is a tuple or list of new tensors and None. row: the numbers before the output ids.
+
+    first: the first argument, of which the results may be views.
+    """
+    live, new_id, origin, base = recorder.live_tensors, recorder.new_id, row[1], first if entry.view else None
     if live.ended and any(meta.large for meta in entry.metas):
         recorder.free_ended()
     numbers = [new_id() for _ in entry.metas]
@@ -200,9 +204,7 @@ def _record_series(recorder: Any, entry: Entry, row: list) -> Any:
     code.extend(row + numbers)
     outputs = []
     for number, meta in zip(numbers, entry.metas):
-        tensor = new(*(meta.wrapper or wrapper_of(meta)))
-        tensor._ref = Ref(number, meta, origin, live)
-        outputs.append(tensor)
+        outputs.append(make(meta, Ref(number, meta, origin, live), base))
     if len(code) > recorder.batch:
         recorder.end_batch()
     series: Any = entry.series
@@ -305,13 +307,16 @@ def declare_buffer(buffer: RemoteTensor) -> None:
 def finish_call(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tuple, row: list) -> Any:
     """Record a call whose result is not one new tensor or its first argument. row: the numbers before the output ids."""
     if entry.mode == MANY and entry.series is not None:
-        return _record_series(current(), entry, row)
+        return _record_series(current(), entry, row, args[0] if args else None)
     several = SEVERAL_OPS.get(entry.mode)
     if several is not None:
         return several(info, entry, args, kwargs)
     recorder, origin = current(), row[1]
     if entry.mode == ASK and recorder.tape is not None:
         recorder.tape.refuse(f"the shape of {info.name}'s result depends on values, which a replay does not know", origin)
+    operands = tensors((args, kwargs)) if entry.written else ()
+    if info.counts_writes:
+        _count_writes([operands[i] for i in entry.written])
     numbers = [recorder.new_id() for _ in entry.metas]
     if recorder.live_tensors.ended and any(meta is not None and meta.large for meta in entry.metas):
         recorder.free_ended()
@@ -322,13 +327,30 @@ def finish_call(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tu
     else:
         output_metas = entry.metas
     live = recorder.live_tensors
-    outputs = [make(m, Ref(n, m, origin, live), entry.new) for n, m in zip(numbers, output_metas, strict=True)]
+    base = args[0] if entry.view else None
+    outputs = [make(m, Ref(n, m, origin, live), base) for n, m in zip(numbers, output_metas, strict=True)]
     if len(recorder.code) > recorder.batch:
         recorder.end_batch()
-    operands = tensors((args, kwargs)) if entry.written else ()
     for i in entry.written:
         operands[i]._ref.pending = origin
     return _build(entry.result, outputs, operands)
+
+
+def _count_writes(written: list[RemoteTensor]) -> None:
+    """As torch's kernels of list ops do: increment the versions by which autograd sees writes."""
+    for tensor in written:
+        if tensor.is_inference():
+            refuse_update(tensor)
+    torch.autograd.graph.increment_version(written)
+
+
+def refuse_update(tensor: RemoteTensor) -> None:
+    """RuntimeError in torch's words if an inference tensor is changed outside of inference mode."""
+    if not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "Inplace update to inference tensor outside InferenceMode is not allowed.You can make a clone to get a normal "
+            "tensor before doing inplace update."
+        )
 
 
 def _build(tree: Any, outputs: list, operands: Any) -> Any:
@@ -396,7 +418,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _into(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> Any:
-    """Copy results into out= tensors. One of another shape gets new memory under the same Python object."""
+    """Copy results into out= tensors. One of another shape gets it as by resize_: in its memory if that is large enough."""
     named = [kwargs[name] for name in info.outs]
     targets, rest = tensors(named), {name: a for name, a in kwargs.items() if name not in info.outs}
     if info.name in NO_OVERLAP and any(_overlap(a, b) for a in targets for b in tensors((args, rest))):
@@ -415,7 +437,10 @@ def _into(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> Any:
             error = RuntimeError(f"{info.name}: the result is of {result.dtype}, out= of {target.dtype}; want the same dtype")
             raise as_on_cpu(info, list(args), kwargs, error)
         if target.shape != meta.shape:
-            rebind(target, empty(meta))
+            torch.ops.aten.resize_.default(target, list(meta.shape))
+            if target.stride() != meta.stride:
+                offset = target.storage_offset()
+                rebind(target, torch.ops.aten.as_strided.default(target, list(meta.shape), list(meta.stride), offset))
         torch.ops.aten.copy_.default(target, result)
     returned = named if info.func._schema.returns else []
     return tuple(returned) if len(returned) != 1 else returned[0]

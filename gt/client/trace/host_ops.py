@@ -19,13 +19,17 @@ aten = torch.ops.aten
 
 
 def fetch(tensor: RemoteTensor) -> torch.Tensor:
-    """A tensor's values on the CPU, with the same strides if those are dense. Waits for the workers."""
+    """A tensor's values on the CPU, with the same strides if those are dense. Waits for the workers, if they decide them."""
     current_session.check(tensor)
     recorder = current_session.current()
-    if recorder.tape is not None:
-        constant = recorder.tape.constant(tensor)
-        if constant is not None:
-            return constant.clone()
+    tape = recorder.tape
+    known = recorder.known_value(tensor) if tape is None or not tape.records else None
+    if known is None and tape is not None:
+        constant = tape.constant(tensor)
+        # A recorded call that reads what its arguments do not decide becomes no program, and goes on as an eager one
+        known = constant.clone() if constant is not None else recorder.known_value(tensor) if tape.records else None
+    if known is not None:
+        return known
     recorder.flush_ops(asks=True)
     recorder.note_wait()
     meta = tensor._ref.meta
@@ -221,3 +225,22 @@ def ctc_loss(
     if all(isinstance(length, RemoteTensor) for length in lengths):
         return overload.decompose(log_probs, targets, *lengths, *rest)
     return aten.ctc_loss.IntList(log_probs, targets, *(length.reshape(-1).tolist() for length in lengths), *rest)
+
+
+def one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """one_hot, which torch computes here by its rule for meta tensors: that compares with each class, and checks nothing.
+
+    The arguments are checked as on the CPU, and values where they are read anyway: for the number of classes.
+    """
+    if index.dtype is not torch.int64:
+        raise RuntimeError(f"one_hot is only applicable to index tensor of type LongTensor, got {index.dtype}; try .long()")
+    if not index.numel():
+        if num_classes <= 0:
+            raise RuntimeError("Can not infer total number of classes from empty tensor.")
+    elif num_classes == -1:
+        if index.min().item() < 0:
+            raise RuntimeError("Class values must be non-negative.")
+        num_classes = int(index.max().item()) + 1
+    elif num_classes < 1:
+        raise RuntimeError("Class values must be smaller than num_classes.")
+    return torch.eq(index.unsqueeze(-1), torch.arange(num_classes, device=index.device)).to(torch.int64)

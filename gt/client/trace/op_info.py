@@ -13,7 +13,6 @@ import torch
 from gt.client import current_session
 from gt.client.device import meta as metas
 from gt.client.device.meta import Meta
-from gt.client.device.remote_tensor import new_tensor
 from gt.ir import ops
 
 Handler = Callable[["OpInfo", tuple, dict], Any]
@@ -45,6 +44,8 @@ class OpInfo:
         self.constant = set(self.kinds[1:]) <= {CONST}  # all arguments but the first
         self.writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         self.names = [a.name for a in schema.arguments]
+        # torch counts the writes of these ops in their kernels, which remote tensors do not reach
+        self.counts_writes = bool(self.writes) and self.name.startswith("aten._foreach_")
         self.random = self.name in ops.RANDOM
         self.composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
         self.outs = [a.name for a in schema.arguments if a.is_out]
@@ -60,11 +61,10 @@ class Entry:
     number: of the template, or of chunks with mode LONG. metas: of outputs that get an id, in order. result: the value to
     return as a tree of ("new", output), ("arg", operand) and ("const", value). series: tuple or list, if the value is one of
     outputs and None alone; `slots` has the output of each place then. written: operands that are written in place.
-    new, wrapper: the function that makes the tensor object of an output, new_view where that is a view; its arguments with
-    mode ONE.
+    view: the outputs are views of the first operand. wrapper: arguments of new_tensor for the output with mode ONE.
     """
 
-    __slots__ = ("metas", "mode", "new", "number", "result", "series", "slots", "wrapper", "written")
+    __slots__ = ("metas", "mode", "number", "result", "series", "slots", "view", "wrapper", "written")
 
     def __init__(self) -> None:
         self.number, self.mode = 0, MANY
@@ -74,7 +74,7 @@ class Entry:
         self.slots: list[int | None] = []
         self.written: tuple[int, ...] = ()
         self.wrapper: tuple = ()
-        self.new: Callable[..., Any] = new_tensor
+        self.view = False
 
 
 def _kind(argument: Any, typed: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Callable
@@ -12,11 +13,11 @@ from torch.fx import _symbolic_trace
 
 from gt.client.current_session import Current
 from gt.client.device.random import draw
-from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, new_view, rebind
+from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, rebind
 from gt.client.trace import host_ops, library_ops, op_info, refusals, sparse_ops
 from gt.client.trace.composites.attention import attention, encoder_layer, multi_head
 from gt.client.trace.composites.linear import linear
-from gt.client.trace.dispatch import call
+from gt.client.trace.dispatch import call, refuse_update
 from gt.client.trace.op_info import Condition, Handler, OpInfo, info_of
 from gt.client.trace.shape_inference import is_remote
 from gt.errors import UnsupportedOp
@@ -35,7 +36,7 @@ def alias(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
     if sys._getframe(2).f_code is _ENGINE and type(torch._C._current_autograd_node()) is _Accumulation:
         return args[0]
     Current.fresh = None
-    return make(args[0]._ref.meta, Alias(args[0]), new_view)
+    return make(args[0]._ref.meta, Alias(args[0]), args[0])
 
 
 def as_strided(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
@@ -57,8 +58,20 @@ def decompose(info: OpInfo, args: tuple, kwargs: dict) -> Any:
         return attention(*args, **kwargs)
     if kwargs.get("layout") not in (None, torch.strided, torch.sparse_coo, torch.sparse_csr):
         raise UnsupportedOp(f"{info.name} makes a {kwargs['layout']} tensor; remote has COO, CSR and dense ones")
-    result = info.func.decompose(*args, **kwargs)
+    with _views_tracked(info) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+        result = info.func.decompose(*args, **kwargs)
     return call(info, args, kwargs) if result is NotImplemented else result
+
+
+def _views_tracked(info: OpInfo) -> Any:
+    """In inference mode torch dispatches a composite op to Python whole, below the key that relates a view to its base.
+
+    A few composite ops have a kernel of their own at that key.
+    """
+    if torch._C._dispatch_has_kernel_for_dispatch_key(info.func.name(), "ADInplaceOrView"):
+        return contextlib.nullcontext()
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.ADInplaceOrView)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def random(info: OpInfo, args: tuple, kwargs: dict) -> Any:
@@ -76,6 +89,8 @@ def random(info: OpInfo, args: tuple, kwargs: dict) -> Any:
 
 def view_in_place(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
     """In-place views such as t_ and squeeze_: the view op, whose result the same object then names."""
+    if args[0].is_inference() and info.name != "aten.detach_.default":
+        refuse_update(args[0])
     wanted = [str(a.real_type) for a in info.func._schema.arguments]
     packet = getattr(aten, info.name.split(".")[1].rstrip("_"))
     overloads = [getattr(packet, name) for name in packet.overloads()]
@@ -241,6 +256,7 @@ _ROWS: dict[str, Handler | None] = {
     "aten._native_multi_head_attention.default": multi_head,
     "aten._nested_tensor_from_mask_left_aligned.default": no,  # nn.TransformerEncoder then leaves padding where it is
     "aten.ctc_loss.Tensor": lambda info, args, kwargs: host_ops.ctc_loss(*args, **kwargs),
+    "aten.one_hot.default": lambda info, args, kwargs: host_ops.one_hot(*args, **kwargs),
     "aten._fused_moving_avg_obs_fq_helper.default": observe_and_quantize,
     "aten.is_pinned.default": no,
     "aten.record_stream.default": ignore,

@@ -11,15 +11,22 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import torch
+
 from gt.client.device.remote_tensor import LiveTensors
-from gt.client.uploaded_values import UploadedValues
-from gt.ir.instr import FIRST, FREE
+from gt.client.values.known_values import KnownValues
+from gt.client.values.uploaded_values import DTYPES, MAX_BYTES, UploadedValues
+from gt.ir.instr import FIRST, FREE, client_length
 from gt.ir.schema import Schemas
 from gt.ir.template import Template
 from gt.logs import sendable
 from gt.wire.signals import uninterrupted
 
 MIN_BATCH_NUMBERS, MAX_BATCH_NUMBERS = 80, 1400  # in the buffer: about 15 and 256 ops
+# On few cores a hand-over takes the core of the thread that records. Ops that read and make few bytes are soon done, and what
+# they leave is small, so that about 120 of them are the first batch: at most so many bytes, with weights gathered for them
+SHARED_BATCH_NUMBERS, SHARED_BATCH_BYTES = 640, 256 << 10
 MAX_BATCH_UPLOAD_BYTES = 16 << 20  # in a batch, which is then handed over
 MAX_HELD_BATCHES = 8  # joined in one while execution of a call is deferred: no worker waits, and credit lasts longer
 MAX_FREED_PER_BATCH = 1 << 15  # tensors
@@ -49,6 +56,9 @@ class Recorder:
         self._inline_bytes = 0  # of the frames
         self._next_template, self._next_origin = FIRST, 1
         self.templates: dict[int, Template] = {}  # by number
+        self._weights: dict[int, tuple[int, int]] = {}  # by template: numbers of a row, bytes that it reads and makes
+        self._shares_cores = getattr(session, "shares_cores", False)
+        self.values = KnownValues(self.templates)
         self.cleared = 0  # times that the table was
         # A CallRecording or FragmentTape while a compiled function runs: it gets every batch, and says when one is long enough
         self.tape: Any = None
@@ -62,12 +72,19 @@ class Recorder:
         if self._next_template - FIRST >= MAX_TEMPLATES:
             self.flush()
             self.on_clear()
+            with uninterrupted(), self._lock:
+                self._hand_over()  # what another thread has recorded meanwhile
+                self.values.clear()
             self.cleared += 1
             self._next_template = FIRST
             self.templates.clear()
+            self._weights.clear()
         number = self._next_template
         self._templates.append([number, template.wire()])
         self.templates[number] = template
+        length = 2 + len(template.ins) + template.values + template.results
+        made = [out.spec for out in template.outs if out.kind == "new" and out.spec]
+        self._weights[number] = length, sum(spec.nbytes for spec in (*template.ins, *made))
         self._next_template = number + 1
         return number
 
@@ -119,10 +136,27 @@ class Recorder:
             self.tape = None
 
     def end_batch(self) -> None:
-        """The buffer has a batch: hand it over, unless execution is deferred and more batches can be joined."""
+        """Hand the buffer's batch over, unless it is a light one, or execution is deferred and more batches can be joined."""
+        if self.batch < SHARED_BATCH_NUMBERS and self._shares_cores and self.tape is None and self._light():
+            self.batch *= 2
+            return
         self.batch = min(2 * self.batch, MAX_BATCH_NUMBERS)
         if self.tape is None or len(self.code) > self.tape.most_held:
             self.flush()
+
+    def _light(self) -> bool:
+        """True if the ops in the buffer read and make few bytes."""
+        code, weights, at, nbytes = self.code[:], self._weights, 0, self._inline_bytes
+        while at < len(code) and nbytes <= SHARED_BATCH_BYTES:
+            number = code[at]
+            if number < FIRST:
+                at += client_length(code, at)
+            elif (row := weights.get(number)) is not None:
+                at += row[0]
+                nbytes += row[1]
+            else:  # another thread has cleared the table
+                return False
+        return nbytes <= SHARED_BATCH_BYTES
 
     def uploaded_value(self, tensor: Any) -> Any:
         """The value of a small integer tensor that was uploaded and not changed since, on the CPU; None if it is not known."""
@@ -130,6 +164,23 @@ class Recorder:
             return None
         with uninterrupted(), self._lock:
             return self.uploaded.of(tensor, self.code[:], self.templates)
+
+    def note_upload(self, number: int, values: np.ndarray) -> None:
+        """A small tensor of DTYPES is uploaded. values: an array that nobody changes."""
+        with self._lock:
+            self.uploaded.note(number, values)
+            self.values.upload(number, values)
+
+    def known_value(self, tensor: Any) -> torch.Tensor | None:
+        """A copy of a small integer tensor's value, on the CPU; None if constants and uploads alone do not decide it."""
+        meta = tensor._ref.meta
+        if meta.dtype not in DTYPES or meta.numel * meta.dtype.itemsize > MAX_BYTES or self.session.failure is not None:
+            return None
+        with uninterrupted(), self._lock:
+            value = self.values.of(tensor._ref.id, self.code[:], getattr(self.session, "interrupts", 0))
+            if value is None or value.dtype != meta.dtype or tuple(value.shape) != meta.shape:
+                return None
+            return torch.empty_like(meta.stand_in(), device="cpu").copy_(value)
 
     def note_wait(self) -> None:
         """Count a wait for a value. Workers are idle after it, so batches begin small again."""
@@ -176,6 +227,7 @@ class Recorder:
         templates, origins, frames = self._templates[:], self._origins[:], self._frames[:]
         if self.uploaded:
             self.uploaded.handed_over(code, self.templates)
+        self.values.handed_over(code, freed)
         if self.tape is not None:
             code, freed = self.tape.take_batch(code, frames, freed)
         if freed:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,20 +41,52 @@ def as_on_cpu(info: Any, args: list, kwargs: dict, error: Exception) -> Exceptio
 
     info: op_info.OpInfo. args, kwargs: with meta tensors. The op runs on zeros of the same shapes and dtypes.
     """
-    tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-    small = sum(tensor.numel() for tensor in tensors) <= MAX_ELEMENTS_ON_CPU
-    inner = (
-        info.random or "backward" in info.name or info.name.startswith("aten._") or not info.name.startswith("aten.")
-    )  # such kernels may trust their callers
-    if inner or not (small or info.pointwise or info.name in _COMPARES_FIRST):
+    small = _elements(args, kwargs) <= MAX_ELEMENTS_ON_CPU
+    if _trusts_callers(info) or not (small or info.pointwise or info.name in _COMPARES_FIRST):
         return error
+    return _cpu_error(info, args, kwargs, _zeros) or error
+
+
+def unsuitable(info: Any, args: list, kwargs: dict) -> None:
+    """Raise the CPU's error for an op that does not take operands of these dtypes, whatever their shapes.
+
+    Arguments as of as_on_cpu.
+    """
+    error = _cpu_error(info, args, kwargs, _nothing)
+    if error is not None:
+        raise error
+
+
+def overlapping(info: Any, args: list, kwargs: dict) -> None:
+    """Raise the CPU's error for an op that writes in place to a tensor whose elements share memory, as after expand().
+
+    Some ops only warn of it. Arguments as of as_on_cpu, with strides.
+    """
+    if _trusts_callers(info) or _elements(args, kwargs) > MAX_ELEMENTS_ON_CPU:
+        return
+    error = _cpu_error(info, args, kwargs, _strided_zeros)
+    if error is not None and "single memory location" in str(error):
+        raise error
+
+
+def _elements(args: list, kwargs: dict) -> int:
+    return sum(leaf.numel() for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor))
+
+
+def _trusts_callers(info: Any) -> bool:
+    """True for ops whose kernels may check nothing, and for random ones, which would use up the CPU's numbers."""
+    return info.random or "backward" in info.name or info.name.startswith("aten._") or not info.name.startswith("aten.")
+
+
+def _cpu_error(info: Any, args: list, kwargs: dict, host: Callable[[Any], Any]) -> Exception | None:
+    """The CPU's error for the op on host tensors in place of meta tensors; None if it accepts them."""
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            info.func(*tree_map(_zeros, args), **tree_map(_zeros, kwargs))
-    except (RuntimeError, IndexError, ValueError, TypeError) as cpu_error:
-        return cpu_error.with_traceback(None)
-    return error
+            info.func(*tree_map(host, args), **tree_map(host, kwargs))
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        return error.with_traceback(None)
+    return None
 
 
 def _zeros(leaf: Any) -> Any:
@@ -61,6 +94,18 @@ def _zeros(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return torch.zeros(leaf.shape, dtype=leaf.dtype)
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+
+def _nothing(leaf: Any) -> Any:
+    """A CPU tensor of no elements and the dtype of a meta tensor."""
+    return torch.zeros(0, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else _zeros(leaf)
+
+
+def _strided_zeros(leaf: Any) -> Any:
+    """As _zeros, with the meta tensor's strides."""
+    if isinstance(leaf, torch.Tensor):
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype).zero_()
+    return _zeros(leaf)
 
 
 # ---- nested tensors

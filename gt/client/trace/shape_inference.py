@@ -5,6 +5,8 @@ Nothing here is on the hot path. Shape and dtype errors are torch's own, with th
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch._prims_common import suggest_memory_format
 from gt.client import current_session
 from gt.client.device import meta as metas
 from gt.client.device.meta import Meta, dtype_name
-from gt.client.device.remote_tensor import RemoteTensor, Shown, new_view, wrapper_of
+from gt.client.device.remote_tensor import ONE_DEVICE, RemoteTensor, Shown, wrapper_of
 from gt.client.trace import refusals
 from gt.client.trace.meta_kernels import spare_dynamo, spare_symbolic_shapes, without_dtensor_rules
 from gt.client.trace.op_info import ASK, CONST, DEFAULTED, FIRST, INTO, LONG, ONE, TENSOR, TENSORS, VALUE, VALUES, Entry, OpInfo
@@ -41,6 +43,8 @@ _ONE_DTYPE: dict[str, tuple[str, ...]] = {
     "aten.baddbmm.default": ("self", "batch1", "batch2"),
     "aten.convolution.default": ("input", "weight", "bias"),
     "aten._grouped_mm.default": ("self", "mat2"),
+    **{f"aten.{name}.default": ("self", "values") for name in ("index_put", "index_put_", "_index_put_impl_")},
+    **{f"aten.{name}.default": ("self", "source") for name in ("index_copy", "index_copy_", "index_add", "index_add_")},
 }
 _INDICES: dict[str, tuple[str, tuple[torch.dtype, ...]]] = {
     "aten.embedding.default": ("indices", (torch.int64, torch.int32)),
@@ -122,17 +126,23 @@ _META: dict[str, Callable] = {
 }
 
 
+_NOT_OF_BOOL = frozenset({"sub", "rsub", "neg", "relu", "_foreach_sub", "_foreach_neg"})  # whose meta kernels accept it
+_OF_FLOATS = {"std": "std and var", "var": "std and var", "std_mean": "std_mean", "var_mean": "var_mean"}
+
+
 class _Encoder:
     """Encodes a call's arguments in order: as arguments of the template, and as stand-ins for the meta kernel."""
 
     def __init__(self) -> None:
         self.tensors: list[RemoteTensor] = []
+        self.stand_ins: list[torch.Tensor] = []  # theirs
         self.values = 0
 
     def encode(self, kind: int, a: Any) -> tuple[Arg, Any]:
         if isinstance(a, RemoteTensor):
             self.tensors.append(a)
-            return T(len(self.tensors) - 1), a._ref.meta.stand_in()
+            self.stand_ins.append(a._ref.meta.stand_in())
+            return T(len(self.tensors) - 1), self.stand_ins[-1]
         if isinstance(a, (list, tuple)):
             element = {TENSORS: TENSOR, VALUES: VALUE}.get(kind, CONST)
             pairs = [self.encode(element, x) for x in a]
@@ -174,6 +184,7 @@ def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
         current_session.check(tensor)
     stand_ins, stand_named = [p[1] for p in pairs], {k: p[1] for k, p in named.items()}
     _check_dtypes(info, args, kwargs)
+    _check_kind(info, encoder.tensors, stand_ins, stand_named)
     entry = Entry()
     result, known = _run_meta(info, stand_ins, stand_named)
     if info.outs:
@@ -183,6 +194,8 @@ def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     positions = _operands(info, args, kwargs)
     outs = _outs(info, entry, result, known, positions)
     entry.written = tuple(i for name in info.writes for i in positions.get(name, ()))
+    for i in entry.written:
+        _check_target(info, encoder.tensors[i]._ref.meta, encoder.stand_ins[i], stand_ins, stand_named)
     if entry.written:
         entry.series = None
     if _takes_default(info, entry, encoder.tensors, kwargs):
@@ -228,6 +241,8 @@ def _check_dtypes(info: OpInfo, args: tuple, kwargs: dict) -> None:
     """Raise the error of torch's kernels for dtypes that its meta kernels accept."""
     named = {**dict(zip(info.names, args, strict=False)), **kwargs}
     dtypes = [(n, named[n].dtype) for n in _ONE_DTYPE.get(info.name, ()) if isinstance(named.get(n), torch.Tensor)]
+    if "index_put" in info.name and named["values"].numel() == 1 and _has_mask(named["indices"]):
+        return  # one number for the elements of a mask is converted
     for name, dtype in dtypes[1:]:
         if dtype != dtypes[0][1]:
             first, second = dtype_name(dtypes[0][1]), dtype_name(dtype)
@@ -236,6 +251,15 @@ def _check_dtypes(info: OpInfo, args: tuple, kwargs: dict) -> None:
     if name and named[name].dtype not in kinds and named[name].numel():
         want = " or ".join(dtype_name(k) for k in kinds)
         raise RuntimeError(f"{info.name}: expected {name} to be {want}, got {dtype_name(named[name].dtype)}")
+
+
+def _check_kind(info: OpInfo, tensors: list[RemoteTensor], args: list, kwargs: dict) -> None:
+    """Raise the error of torch's kernels for a truth value, or an integer, where its meta kernels accept it."""
+    kind = info.name.split(".")[1].removesuffix("_")
+    if kind in _NOT_OF_BOOL and (any(t.dtype is torch.bool for t in tensors) or any(type(a) is bool for a in args)):
+        refusals.unsuitable(info, args, kwargs)
+    if kind in _OF_FLOATS and not (tensors[0].dtype.is_floating_point or tensors[0].dtype.is_complex):
+        raise RuntimeError(f"{_OF_FLOATS[kind]} only support floating point and complex dtypes")
 
 
 class _Probe(torch.Tensor):
@@ -266,7 +290,10 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
     spare_dynamo()
     spare_symbolic_shapes()
     try:
-        with uninterrupted(), torch.no_grad():  # the first one imports much of torch, which Ctrl-C would break
+        quiet = warnings.catch_warnings() if info.writes and not info.outs else contextlib.nullcontext()
+        with uninterrupted(), torch.no_grad(), quiet:  # the first one imports much of torch, which Ctrl-C would break
+            if info.writes and not info.outs:
+                warnings.simplefilter("ignore")  # that it resizes what is written in place: _check_target refuses it
             result = _META.get(info.name, info.func)(*args, **kwargs)
             _check_cast(info, args, kwargs)
         if info.name in _SAVES_NOTHING and not args[5]:
@@ -295,10 +322,26 @@ def _check_cast(info: OpInfo, args: list, kwargs: dict) -> None:
         raise RuntimeError(f"result type {found.dtype} can't be cast to the desired output type {args[0].dtype}")
 
 
+def _check_target(info: OpInfo, meta: Meta, stand_in: torch.Tensor, args: list, kwargs: dict) -> None:
+    """Raise the error of torch's kernels for a tensor that cannot be written in place: some meta kernels resize or accept it.
+
+    stand_in: the tensor's, after the meta kernel.
+    """
+    if tuple(stand_in.shape) != meta.shape:
+        found = list(stand_in.shape)
+        raise RuntimeError(f"output with shape {list(meta.shape)} doesn't match the broadcast shape {found}")
+    if any(n > 1 and step == 0 for n, step in zip(meta.shape, meta.stride, strict=True)):
+        refusals.overlapping(info, args, kwargs)
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
 def _by_values(info: OpInfo, args: list, kwargs: dict) -> bool:
     """True if this call's output shape depends on values. Some ops can have the shape as an argument instead."""
     if info.name == "aten.index.Tensor":  # with a mask: as many elements as it has ones
-        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        return _has_mask(args[1])
     if info.name == "aten._ctc_loss.default":
         return False
     if info.name == "aten.one_hot.default":
@@ -361,7 +404,7 @@ def _outs(info: OpInfo, entry: Entry, result: Any, known: bool, positions: dict[
             trees.append(_in_place(outs, positions[names[0]][0]))
             continue
         base = _base_operand(info, alias, positions) if alias is not None else -1
-        entry.new = new_view if base >= 0 else entry.new
+        entry.view = entry.view or base >= 0
         trees.append(_new_output(info, entry, outs, value, known, base))
     entry.result = trees[0] if single else tuple(trees)
     if not known:
@@ -422,5 +465,5 @@ def is_remote(device: Any) -> bool:
         return True
     wanted = torch.device(device)
     if wanted.index and wanted.type in Shown.types:
-        raise RuntimeError(f"there is no {wanted}: all workers are one device, and signal groups say which of them does what")
+        raise RuntimeError(ONE_DEVICE.format(wanted))
     return wanted.type in Shown.types

@@ -14,6 +14,7 @@ from gt.client.device.meta import Meta
 from gt.client.device.remote_tensor import Ref, RemoteTensor, Shown, make
 from gt.client.trace.op_info import TENSORS, OpInfo
 from gt.client.trace.recorder import Recorder
+from gt.client.values.uploaded_values import DTYPES, MAX_BYTES
 from gt.ir.template import Out, Template
 
 if TYPE_CHECKING:  # which imports zmq
@@ -37,6 +38,8 @@ def upload(host: torch.Tensor) -> RemoteTensor:
     data = values(host)
     number, origin = recorder.new_id(), Current.origins.here()
     row = [template, origin, -1, number]
+    if host.dtype in DTYPES and data.nbytes <= MAX_BYTES:
+        recorder.note_upload(number, data.copy())
     if data.nbytes <= MAX_INLINE_BYTES:
         recorder.emit_with_frame(row, data.tobytes(), 2)
     else:
@@ -46,7 +49,6 @@ def upload(host: torch.Tensor) -> RemoteTensor:
         row[2] = recorder.session.keep(number, data)
         recorder.emit_large_upload(row)
     recorder.ops += 1
-    recorder.uploaded.note(number, host, data)
     return make(meta, Ref(number, meta, origin, recorder.live_tensors))
 
 

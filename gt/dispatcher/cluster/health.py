@@ -22,9 +22,9 @@ from gt.wire.messages import Query, Report, Stats
 
 COMPILE = "compile"  # kind of what a worker is at while it compiles a program
 LOAD, DEVICE = "load", "device"  # kinds: an op that its GPU does for the first time; what waits for its GPU
-LONG = 60.0  # seconds that these may take without a sign: kernels are loaded, a GPU does what was issued long before
-WORK = 0.05  # seconds of CPU time that are a sign of work
-JUMP = 2.0  # seconds between two ticks after which the dispatcher itself was asleep, or had no turn
+LONG_SECONDS = 60.0  # seconds that these may take without a sign: kernels are loaded, a GPU does what was issued long before
+WORK_SECONDS = 0.05  # seconds of CPU time that are a sign of work
+JUMP_SECONDS = 2.0  # seconds between two ticks after which the dispatcher itself was asleep, or had no turn
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class Watch:
 
     def poll(self, now: float) -> tuple[list[tuple[bytes, Query]], list[Examine]]:
         """Queries to busy workers, which ask how far each is, and the processes to examine."""
-        if now - self._ticked > JUMP:
+        if now - self._ticked > JUMP_SECONDS:
             self.awake = now
         self._ticked = now
         asked: list[tuple[bytes, Query]] = []
@@ -185,12 +185,12 @@ class Watch:
                 place.at = at
             if type(work) is float:
                 self._worked(place, 0, work)
-            if place.kind in (LOAD, DEVICE) and now - place.came < LONG:
+            if place.kind in (LOAD, DEVICE) and now - place.came < LONG_SECONDS:
                 place.since = now
 
     def _worked(self, place: WorkerPosition, source: int, seconds: float) -> None:
         """CPU time, as one source counts it: some is used for nothing but to answer."""
-        if not 0 <= seconds - place.work[source] < WORK:
+        if not 0 <= seconds - place.work[source] < WORK_SECONDS:
             place.work[source] = seconds
             place.since = self.cluster.now
 

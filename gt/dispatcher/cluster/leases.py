@@ -37,7 +37,7 @@ class Terms:
 
     secret: what workers have to know beside the token; "" for nothing. most: workers that there will ever be, 0 if more may
     come. memory: bytes that a session may hold on each worker, 0 for any number. link_secret: of this start; keys of
-    connections between workers are derived from it.
+    connections between workers are derived from it. life: a random name of this start, by which observers know another.
     """
 
     exclusive: bool = False
@@ -47,6 +47,7 @@ class Terms:
     most: int = 0
     memory: int = 0
     link_secret: str = field(default="", repr=False)
+    life: str = ""
 
     def admit(self, info: dict) -> None:
         """Refused unless a worker proves to be the operator's."""

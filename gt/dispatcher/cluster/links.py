@@ -1,20 +1,22 @@
 """Ways between workers, chosen from facts: their hosts, the links of these, and links that have failed. Pure functions.
 
-Workers of one host share memory. Others connect by TCP over the fastest subnet that both hosts have. Where they have none, the
-hosts between relay: the fewest that lead there, and of several the fastest.
+Workers of one host share memory. Others connect by TCP over the fastest subnet that both hosts have; where they have none, over
+routers, if the routes of each host lead to the other. Else hosts between relay: the fewest that lead there, and of several the
+fastest.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise, permutations
+from functools import cached_property, lru_cache
+from itertools import islice, pairwise, permutations
 from typing import Any, Literal, NamedTuple
 
 MAX_ORDERED_HOSTS = 7  # of which an order along their links is looked for
+MAX_ATTEMPTS = 8  # pairs of addresses by which two hosts try to connect: each that fails may take seconds
 Failure = tuple[str, str, str, str]  # two hosts in order, and the addresses between which no connection was made, or it broke
 
 
@@ -28,27 +30,64 @@ class Link(NamedTuple):
     routed: bool
 
 
-class Way(NamedTuple):
-    """The way from a worker to another. source, target: addresses; via: hosts that relay, in order."""
+class LinkRoute(NamedTuple):
+    """A host's route to a network, no default. device: "" if the kernel refuses to send there."""
 
-    kind: Literal["shm", "tcp", "via", "none"]
+    network: str
+    prefix: int
+    device: str
+
+
+class Way(NamedTuple):
+    """The way from a worker to another. source, target: addresses; via: hosts that relay, in order. routed: over routers."""
+
+    kind: Literal["shm", "tcp", "routed", "via", "none"]
     source: str = ""
     target: str = ""
     via: tuple[str, ...] = ()
+
+    @property
+    def connected(self) -> bool:
+        """True if one connection leads there."""
+        return self.kind in ("tcp", "routed")
 
     def back(self) -> Way:
         """The same way from the other end."""
         return Way(self.kind, self.target, self.source, self.via[::-1])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Host:
-    """One host. home: its identity; name: for people. listening: its workers accept connections."""
+    """One host. home: its identity; name: for people. listening: its workers accept connections. scope: of its addresses.
+
+    Containers that share a network have one scope, and there an address of one is the other's too.
+    """
 
     home: str
     name: str
     links: tuple[Link, ...] = ()
     listening: bool = False
+    routes: tuple[LinkRoute, ...] = ()
+    scope: str = ""
+
+    @cached_property
+    def table(self) -> dict[tuple[int, int], dict[int, set[str]]]:
+        """Devices that lead to networks, by (bits of addresses, prefix), the longest prefix first, and by network."""
+        table: dict[tuple[int, int], dict[int, set[str]]] = {}
+        rows = [(link.address, link.prefix, link.device) for link in self.links]
+        rows += [("::" if ":" in link.address else "0.0.0.0", 0, link.device) for link in self.links if link.routed]
+        for address, prefix, device in (*rows, *self.routes):
+            bits, number = _number(address)
+            table.setdefault((bits, prefix), {}).setdefault(number >> bits - prefix, set()).add(device)
+        return dict(sorted(table.items(), key=lambda item: -item[0][1]))
+
+    def prefix(self, device: str, address: str) -> int:
+        """Length of the prefix by which packets to an address leave at a device: 0 for a default route, -1 if they do not."""
+        bits, number = _number(address)
+        for (kind, prefix), networks in self.table.items():
+            if kind == bits and (devices := networks.get(number >> bits - prefix)):
+                return prefix if device in devices else -1
+        return -1
 
 
 def home(info: Mapping[str, Any]) -> str:
@@ -59,7 +98,8 @@ def home(info: Mapping[str, Any]) -> str:
 def host(info: Mapping[str, Any]) -> Host:
     """A worker's host as it describes it."""
     links = tuple(Link(*row) for row in info.get("links", ()))
-    return Host(home(info), info.get("host", ""), links, info.get("port", 0) > 0)
+    routes = tuple(LinkRoute(*row) for row in info.get("routes", ()))
+    return Host(home(info), info.get("host", ""), links, info.get("port", 0) > 0, routes, info.get("scope", ""))
 
 
 def ways(hosts: Sequence[Host], failed: frozenset[Failure] = frozenset()) -> dict[tuple[str, str], Way]:
@@ -71,7 +111,8 @@ def ways(hosts: Sequence[Host], failed: frozenset[Failure] = frozenset()) -> dic
             direct = next((pair for pair in candidates(one, other) if failure(one.home, other.home, pair) not in failed), None)
             if direct is not None:
                 source, target = direct
-                found[one.home, other.home] = Way("tcp", source.address, target.address)
+                kind: Literal["tcp", "routed"] = "tcp" if _joined(direct) else "routed"
+                found[one.home, other.home] = Way(kind, source.address, target.address)
                 speeds[one.home][other.home] = speeds[other.home][one.home] = min(source.mbps, target.mbps)
     for at, one in enumerate(hosts):
         paths = widest(one.home, speeds)
@@ -84,7 +125,7 @@ def ways(hosts: Sequence[Host], failed: frozenset[Failure] = frozenset()) -> dic
 
 def by_nccl(a: Mapping[str, Any], b: Mapping[str, Any], way: Way) -> bool:
     """True if NCCL may carry tensors between two workers, by their infos and way: it wants one version, and relays nothing."""
-    return bool(a.get("nccl")) and a.get("nccl") == b.get("nccl") and way.kind in ("tcp", "shm")
+    return bool(a.get("nccl")) and a.get("nccl") == b.get("nccl") and (way.connected or way.kind == "shm")
 
 
 def within(one: Host) -> Way:
@@ -100,13 +141,51 @@ def failure(a: str, b: str, pair: Sequence[Link]) -> Failure:
 
 
 def candidates(one: Host, other: Host) -> Iterator[tuple[Link, Link]]:
-    """Pairs of addresses to connect: of a subnet that both have, the fastest first; then those that both routers may join."""
-    if not (one.listening and other.listening):
-        return
-    pairs = [(a, b) for a in one.links for b in other.links]
-    yield from sorted(filter(_joined, pairs), key=lambda pair: -min(pair[0].mbps, pair[1].mbps))
+    """Pairs of addresses to connect, the first MAX_ATTEMPTS of all that lead from each host to the other."""
+    if one.listening and other.listening:
+        yield from islice(_pairs(one, other), MAX_ATTEMPTS)
+
+
+def _pairs(one: Host, other: Host) -> Iterator[tuple[Link, Link]]:
+    """First those of a subnet that both have, the fastest first, then those that routers join.
+
+    Where both hosts have the same address, as docker gives it to its bridge on each, the subnet is most likely two of one
+    number, and comes last.
+    """
+    pairs = [(a, b) for a in one.links for b in other.links if a.address != b.address or one.scope == other.scope]
+    twice = {a.address for a in one.links} & {b.address for b in other.links} if one.scope != other.scope else set()
+    doubtful = {_network(link.address, link.prefix) for link in one.links if link.address in twice}
+    joined = sorted(filter(_joined, pairs), key=_slowness)
+    yield from _first((a, b) for a, b in joined if _network(a.address, a.prefix) not in doubtful)
+    yield from _routed(one, other, pairs)
+    yield from _first((a, b) for a, b in joined if _network(a.address, a.prefix) in doubtful)
+
+
+def _routed(one: Host, other: Host, pairs: Sequence[tuple[Link, Link]]) -> Iterator[tuple[Link, Link]]:
+    """Pairs without a common subnet, each end of which has a route to the other: those that need no default route first."""
+    found: list[tuple[int, tuple[Link, Link]]] = []
     for a, b in pairs:
-        if a.routed and b.routed and not _joined((a, b)) and (":" in a.address) == (":" in b.address):
+        if (":" in a.address) == (":" in b.address) and not _joined((a, b)):
+            forth, back = one.prefix(a.device, b.address), other.prefix(b.device, a.address)
+            if forth >= 0 and back >= 0:
+                found.append(((forth == 0) + (back == 0), (a, b)))
+    best: dict[tuple[str, str, bool], tuple[Link, Link]] = {}
+    for _, (a, b) in sorted(found, key=lambda row: (row[0], _slowness(row[1]))):
+        best.setdefault((a.device, b.device, ":" in a.address), (a, b))
+    return iter(best.values())
+
+
+def _slowness(pair: tuple[Link, Link]) -> int:
+    return -min(pair[0].mbps, pair[1].mbps)
+
+
+def _first(pairs: Iterable[tuple[Link, Link]]) -> Iterator[tuple[Link, Link]]:
+    """One pair of each two devices and subnet: where it fails, another address of the same device does too."""
+    known = set()
+    for a, b in pairs:
+        key = a.device, b.device, _network(a.address, a.prefix)
+        if key not in known:
+            known.add(key)
             yield a, b
 
 
@@ -114,6 +193,13 @@ def _joined(pair: tuple[Link, Link]) -> bool:
     """True for two addresses of one subnet. A host's own address reaches another container of it only if both share it."""
     a, b = pair
     return a.prefix == b.prefix and _network(a.address, a.prefix) == _network(b.address, b.prefix)
+
+
+@lru_cache(maxsize=4096)
+def _number(address: str) -> tuple[int, int]:
+    """Bits of an address, and its number."""
+    parsed = ipaddress.ip_address(address)
+    return parsed.max_prefixlen, int(parsed)
 
 
 @lru_cache(maxsize=4096)

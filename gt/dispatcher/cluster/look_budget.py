@@ -14,15 +14,15 @@ OP_SECONDS = 1e-5  # that an op takes in a program and the dispatcher, at least:
 MAX_SHARE = 0.006  # of a run's CPU time
 IDLE_CORES = 0.05  # a server whose workers take less does nothing,
 IDLE_SHARE = 0.005  # and looks may take this share of a core
-MAX_PAUSE = 10.0  # seconds between two looks
-MAX_SAVED, MAX_OWED = 4.0, 2.0  # looks
+MAX_PAUSE_SECONDS = 10.0  # seconds between two looks
+MAX_SAVED_LOOKS, MAX_OWED_LOOKS = 4.0, 2.0  # looks
 
 
 class LookBudget:
     """`pay` for each look; `pause` is the time until the next. What was not used allows a few looks in quick succession."""
 
     def __init__(self) -> None:
-        self._saved = MAX_SAVED  # looks
+        self._saved = MAX_SAVED_LOOKS  # looks
         self._earned = 0.0  # looks a second
         self._at = self._ops = 0.0
         self._used: dict[str, float] = {}  # by worker: CPU seconds
@@ -37,7 +37,7 @@ class LookBudget:
         cost = PROCESS_SECONDS * len(used) + OBSERVER_SECONDS * observers + counting
         if cost > 0:
             self._earned = (IDLE_SHARE if cores < IDLE_CORES else MAX_SHARE * cores) / cost
-            self._saved = max(-MAX_OWED, min(MAX_SAVED, self._saved + self._earned * seconds) - 1)
+            self._saved = max(-MAX_OWED_LOOKS, min(MAX_SAVED_LOOKS, self._saved + self._earned * seconds) - 1)
         self._at, self._ops, self._used = now, ops, used
 
     @property
@@ -45,7 +45,7 @@ class LookBudget:
         """Seconds from the last look until another is paid for."""
         if self._saved >= 0 or self._earned <= 0:
             return 0.0
-        return min(MAX_PAUSE, -self._saved / self._earned)
+        return min(MAX_PAUSE_SECONDS, -self._saved / self._earned)
 
 
 def _cpu_seconds(stats: dict) -> float:

@@ -74,18 +74,19 @@ class Membership:
     def __init__(self, core: MembershipHost) -> None:
         self._core, self._lending, self._terms = core, core.lending, core.terms
         self._sessions, self._workers = core.sessions, core.workers
-        self._admission = core.admission
+        self._admission, self._observers, self._traces = core.admission, core.observers, core.traces
+        self._round_robin, self._make_context = core.round_robin, core.context
         self._next_session = 0
 
     def hello(self, peer: Peer, hello: Hello, frames: tuple) -> None:
-        known = peer in self._sessions or peer in self._workers or peer in self._core.observers.peers
+        known = peer in self._sessions or peer in self._workers or peer in self._observers.peers
         if known or self._lending.name(peer) or self._admission.knows(peer):
             raise ProtocolError("Hello came twice on one connection")
         examine(hello)
         if hello.role == "worker":
             self._worker_joins(peer, hello)
         elif hello.role == "observer":
-            self._core.observers.enter(peer, hello)
+            self._observers.enter(peer, hello)
         else:
             self._admission.expect(peer, hello, self._core.now)
             self._admit_clients()
@@ -106,7 +107,7 @@ class Membership:
         names = [w.name for w in lease.cluster.workers] if lease else [name]
         self._core.send(peer, Welcome(0, name, names, [], CREDIT, self._core.process))
         if worker is not None:
-            self._core.traces.regain(worker)
+            self._traces.regain(worker)
         if lease is not None:
             self._announce_world(lease, lease.cluster.form(again=True) if lease.cluster.formed else ())
         self._admit_clients()
@@ -167,9 +168,9 @@ class Membership:
             client.hello.switches.get("stall_timeout", STALL_SECONDS),
             lambda worker: shared_out(switches, used_workers(config), cluster, worker),
             self._core.pace,
-            self._core.page if self._core.logging or self._core.observers.recent.wanted else None,
+            self._core.page if self._core.logging or self._observers.recent.wanted else None,
         )
-        context = self._core.context(self._next_session, client.peer, config, cluster, self._core.send, terms)
+        context = self._make_context(self._next_session, client.peer, config, cluster, self._core.send, terms)
         session = ClientSession(context)
         session.about = client.about
         self._next_session += 1
@@ -181,7 +182,7 @@ class Membership:
         names, name, groups = [w.name for w in cluster.workers], self._core.name(client.peer), list(config.groups)
         ops = [schema.line for schema in context.ops.libraries.values()]
         self._core.send(client.peer, Welcome(session.number, name, names, groups, CREDIT, self._core.process, ops))
-        self._core.observers.welcomed(client.peer)
+        self._observers.welcomed(client.peer)
 
     def goodbye(self, peer: Peer, message: Goodbye, frames: tuple) -> None:
         self.remove(peer, plain(message.reason, MAX_REASON_CHARACTERS) or GOODBYE)
@@ -189,17 +190,17 @@ class Membership:
 
     def remove(self, peer: Peer, reason: str) -> None:
         """A peer is gone, or to be parted from; nothing follows for one that is nobody."""
-        if self._core.observers.leave(peer):
+        if self._observers.leave(peer):
             return
         self._admission.forget(peer)
-        self._core.traces.forget(peer)
+        self._traces.forget(peer)
         session, worker, lease = self._sessions.pop(peer, None), self._workers.pop(peer, None), self._lending.of(peer)
         if session is not None and lease is not None:
             self._core.log_line("DISCONNECT", f"client{session.number}", reason)
             lease.sessions.pop(peer, None)
             lease.watch.forget(session)
             lease.stragglers.forget(session)
-            self._core.guarded(session, "its end", session.close, self._core.round_robin.leavings)
+            self._core.guarded(session, "its end", session.close, self._round_robin.leavings)
         if worker is None:
             for own in self._lending.release(peer, self._core.now):
                 self._core.send(own, Renew("the session that it was lent to has ended"))
@@ -216,18 +217,18 @@ class Membership:
         error = str(worker_lost(worker.name, worker.lost))
         self._core.log_line("ERROR", worker.name, error)
         if reason != GOODBYE:
-            self._core.observers.recent.add_error(self._core.now, -1, worker.name, error)
+            self._observers.recent.add_error(self._core.now, -1, worker.name, error)
         for other in workers(lease):
             self._core.send(other.peer, Abort(worker.index, worker.lost))
         for session in list(lease.sessions.values()):
             self._core.guarded(session, "the loss of a worker", session.lose, worker)
-            self._core.round_robin.resume(session.peer)
+            self._round_robin.resume(session.peer)
         if any(worker.index in row[6] for row in lease.cluster.relayed):
             self._announce_world(lease)
         for survey in lease.watch.without(worker.index):
             self._core.surveyed(survey)
-        self._core.observers.lose(worker)
-        self._core.traces.lose(worker)
+        self._observers.lose(worker)
+        self._traces.lose(worker)
 
     def tick(self) -> None:
         for peer, said in self._terms.due(self._sessions, self._core.now):
@@ -251,6 +252,8 @@ class Membership:
         for index, halt in lease.watch.halted(1.0).items():
             self._give_up(lease.cluster.workers[index], f"for {self._core.heartbeat:g} s {halt.how}")
         lease.stragglers.report(lease.sessions.values(), self._core.now)
+        for session in [session for session in lease.sessions.values() if session.inbox]:  # what it waited for may have ended
+            self._round_robin.resume(session.peer)
 
     def examined(self, event: Examined) -> None:
         lease, worker = self._lending.of(event.peer), self._workers.get(event.peer)

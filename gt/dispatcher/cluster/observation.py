@@ -98,8 +98,10 @@ def _worker(lease: Lease, worker: Worker, answer: WorkerAnswer | None, where: li
     age = now - answer.at if answer is not None else -1.0
     busy = worker.done < worker.runs
     state = "lost" if worker.lost else "silent" if age > silent else "busy" if busy else "idle"
-    memory: dict[str, Any] = {"arena": info.get("heap_bytes", 0)}
-    if answer is not None:
+    memory: dict[str, Any] = {"arena": 0 if worker.lost else info.get("heap_bytes", 0)}
+    if worker.lost:  # its tensors are gone; its counters are the last known
+        stats = {**stats, "live_tensors": 0, "live_bytes": 0}
+    elif answer is not None:
         live = memory["sessions"] = _counts(stats.get("session_bytes"))
         memory["uses"] = _uses(lease, worker.name, live, sum(_counts(stats.get("offloaded")).values()))
         memory["process" if info.get("device") == "cpu" else "peak"] = _count(

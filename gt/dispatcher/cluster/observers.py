@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gt.dispatcher.cluster.admission import Admission
-from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared
+from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared, Terms
 from gt.dispatcher.cluster.look_budget import LookBudget
 from gt.dispatcher.cluster.observation import (
     Answers,
@@ -38,11 +38,11 @@ from gt.wire.records import LayoutRecord, Record, ScheduleRecord, ServerRecord, 
 log = logging.getLogger("gt.dispatcher")
 
 MAX_OBSERVERS = 64
-MIN_INTERVAL, MAX_INTERVAL = 0.5, 60.0  # seconds between two Records
+MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.5, 60.0  # seconds between two Records
 WORKER_SECONDS = 0.03  # of the interval for each worker: the dispatcher takes about 0.3 ms for its Query, Report and record
 IDLE_SHARE = 200  # times as long as the slowest worker takes to count, so that counting takes 0.5% of its time
-PATIENCE = 1.0  # seconds for workers' answers; then Records are sent without them
-MAX_UNREAD = 16  # Records that an observer has not acknowledged
+PATIENCE_SECONDS = 1.0  # seconds for workers' answers; then Records are sent without them
+MAX_UNREAD_RECORDS = 16  # Records that an observer has not acknowledged
 
 
 class ObserversHost(Protocol):
@@ -52,6 +52,7 @@ class ObserversHost(Protocol):
     lending: Exclusive | Shared
     admission: Admission
     pace: Pace
+    terms: Terms
     process: list
     sent: int
     received: int
@@ -110,7 +111,7 @@ class Observers:
             raise Refused(f"{MAX_OBSERVERS} observers are connected, and no more can be: close one, or use `gt top` for all")
         self.peers[peer] = Observer()
         names = [w.name for lease in self._core.lending.leases for w in lease.cluster.workers]
-        self._core.send(peer, Welcome(0, "observer", names, [], MAX_UNREAD, self._core.process))
+        self._core.send(peer, Welcome(0, "observer", names, [], MAX_UNREAD_RECORDS, self._core.process))
 
     def leave(self, peer: Peer) -> bool:
         """An observer is gone; False if the peer was none."""
@@ -133,12 +134,12 @@ class Observers:
         if not observer.seen <= message.seen <= observer.sent:
             raise ProtocolError(f"Observe.seen is {message.seen}, want {observer.seen} to {observer.sent}")
         observer.seen = message.seen
-        observer.interval = max(MIN_INTERVAL, min(message.interval / 1000, MAX_INTERVAL))
+        observer.interval = max(MIN_INTERVAL_SECONDS, min(message.interval / 1000, MAX_INTERVAL_SECONDS))
         if observer.log != message.log:
             observer.log, observer.lines = message.log, self.recent.next_line
             self._follow_log()
         if not observer.sent:  # its first Records do not wait for a pause
-            self._next = min(self._next, self._began + MIN_INTERVAL)
+            self._next = min(self._next, self._began + MIN_INTERVAL_SECONDS)
         if not was:
             self._next = 0.0
             self._tell_clients(self._core.sessions)
@@ -168,7 +169,7 @@ class Observers:
             return
         now = self._core.now
         if self._under_way:
-            if now - self._began >= PATIENCE:
+            if now - self._began >= PATIENCE_SECONDS:
                 self._finish()
         elif now >= self._next and any(o.interval and now >= o.due for o in self.peers.values()):
             self._begin(now)
@@ -179,7 +180,7 @@ class Observers:
         self._asked = {}
         leases = self._core.lending.leases
         count = sum(len(lease.cluster.workers) for lease in leases)
-        self._next = now + max(MIN_INTERVAL, WORKER_SECONDS * count, IDLE_SHARE * self._cost)
+        self._next = now + max(MIN_INTERVAL_SECONDS, WORKER_SECONDS * count, IDLE_SHARE * self._cost)
         self._cost = self._counting = 0.0
         for lease in leases:
             shown = self._shown(lease)
@@ -205,7 +206,7 @@ class Observers:
         if isinstance(stats, dict):
             position = at if isinstance(at, list) else []
             self._answers[worker.name] = WorkerAnswer(worker.lives, self._core.now, stats, position)
-        if type(took) is float and 0 <= took <= MAX_INTERVAL / IDLE_SHARE:
+        if type(took) is float and 0 <= took <= MAX_INTERVAL_SECONDS / IDLE_SHARE:
             self._cost = max(self._cost, took)
             self._counting += took
         if not self._asked and self._under_way:
@@ -222,9 +223,11 @@ class Observers:
         """Send the Records of this moment to every observer that is due."""
         self._under_way, now = False, self._core.now
         due = {peer: o for peer, o in self.peers.items() if o.interval and now >= o.due}
-        for peer in [peer for peer, o in due.items() if o.sent - o.seen >= MAX_UNREAD]:
+        for peer in [peer for peer, o in due.items() if o.sent - o.seen >= MAX_UNREAD_RECORDS]:
             behind = due.pop(peer)
-            text = f"the observer has not acknowledged {behind.sent - behind.seen} Records, want fewer than {MAX_UNREAD}"
+            text = (
+                f"the observer has not acknowledged {behind.sent - behind.seen} Records, want fewer than {MAX_UNREAD_RECORDS}"
+            )
             self._core.refuse(peer, Refused(f"{text}: read faster, or ask for a longer interval"))
         ops = sum(session.op_stream.ops for session in self._core.sessions.values())
         self._budget.pay(now, self._answers, ops, len(due), self._counting)
@@ -257,11 +260,12 @@ class Observers:
         interval = round(self._next - self._began, 3)
         workers = {worker.name for lease in lending.leases for worker in lease.cluster.workers}
         self._answers = {name: answer for name, answer in self._answers.items() if name in workers}
-        listed: list[Record] = [ServerRecord(now, sharing, interval, len(self.peers), core.sent, core.received, lag)]
+        moving = now, sharing, interval, len(self.peers), core.sent, core.received, lag
+        listed: list[Record] = [ServerRecord(*moving, core.terms.life)]
         for session in core.sessions.values():
             session.roles.renew(session.table, session.cluster.workers, session.number, now)
         for lease in lending.leases:
-            listed += lease_records(lease, self._answers, now, PATIENCE + self._next - self._began)
+            listed += lease_records(lease, self._answers, now, PATIENCE_SECONDS + self._next - self._began)
             shown = self._shown(lease)
             record = schedule_record(shown, self._answers) if shown is not None else None
             if record is not None:
@@ -275,7 +279,7 @@ class Observers:
 
     def check(self) -> None:
         """Invariants between events; tests call it."""
-        assert all(o.seen <= o.sent <= o.seen + MAX_UNREAD for o in self.peers.values())
+        assert all(o.seen <= o.sent <= o.seen + MAX_UNREAD_RECORDS for o in self.peers.values())
         assert not self._under_way or self._asked or not self.peers
         assert not (self.peers.keys() & self._core.sessions.keys())
 

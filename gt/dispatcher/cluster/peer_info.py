@@ -13,11 +13,12 @@ from gt.logs import plain
 MAX_NAME_CHARACTERS = 64
 MAX_TEXT_CHARACTERS = 255
 MAX_RANK = (1 << 12) - 1
-MAX_LINKS = 64
+MAX_LINKS, MAX_ROUTES = 64, 128
 MAX_MBPS = 1 << 30
 WORKER: dict[str, Any] = {
     "name": "", "pid": 0, "host": "", "backend": "", "device": "", "heap_fd": -1, "heap_bytes": 0, "doorbell": "",
     "unique_id": "", "home": "", "proof": "", "ops": [], "rank": -1, "gpu": -1, "port": 0, "links": [], "nccl": "", "rates": [],
+    "routes": [], "scope": "",
 }  # fmt: skip
 CLIENT: dict[str, Any] = {"user": "", "program": "", "host": "", "pid": 0}
 
@@ -33,6 +34,8 @@ def worker_info(info: dict[str, Any]) -> dict[str, Any]:
         raise ProtocolError(f"Hello.info: {got}, want -1 to {MAX_RANK}, the same, and 0 to 65535")
     if len(whole["links"]) > MAX_LINKS or not all(map(_link, whole["links"])):
         raise ProtocolError(f"Hello.info.links is {whole['links']!r:.80}, want up to {MAX_LINKS} rows as gt.wire.messages says")
+    if len(whole["routes"]) > MAX_ROUTES or not all(map(_route, whole["routes"])):
+        raise ProtocolError(f"Hello.info.routes is {whole['routes']!r:.80}, want up to {MAX_ROUTES} as gt.wire.messages says")
     if not _are_rates(whole["rates"]):
         raise ProtocolError(f"Hello.info.rates is {whole['rates']!r:.80}, want two finite numbers above 0, or none")
     try:
@@ -50,13 +53,24 @@ def _link(row: Any) -> bool:
     """True for [address, prefix, device, mbps, routed]."""
     match row:
         case [str(address), int(prefix), str(device), int(mbps), bool()]:
-            try:
-                most = ipaddress.ip_address(address).max_prefixlen
-            except ValueError:
-                return False
-            short = len(device) <= MAX_NAME_CHARACTERS and device.isprintable() and "%" not in address
-            return short and 0 <= prefix <= most and 0 <= mbps <= MAX_MBPS
+            return _network(address, prefix, device) and 0 <= mbps <= MAX_MBPS
     return False
+
+
+def _route(row: Any) -> bool:
+    """True for [network, prefix, device]."""
+    match row:
+        case [str(network), int(prefix), str(device)]:
+            return _network(network, prefix, device) and prefix > 0
+    return False
+
+
+def _network(address: str, prefix: int, device: str) -> bool:
+    try:
+        most = ipaddress.ip_address(address).max_prefixlen
+    except ValueError:
+        return False
+    return len(device) <= MAX_NAME_CHARACTERS and device.isprintable() and "%" not in address and 0 <= prefix <= most
 
 
 def client_info(info: dict[str, Any]) -> dict[str, Any]:

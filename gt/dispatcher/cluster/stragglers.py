@@ -32,8 +32,15 @@ from gt.wire.messages import (
 )
 
 QUESTIONS = (Fetch, Describe, Inspect, InspectFragments, Stats, Store, Trace)
-SLOW = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0)  # seconds at one instruction after which a program is told, then every 600
-SAME = 60.0  # seconds in which a program is not told for the second time that it has come to a slow instruction at one line
+SLOW_SECONDS = (
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+    600.0,
+)  # seconds at one instruction after which a program is told, then every 600
+QUIET_SECONDS = 60.0  # in which a program is not told again that it has come to a slow instruction at one line
 HALTED = 0.5  # of a heartbeat: a process that is stopped for a moment is looked at by a debugger
 NAMED = 4  # workers that one message names, at most
 REMEMBERED = 64  # slow lines of a program
@@ -42,14 +49,21 @@ DOING = {COMPILE: "compiling", LOAD: "loading kernels for", DEVICE: "waiting for
 
 @dataclass(slots=True)
 class Told:
-    """Notices that one program has had of slow workers. key: the instruction that the last was of; level: its place in SLOW."""
+    """Notices that one program has had of slow workers. key: the instruction of the last; level: its place in SLOW_SECONDS.
+
+    files_since, files_level: the same, of files that do not answer.
+    """
 
     lines: dict[str, float]  # when it was first told of a line
     key: tuple = ()
     level: int = 0
+    files_since: float = -1.0
+    files_level: int = 0
 
 
 class Stragglers:
+    """Reports of slow and stuck workers to the programs of one lease that wait for them. It remembers who was told of what."""
+
     def __init__(self, watch: Watch) -> None:
         self.watch, self.cluster = watch, watch.cluster
         self._told: dict[int, Told] = {}  # by session
@@ -64,6 +78,7 @@ class Stragglers:
             if session.uploads.awaited or session.arenas.asked:
                 self._end_held(session, halted, now)
             self._end_unanswered(session, now)
+            self._warn_of_files(session, now)
             behind = self._behind(session)
             if behind:
                 self._end(session, behind, halted, now)
@@ -104,12 +119,17 @@ class Stragglers:
 
     def _end_held(self, session: ClientSession, halted: dict[int, Halt], now: float) -> None:
         """End questions behind an upload that a stopped worker has to take in, or only such as do not get on."""
-        uploads, waits = session.uploads, session.uploads.waits()
+        uploads, waits, files = session.uploads, session.uploads.waits(), session.uploads.files
         stopped = {i: halted[i].how for i in waits & set(halted)}
-        stalled = self._silent(session, waits, uploads.moved, now)
+        # Threads of the program's own wait for its files, whatever else these workers do
+        stalled = self._silent(session, waits, uploads.moved, now) or (
+            bool(files) and self._expired(session, max(uploads.moved, self.watch.awake), now)
+        )
         if not waits or not (stopped or stalled):
             return
         reason = f"{self._alive(waits)} taken in nothing of an upload for {now - uploads.moved:.1f} s"
+        if files:
+            reason = self._files(files, now - uploads.moved)
         error = self._error(session, stopped, reason)
         if self._without_credit(session):
             self._report_stuck(session, error)
@@ -123,12 +143,17 @@ class Stragglers:
         session.inbox = left
         if stalled:
             uploads.moved = now  # who asks again waits as long again
+            if files and session.number in self._told:
+                self._told[session.number].files_since = now  # its notices go on
 
     def _end_unanswered(self, session: ClientSession, now: float) -> None:
         """End questions whose work is done and whose answer is not received."""
         surveys = self.watch.surveys
         for request in [r for r in session.fetches.open.values() if r.moved >= 0]:
-            if error := self.unanswered(session, request.owed, request.moved, now):
+            error = self.unanswered(session, request.owed, request.moved, now)
+            if request.kind == "store" and self._expired(session, max(request.moved, self.watch.awake), now):
+                error = self._error(session, {}, self._files(request.files, now - request.moved))
+            if error:
                 session.fetches.give_up(request, error)
         for key, survey in [(key, survey) for key, survey in surveys.items() if survey.session is session]:
             if error := self.unanswered(session, survey.left, survey.since, now):
@@ -143,8 +168,18 @@ class Stragglers:
     def _silent(self, session: ClientSession, waits: set[int], moved: float, now: float) -> bool:
         """True if for a program's stall_timeout nothing was received from workers that make no other progress either."""
         places = self.watch.places
-        since = max(moved, self.watch.awake, *(places[i].since for i in waits if i in places), 0.0)
+        return self._expired(session, max(moved, self.watch.awake, *(places[i].since for i in waits if i in places), 0.0), now)
+
+    @staticmethod
+    def _expired(session: ClientSession, since: float, now: float) -> bool:
         return 0 < session.stall_timeout <= now - since
+
+    def _files(self, files: dict[str, set[int]], seconds: float) -> str:
+        """Files that a program lends, and workers that wait for them."""
+        shown = ", ".join(f"{name!r:.100}" for name in list(files)[:NAMED])
+        more = f" and {len(files) - NAMED} more" if len(files) > NAMED else ""
+        waits = {index for workers in files.values() for index in workers}
+        return f"{self._alive(waits)} got no answer of the file system of {shown}{more} for {seconds:.1f} s"
 
     def _alive(self, waits: set[int]) -> str:
         names = ", ".join(self.cluster.workers[i].name for i in sorted(waits)[:NAMED])
@@ -184,7 +219,7 @@ class Stragglers:
     def _warn(self, session: ClientSession, behind: set[int], now: float) -> None:
         """Say once a level where the slowest worker is that waits for nobody."""
         places, awake = self.watch.places, self.watch.awake
-        late = self._blamed({i for i in behind if now - max(places[i].came, awake) >= SLOW[0]})
+        late = self._blamed({i for i in behind if now - max(places[i].came, awake) >= SLOW_SECONDS[0]})
         told = self._told.setdefault(session.number, Told({}))
         if not late:
             return
@@ -197,13 +232,31 @@ class Stragglers:
             return
         told.level = level
         line = self._line(session, place)
-        if level == 1 and now - told.lines.get(line, -SAME) < SAME:
+        if level == 1 and now - told.lines.get(line, -QUIET_SECONDS) < QUIET_SECONDS:
             return
         if level == 1:
             told.lines[line] = now
             if len(told.lines) > REMEMBERED:
                 del told.lines[next(iter(told.lines))]
         session.send(Notice(f"slow: {self._says(session, late, now)}; the wait goes on, Ctrl-C ends it"))
+
+    def _warn_of_files(self, session: ClientSession, now: float) -> None:
+        """Say once a level that a file system does not answer."""
+        stores = [r for r in session.fetches.open.values() if r.kind == "store" and r.moved >= 0 and r.owed]
+        files, since = session.uploads.files, session.uploads.moved
+        if not files and stores:
+            since = max(request.moved for request in stores)
+            files = {name: workers for request in stores for name, workers in request.files.items()}
+        if not files:
+            return
+        since = max(since, self.watch.awake)
+        told = self._told.setdefault(session.number, Told({}))
+        if told.files_since != since:
+            told.files_since, told.files_level = since, 0
+        level = _level(now - since)
+        if level > told.files_level:
+            told.files_level = level
+            session.send(Notice(f"slow: {self._files(files, now - since)}; the wait goes on, Ctrl-C ends it"))
 
     def _blamed(self, waits: set[int]) -> dict[int, WorkerPosition]:
         """Late workers that wait for no other; all of them where each waits for another."""
@@ -239,4 +292,4 @@ class Stragglers:
 
 def _level(seconds: float) -> int:
     """The number of notices in a wait of so many seconds."""
-    return sum(seconds >= limit for limit in SLOW) + max(int(seconds // SLOW[-1]) - 1, 0)
+    return sum(seconds >= limit for limit in SLOW_SECONDS) + max(int(seconds // SLOW_SECONDS[-1]) - 1, 0)

@@ -22,7 +22,7 @@ MAX_NAME_CHARACTERS = 200
 MAX_SHOWN_TENSORS, MAX_SHOWN_BOXES = 1024, 16384  # of one LayoutRecord
 MAX_SPLITS = 32768  # pieces that are computed at once: a tensor beyond them is left out
 RENEWAL_SECONDS = 10.0  # a tensor may have moved
-LEAST_SECONDS = 0.4  # between two computations, however often a client tells
+MIN_SECONDS = 0.4  # between two computations, however often a client tells
 
 
 class RoleTable:
@@ -34,7 +34,7 @@ class RoleTable:
         self._gradients: dict[str, int] = {}  # of a worker, when the client told: each step may make others
         self._new = False  # told, and not computed yet
         self._layouts: LayoutRecord | None = None
-        self._renewed = -LEAST_SECONDS  # when that was computed, and when it is computed again
+        self._renewed = -MIN_SECONDS  # when that was computed, and when it is computed again
         self._due = 0.0
         self._left = 0  # pieces that may still be computed
         self._pieces: dict[tuple[Spec, Layout], list[tuple[int, int, list]]] = {}  # worker's index, bytes, boxes
@@ -48,7 +48,7 @@ class RoleTable:
             if not fits or row[1] not in KINDS or len(row[2]) > MAX_NAME_CHARACTERS:
                 raise ProtocolError(f"TensorRoles.rows has {row!r:.80}, want [id, one of {sorted(KINDS)}, name]")
         self._rows, self._new = [(i, kind, plain(name)) for i, kind, name in rows], True
-        self._due = max(now, self._renewed + LEAST_SECONDS)
+        self._due = max(now, self._renewed + MIN_SECONDS)
 
     def renew(self, table: Table, workers: list[Worker], session: int, now: float) -> None:
         """Compute bytes and layouts, if they are old."""

@@ -212,7 +212,7 @@ class Cluster:
         """No connection between these addresses was made, or it broke. True if it was the way of the two in this epoch."""
         one, other = links.home(a.info), links.home(b.info)
         way = self.ways().get((one, other)) if not (a.lost or b.lost) else None
-        if way is None or (way.kind, way.source, way.target) != ("tcp", source, target):
+        if way is None or not way.connected or (way.source, way.target) != (source, target):
             return False
         if self._epochs.get((min(a.index, b.index), max(a.index, b.index))) != epoch:
             return False

@@ -1,6 +1,6 @@
 """Background work: long passes over what is one session's alone, in threads beside the loop.
 
-One thread at a time has the baton, and touches what sessions share: a thread that goes apart hands it on, and takes it back
+One thread at a time has the baton, and touches what sessions share. A thread that goes apart hands it on, and takes it back
 before it returns.
 
 The core needs neither: `Inline` does everything where it is called.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 MAX_THREADS = 4  # threads at once; who comes later waits, and its session with it
-PATIENCE = 1.0  # seconds that closing waits for them
+PATIENCE_SECONDS = 1.0  # seconds that closing waits for them
 
 
 class Abandoned(BaseException):
@@ -127,7 +127,7 @@ class Background(Inline):
     def close(self) -> None:
         self._closed = True
         self._later.clear()
-        legs, end = list(self._legs), time.monotonic() + PATIENCE
+        legs, end = list(self._legs), time.monotonic() + PATIENCE_SECONDS
         for leg in legs:
             leg.go.set()
         for leg in legs:

@@ -21,7 +21,7 @@ log = logging.getLogger("gt.dispatcher")
 KEPT = 16  # descriptors
 SPARE = 8  # more that have to be free before the shortage is over
 LOOKED = 4096  # descriptors that are looked at in one go
-PATIENCE = 2.0  # seconds that a connection may say nothing while there are too few
+PATIENCE_SECONDS = 2.0  # seconds that a connection may say nothing while there are too few
 
 
 class Reserve:
@@ -105,7 +105,7 @@ class Reserve:
                 if descriptor in known or not stat.S_ISSOCK(status.st_mode) or not self._accepted(descriptor):
                     continue
                 since = self._silent.get(status.st_ino, now)
-                if now - since >= PATIENCE:
+                if now - since >= PATIENCE_SECONDS:
                     _shut(descriptor)
                     ended += descriptor not in told
                     since = math.inf

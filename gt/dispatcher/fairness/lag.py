@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 log = logging.getLogger("gt.dispatcher")
 
-LONG = 1.0  # seconds of a turn that are worth a warning
+LONG_SECONDS = 1.0  # seconds of a turn that are worth a warning
 RECENT = 1024  # turns
 PERCENTILE = 99
-AGAIN = 10.0  # seconds between two warnings
+WARN_AGAIN_SECONDS = 10.0  # seconds between two warnings
 
 
 class Lag:
@@ -20,13 +20,13 @@ class Lag:
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._longest = 0.0
-        self._last = -AGAIN
+        self._last = -WARN_AGAIN_SECONDS
 
     def turn(self, seconds: float, busiest: Callable[[], str], now: float) -> None:
         """A turn took so long, without the time it waited. busiest: says what took most of it, and of whom."""
         self._recent.append(seconds)
         self._longest = max(self._longest, seconds)
-        if seconds >= LONG and now - self._last >= AGAIN:
+        if seconds >= LONG_SECONDS and now - self._last >= WARN_AGAIN_SECONDS:
             self._last = now
             log.warning("the dispatcher was busy for %.1f s, and nobody was heard, mostly with %s", seconds, busiest())
 

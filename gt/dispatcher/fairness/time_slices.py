@@ -12,7 +12,7 @@ from typing import Any
 from gt.dispatcher.fairness.background import Inline
 from gt.dispatcher.fairness.lag import Lag
 
-SLICE = 0.01  # seconds
+SLICE_SECONDS = 0.01  # seconds
 STEP = 128  # things that are dropped between looks at the clock
 
 
@@ -20,7 +20,7 @@ class Pace:
     """Says when a turn has taken long enough. `clock`: seconds; without one a turn has no end. background: for long passes."""
 
     def __init__(
-        self, clock: Callable[[], float] | None = None, seconds: float = SLICE, background: Inline | None = None
+        self, clock: Callable[[], float] | None = None, seconds: float = SLICE_SECONDS, background: Inline | None = None
     ) -> None:
         self._clock, self._seconds = clock, seconds
         self.background = background or Inline()

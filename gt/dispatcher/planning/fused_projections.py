@@ -1,7 +1,7 @@
 """Fused projections: one matmul whose result is split into parts, each of which is split over the workers by itself.
 
-Whether a projection is one is known when its result is split: mostly a few ops later, which are waited for; else what was laid
-out plainly is laid out again, once.
+A projection shows that it is fused when its result is split. That is mostly a few ops later, so planning waits for them. Else
+the weight, which was split plainly, is split again, once.
 """
 
 from __future__ import annotations

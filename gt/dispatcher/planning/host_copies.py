@@ -1,8 +1,8 @@
 """Copies in host memory of tensors on the device, which ops on offloaded state use: of which values workers have them.
 
-An op in host memory reads a gradient and changes a parameter by such copies. A copy is of one version of its tensor: a second
-op reads the gradient with no second transfer, and the parameter has to cross the link one way only. Copies of parameters that
-a program uses last from one replay to the next; others are made in each.
+An op in host memory reads a gradient and changes a parameter by such copies. A copy is of one version of its tensor. A second
+op reads the gradient with no second transfer, and the parameter has to cross the link one way only. Copies of parameters that a
+program uses last from one replay to the next; others are made in each.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SessionHostCopies:
     def note_versions(self) -> None:
         """The op is planned: its copies are of the versions that its tensors have now."""
         for t in self._used:
-            t.storage.host_copy = (t.id, t.storage.version, self._epoch, self._mark())
+            t.storage.host_copy = (t.id, t.storage.version, self._epoch, self._recording())
         self._used.clear()
 
     def _current(self, t: Tensor) -> bool:
@@ -64,7 +64,7 @@ class SessionHostCopies:
         storage, tape = t.storage, self._context.tape
         if storage.host_copy is None or storage.host_copy[:3] != (t.id, storage.version, self._epoch):
             return False
-        if storage.host_copy[3] is self._mark():
+        if storage.host_copy[3] is self._recording():
             return True
         if not storage.param or self._context.failures.troubled:
             return False
@@ -72,7 +72,7 @@ class SessionHostCopies:
             tape.host_copies[storage] = t.id
         return True
 
-    def _mark(self) -> object:
+    def _recording(self) -> object:
         """The recording under way, or None."""
         return None if self._context.tape is None else self._context.tape.mark
 

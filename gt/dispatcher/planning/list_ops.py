@@ -1,8 +1,8 @@
 """List ops (`_foreach_*`, `_fused_adamw_`): one op holds tensors of every mesh, so it is cut into one op for each layout.
 
-The first list leads: what stands beside its i-th tensor in the other lists comes to its layout, for good where it is
-written (optimizer state follows its parameter). No tensor of the first list moves. A number that the op writes (found_inf)
-is in terms where it was written over pieces. It goes from mesh to mesh with its value so far.
+The first list leads: the tensors beside its i-th tensor in the other lists get its layout. They keep it if they are written, as
+optimizer state follows its parameter. No tensor of the first list moves. A number that the op writes (found_inf) is in terms
+where it was written over pieces. It goes from mesh to mesh with its value so far.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ListOps:
     def _buckets(self, known: OpSchema, origin: Origin, ins: list[Tensor], combined: str | None) -> dict[Layout, list[int]]:
         """Indices of the lists by the layout of the tensor that leads there; what is not done on pieces is brought whole."""
         lead = known.columns[0].indices(T)
-        cut, whole = list_rules.cut(known), None
+        in_parts, whole = list_rules.runs_in_parts(known), None
         buckets: dict[Layout, list[int]] = {}
         for place, index in enumerate(lead):
             t = ins[index]
@@ -114,7 +114,7 @@ class ListOps:
             if t.layout.partial:
                 self._redistributor.reduce_partial(t.storage)
             layout = t.layout
-            if not cut:
+            if not in_parts:
                 layout = whole = whole or self._context.intern(replicated(layout.mesh))
             elif not list_rules.on_pieces(known, place, layout, combined):
                 layout = self._context.intern(replicated(layout.mesh))
@@ -185,9 +185,7 @@ class ListOps:
         for view in views:
             assert view.layout is not None
             pairs = zip(layout.placements, view.layout.placements, strict=True)
-            view.layout = self._context.intern(
-                Layout(layout.mesh, tuple(term if isinstance(p, Shard) else q for p, q in pairs))
-            )
+            self._context.lay(view, Layout(layout.mesh, tuple(term if isinstance(p, Shard) else q for p, q in pairs)))
         assert t.layout is not None
         return t.layout
 

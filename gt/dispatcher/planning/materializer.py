@@ -59,13 +59,13 @@ class Materializer:
         """Add the op to the recipe of its target or base, or begin one with those of its inputs."""
         template = known.template
         steps, slots, count = _joined(ins)
-        made = tuple(range(count, count + known.results))
-        steps.append(RecipeStep(known, tuple(slots[t.id] for t in ins), values, made, data, self._emitter.seq))
+        new_slots = tuple(range(count, count + known.results))
+        steps.append(RecipeStep(known, tuple(slots[t.id] for t in ins), values, new_slots, data, self._emitter.seq))
         views = known.name in VIEWS and bool(ins)
         target = ins[template.writes[0]] if template.writes else ins[0] if views else None
         if target is not None:
             self._assign(target.storage, steps, slots)
-        for slot, tensor_id, index in zip(made, out_ids, known.news, strict=True):
+        for slot, tensor_id, index in zip(new_slots, out_ids, known.news, strict=True):
             out = template.outs[index]
             assert out.spec is not None
             if views:
@@ -90,13 +90,13 @@ class Materializer:
         """Ops from this number on were not carried out: no tensor that is older is changed by them."""
         for storage in {id(tensor.storage): tensor.storage for tensor in self._table.rows.values()}.values():
             root = next((slot for i, slot in storage.slots.items() if storage.tensors[i].base is None), None)
-            made = next((step.seq for step in storage.recipe or () if root in step.outs), since)
-            if storage.recipe is not None and made < since:
+            created = next((step.seq for step in storage.recipe or () if root in step.outs), since)
+            if storage.recipe is not None and created < since:
                 storage.recipe = [s for s in storage.recipe if s.seq < since or not s.known.template.writes]
 
     @staticmethod
     def _hosts(steps: list[RecipeStep]) -> list[int]:
-        return [s.data[1] for s in steps if s.data and s.data[0] == "host"]
+        return [step.data[1] for step in steps if step.data and step.data[0] == "host"]
 
     def drop_recipe(self, storage: Storage) -> None:
         """End a recipe: the client may drop host copies that no other needs."""
@@ -114,18 +114,18 @@ class Materializer:
         recipe = storage.recipe
         assert recipe is not None
         names = {slot: i for i, slot in storage.slots.items()}
-        made = self._layouts(recipe, storage, root, want)
-        if made is None:
-            made = self._layouts(recipe, storage, root, replicated(want.mesh))
-            assert made is not None
-        self._run(recipe, made, names)
+        layouts = self._layouts(recipe, storage, root, want)
+        if layouts is None:
+            layouts = self._layouts(recipe, storage, root, replicated(want.mesh))
+            assert layouts is not None
+        self._run(recipe, layouts, names)
         if self._hosts(recipe):
             self._context.note_planned(recipe[-1].known, (), (storage,))
         else:
             self._context.note_placed(recipe[-1].known, storage)
         self.drop_recipe(storage)
         for tensor in storage.tensors.values():
-            tensor.layout = self._context.intern(made[storage.slots[tensor.id]])
+            tensor.layout = self._context.intern(layouts[storage.slots[tensor.id]])
         storage.undecided = recipe[0].data is not None and not storage.param
         storage.recipe, storage.slots = None, {}
         spec, layout = root.spec, root.layout
@@ -138,10 +138,10 @@ class Materializer:
         storage = tensor.storage
         layout = replicated(self._context.default_mesh())
         root = next(t for t in storage.tensors.values() if t.base is None)
-        made = self._layouts(storage.recipe or [], storage, root, layout)
-        assert made is not None
+        layouts = self._layouts(storage.recipe or [], storage, root, layout)
+        assert layouts is not None
         copy = Tensor(self._emitter.temporary(), tensor.spec, Storage(), layout)
-        self._run(storage.recipe or [], made, {storage.slots[tensor.id]: copy.id})
+        self._run(storage.recipe or [], layouts, {storage.slots[tensor.id]: copy.id})
         self._context.note_planned((storage.recipe or [])[-1].known, (), (copy.storage,))
         return copy
 
@@ -156,7 +156,7 @@ class Materializer:
 
     def _layouts(self, recipe: list[RecipeStep], storage: Storage, root: Tensor, want: Layout) -> dict[int, Layout] | None:
         """Layout of every value of the recipe if all can be made in parts; None if something has to run whole."""
-        made: dict[int, Layout] = {}
+        layouts: dict[int, Layout] = {}
         shape = root.spec.shape
         for step in recipe:
             template = step.known.template
@@ -165,9 +165,9 @@ class Materializer:
                 if runs_whole(step) and not want.replicated:
                     return None
                 for slot, spec in zip(step.outs, specs, strict=True):
-                    made[slot] = want if spec and spec.shape == shape else replicated(want.mesh)
+                    layouts[slot] = want if spec and spec.shape == shape else replicated(want.mesh)
                 continue
-            held = [made[i] for i in step.ins]
+            held = [layouts[i] for i in step.ins]
             columns = []
             places: list[list[Place]] = [[h.placements[axis] for h in held] for axis in range(len(want.mesh.axes))]
             for have, decision in zip(places, decide_along(step.known, places, want.mesh.sizes), strict=True):
@@ -175,10 +175,10 @@ class Materializer:
                     return None
                 columns.append(decision.outs)
             for slot, index in zip(step.outs, step.known.news, strict=True):
-                made[slot] = Layout(want.mesh, tuple(c[index] for c in columns))
-        if step_partial(made):
+                layouts[slot] = Layout(want.mesh, tuple(column[index] for column in columns))
+        if step_partial(layouts):
             return None
-        return made
+        return layouts
 
     def _run(self, recipe: list[RecipeStep], made: dict[int, Layout], names: dict[int, int]) -> None:
         """Emit the steps; values that no tensor names are freed at the end."""

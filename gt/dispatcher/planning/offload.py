@@ -1,7 +1,7 @@
 """Optimizer state and parameters that rest in host memory or in files of their workers, by the config's `offload`.
 
-The client declares state after a step; that of a fused op is known at once. A list op on much state is done in parts: before
-one part is computed, the state of the next begins to come back, and after it its own is evicted. Others are evicted after
+The client declares state after a step; that of a fused op is known at once. A list op on much state is done in parts. Before
+one part is computed, the state of the next begins to come back. After a part its own state is evicted. Others are evicted after
 each use. Workers bring back whatever is used, so this is only about when.
 
 Where the host computes the step, an op on state in host memory is a `host_op`: state stays there, and so does what is made of
@@ -24,7 +24,7 @@ from gt.ir.layout import local_shape
 from gt.ir.template import T
 
 PART_BYTES = 64 << 20  # of offloaded tensors on a worker at a time; two parts are there at once
-LEAST_BYTES = 4 << 10  # on a worker: of smaller tensors nothing is gained
+MIN_BYTES = 4 << 10  # on a worker: of smaller tensors nothing is gained
 
 
 class Offload:
@@ -131,7 +131,7 @@ class Offload:
 
     def _least(self, storage: Storage) -> int:
         """Bytes of the smallest tensor that is offloaded. The host's step wants all state."""
-        return 1 if self.choice.on_host and not storage.param else LEAST_BYTES
+        return 1 if self.choice.on_host and not storage.param else MIN_BYTES
 
     def viewed(self, ids: Iterable[int]) -> list[Storage]:
         """Storages that rest elsewhere and of which such views end: until then workers leave them where they are."""

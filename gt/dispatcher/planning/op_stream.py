@@ -1,7 +1,8 @@
 """One session's op stream: batches as they come, carried out in order, as far as it can be planned.
 
-How an op is planned may depend on ops that follow (fused_projections.py). Where a batch ends by chance, because its client had
-nothing to do, must not change that: such an op and what is behind it wait for the next batch, or for a question of the client.
+How an op is planned may depend on ops that follow (fused_projections.py). A batch may end by chance, because its client had
+nothing to do, and that must change no plan. So such an op and those behind it wait for the next batch, or for a question of the
+client.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from gt.dispatcher.cluster.workers import Worker
-from gt.dispatcher.fairness.run_queue import CLOSER, GRAIN, UNIT
+from gt.dispatcher.fairness.run_queue import CLOSER, GRAIN, UNIT_SECONDS
 from gt.dispatcher.planning.planner import Planner
 from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.programs.fragments import Fragments
@@ -28,7 +29,7 @@ from gt.dispatcher.state.tensors import Tensor
 from gt.dispatcher.state.validate import CREDIT, Definitions
 from gt.errors import ProtocolError
 from gt.ir.instr import DISCARD, DROP, END_FRAGMENT, FIRST, FRAGMENT, FREE, GRAD, LAUNCH, PARAM, RECORD, SHARDED, STATE
-from gt.wire.messages import Ack, Message, Ops, Skip
+from gt.wire.messages import Ack, FinishCapture, Message, Ops, Skip
 
 MAX_WAITING_BATCHES = CREDIT // 2  # batches: a client without credit could not send the next
 CLOCK_INTERVAL = 128  # numbers of the stream, about 20 ops, between looks at the clock
@@ -50,6 +51,7 @@ class OpStream:
     ) -> None:
         self._context, self._outbox, self._planner, self._redistributor = context, outbox, planner, redistributor
         self._programs, self._fetches = programs, fetches
+        self._offload, self._sharded, self._host_copies = planner.offload, planner.sharded, planner.offload.host_copies
         self.fragments = Fragments(context, redistributor, programs)
         self._queue, self._emitter, self._pace = context.queue, context.emitter, context.pace
         self.coming, self.pending = context.queue.coming, context.queue.pending
@@ -100,7 +102,12 @@ class OpStream:
                 self._outbox.flush(self._emitter.base)
 
     def awaits(self, message: Message) -> bool:
-        """True for what came after an interrupt, until all before it is through. Messages are asked about in order."""
+        """True for what came after an interrupt, until all before it is through. Messages are asked about in order.
+
+        Also for ops while workers write tensors into files, which ops may change.
+        """
+        if self._fetches.holding and type(message) in (Ops, FinishCapture):
+            return True
         return 0 <= self.interrupted < self.definitions.next_batch
 
     def interrupt(self, upto: int) -> None:
@@ -113,7 +120,7 @@ class OpStream:
         if not self.pending or self.pending[0].seq > upto:
             return
         begins, self.interrupted = self.interrupted < 0, max(self.interrupted, upto)
-        self._planner.offload.host_copies.forget()  # ops that make them may be skipped
+        self._host_copies.forget()  # ops that make them may be skipped
         if begins:
             self._begun = self._programs.sealed - 1
             self._pausing = {worker.index for worker in self._alive()}
@@ -209,7 +216,7 @@ class OpStream:
                 if pace.spent:
                     yield
                 define(row)
-        self.coming.append(QueuedBatch(message.seq, message.code, frames))
+        self.coming.append(QueuedBatch(message.seq, self.fragments.split(message.code), frames))
         yield from self._advance(self._asked or len(self.coming) > MAX_WAITING_BATCHES)
 
     def acknowledge(self) -> None:
@@ -265,7 +272,7 @@ class OpStream:
         at, end = batch.at, len(code)
         shared = context.cluster.queue.shared(context.number)
         grain = left = GRAIN if shared else end
-        unit = UNIT / CLOSER if shared else UNIT
+        unit = UNIT_SECONDS / CLOSER if shared else UNIT_SECONDS
         queue.due = at + CLOCK_INTERVAL
         while at < end:
             start = at
@@ -330,9 +337,9 @@ class OpStream:
             if type(operand) is not int or not 0 <= operand <= len(code) - at - 2:
                 raise ProtocolError(f"Ops.code frees {operand!r:.40} tensors at {at} of {len(code)}")
             ids = code[at + 2 : at + 2 + min(operand, MAX_FREED_AT_ONCE)]
-            viewed = self._planner.offload.viewed(ids)
+            viewed = self._offload.viewed(ids)
             self._redistributor.free(ids)
-            self._planner.offload.evict(viewed)
+            self._offload.evict(viewed)
             if len(ids) < operand:  # the rest is an instruction of its own
                 at += len(ids)
                 code[at : at + 2] = FREE, operand - len(ids)
@@ -342,13 +349,13 @@ class OpStream:
             self._context.row(operand).storage.declare_parameter()
             return at + 2
         if number == SHARDED:
-            self._planner.sharded.declare(self._context.row(operand))
+            self._sharded.declare(self._context.row(operand))
             return at + 2
         if number == STATE:
-            self._planner.offload.declare(self._context.row(operand))
+            self._offload.declare(self._context.row(operand))
             return at + 2
         if number == GRAD and at + 3 <= len(code):
-            self._planner.sharded.accumulated(self._context.row(operand), self._context.row(code[at + 2]))
+            self._sharded.accumulated(self._context.row(operand), self._context.row(code[at + 2]))
             return at + 3
         return self._program(number, code, at)
 
@@ -380,5 +387,5 @@ def _check_operands(known: OpSchema, ins: Sequence[Tensor]) -> None:
     """ProtocolError unless operands have the shapes and dtypes that the template says; strides may differ."""
     for place, (tensor, want) in enumerate(zip(ins, known.specs, strict=True)):
         if tensor.spec.shape != want.shape or tensor.spec.dtype != want.dtype:
-            what = f"operand {place} of {known.template.op}"
-            raise ProtocolError(f"Ops.code: {what} is {tensor.spec.text():.80}, its template says {want.text():.80}")
+            operand = f"operand {place} of {known.template.op}"
+            raise ProtocolError(f"Ops.code: {operand} is {tensor.spec.text():.80}, its template says {want.text():.80}")

@@ -150,11 +150,11 @@ class Planner:
 
     def carry_out(self, known: OpSchema, plan: OpPlan, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Bring the inputs to where the plan wants them, and emit the op."""
-        for t, want in zip(ins, plan.wants, strict=True):
-            if t.layout is not None and t.layout.partial and not same_terms(t.layout, want):
+        for tensor, want in zip(ins, plan.wants, strict=True):
+            if tensor.layout is not None and tensor.layout.partial and not same_terms(tensor.layout, want):
                 # before any is brought: another operand may view the same terms
-                self._redistributor.reduce_partial(t.storage, t, want)
-        brought = [self._redistributor.redistribute(t, want) for t, want in zip(ins, plan.wants, strict=True)]
+                self._redistributor.reduce_partial(tensor.storage, tensor, want)
+        brought = [self._redistributor.redistribute(tensor, want) for tensor, want in zip(ins, plan.wants, strict=True)]
         self.emit(known, plan, ins, brought, values, outs)
         for index in known.template.writes:
             if brought[index] != ins[index].id:  # the second of two targets, which is at home on another mesh
@@ -202,7 +202,7 @@ class Planner:
         reads = tuple([t.storage for t in ins])
         writes = tuple([reads[i] for i in known.template.writes])
         for storage in writes:
-            storage.version += 1
+            storage.writes += 1
             storage.undecided = storage.undecided and (known.overwrites or storage.param)
         makes = tuple([rows[i].storage for i in outs])
         if origin.meaning is None:
@@ -227,10 +227,10 @@ class Planner:
         for tensor_id, index in zip(outs, known.news, strict=True):
             out = known.template.outs[index]
             if out.kind == "view" and ins[out.of].placed:
-                made = self._table.view(tensor_id, out.spec, ins[out.of], ins[out.of].layout, (known, (), index))
+                output = self._table.view(tensor_id, out.spec, ins[out.of], ins[out.of].layout, (known, (), index))
             else:
-                made = self._table.new(tensor_id, out.spec, layout)
-            made.storage.failed = cause
+                output = self._table.new(tensor_id, out.spec, layout)
+            output.storage.failed = cause
         for index in known.template.writes:
             ins[index].storage.failed = cause
 
@@ -345,64 +345,72 @@ class Planner:
                 starts[index] = list(split(meaning, len(t.spec.shape), dim, meaning.parts or 1, t).placements)
         return starts
 
-    def _start(self, t: Tensor, mesh: Mesh, meaning: Meaning | None, stays: bool) -> list[Placement | None]:
+    def _start(self, tensor: Tensor, mesh: Mesh, meaning: Meaning | None, stays: bool) -> list[Placement | None]:
         """Placements of an input on this mesh before planning, axis by axis; None: the rule may choose.
 
         Data that lies whole is split as it enters a group, at every use, unless it `stays` to be written or viewed. A sharded
         parameter is used whole, unless it stays.
         """
-        if t.storage.rest is not None and not stays and t.layout is not None and t.layout.mesh == mesh:
-            return list(zero.used(t.layout).placements)
-        enters = t.storage.undecided and not t.storage.param and meaning is not None and not stays
-        chooses = t.storage.param and (t.layout is None or (not stays and t.may_choose(mesh) and len(t.spec.shape) == 1))
-        if t.layout is not None and t.layout.mesh == mesh and not chooses and not (enters and t.layout.replicated):
-            return list(t.layout.placements)
+        if tensor.storage.rest is not None and not stays and tensor.layout is not None and tensor.layout.mesh == mesh:
+            return list(zero.used(tensor.layout).placements)
+        enters = tensor.storage.undecided and not tensor.storage.param and meaning is not None and not stays
+        chooses = tensor.storage.param and (
+            tensor.layout is None or (not stays and tensor.may_choose(mesh) and len(tensor.spec.shape) == 1)
+        )
+        if (
+            tensor.layout is not None
+            and tensor.layout.mesh == mesh
+            and not chooses
+            and not (enters and tensor.layout.replicated)
+        ):
+            return list(tensor.layout.placements)
         if chooses:
             free = meaning is not None and meaning.kind in (COLUMN, ROW)
             return [None if free and name == "tp" else R for name, _ in mesh.axes]
-        if meaning is None and t.layout is None and t.storage.home is not None and t.storage.home.mesh == mesh:
-            meaning = t.storage.home
-        if meaning is None or t.storage.param:
+        if meaning is None and tensor.layout is None and tensor.storage.home is not None and tensor.storage.home.mesh == mesh:
+            meaning = tensor.storage.home
+        if meaning is None or tensor.storage.param:
             return [R] * len(mesh.axes)
-        if t.layout is not None and t.layout.mesh.axes == mesh.axes and not t.storage.undecided:
-            lies = t.layout if t.storage.rest is None else zero.used(t.layout)
-            return [R if isinstance(p, Partial) else p for p in lies.placements]  # as it lies on a mesh that is alike
-        return list(self._entering(t, mesh, meaning))
+        if tensor.layout is not None and tensor.layout.mesh.axes == mesh.axes and not tensor.storage.undecided:
+            current = tensor.layout if tensor.storage.rest is None else zero.used(tensor.layout)
+            return [R if isinstance(p, Partial) else p for p in current.placements]  # as on its own mesh, which is alike
+        return list(self._entering(tensor, mesh, meaning))
 
-    def _entering(self, t: Tensor, mesh: Mesh, meaning: Meaning) -> Sequence[Placement]:
+    def _entering(self, tensor: Tensor, mesh: Mesh, meaning: Meaning) -> Sequence[Placement]:
         """As the group splits what enters; a view of what is split here, or so on a like mesh, as that has it."""
-        if self._materializer.unsplittable(t.storage):
+        if self._materializer.unsplittable(tensor.storage):
             return [R] * len(mesh.axes)
-        base, root = t.base, t
+        base, root = tensor.base, tensor
         while root.base is not None:
             root = root.base
-        if base is None or t.via is None or t.layout is None or root.layout is None:
-            return meaning.entering(t.spec.shape).placements
+        if base is None or tensor.via is None or tensor.layout is None or root.layout is None:
+            return meaning.entering(tensor.spec.shape).placements
         for layout in base.copies or {}:
-            made = self._redistributor.view_layouts(t.via[0], layout) if layout.mesh == mesh and not layout.replicated else None
-            if made is not None:
-                return made[t.via[2]].placements
+            local = layout.mesh == mesh and not layout.replicated
+            layouts = self._redistributor.view_layouts(tensor.via[0], layout) if local else None
+            if layouts is not None:
+                return layouts[tensor.via[2]].placements
         enters = meaning.entering(root.spec.shape).placements
-        if root.layout.mesh.axes == mesh.axes and root.layout.placements == enters and not t.layout.replicated:
-            return t.layout.placements
-        return meaning.entering(t.spec.shape).placements
+        if root.layout.mesh.axes == mesh.axes and root.layout.placements == enters and not tensor.layout.replicated:
+            return tensor.layout.placements
+        return meaning.entering(tensor.spec.shape).placements
 
     def _at_rest(self, known: OpSchema, ins: list[Tensor], starts: list[list]) -> tuple[list, list] | None:
         """As `_decide`, for an op that has a rule of its own where its operand rests."""
         if not self._shards or not self.sharded.all_rest(ins):
             return None
-        made = zero.norm(known, starts[0])
-        return None if made is None else ([tuple(starts[0])], [made])
+        result = zero.norm(known, starts[0])
+        return None if result is None else ([tuple(starts[0])], [result])
 
     def _decide(
         self, known: OpSchema, ins: list[Tensor], starts: list[list], mesh: Mesh
     ) -> tuple[list[tuple[Placement, ...]], list[tuple[Placement, ...]]]:
         """Placements wanted of inputs and of outputs, from the rule's answer for each axis."""
         columns = [[start[axis] for start in starts] for axis in range(len(mesh.axes))]
-        found = zip(
+        by_axis = zip(
             self._keep_terms(known, decide_along(known, columns, mesh.sizes), columns, mesh), columns, mesh.sizes, strict=True
         )
-        decisions = [whole(known) if size == 1 else d or self._gathered(known, places) for d, places, size in found]
+        decisions = [whole(known) if size == 1 else d or self._gathered(known, places) for d, places, size in by_axis]
         wants = [tuple(d.wants[i] for d in decisions) for i in range(len(ins))]
         outs = [tuple(d.outs[i] for d in decisions) for i in range(len(known.template.outs))]
         return wants, outs
@@ -415,9 +423,10 @@ class Planner:
         if precision.compute == precision.reduce or not casts_gradient(known):
             return decisions
         terms = [
-            name == DATA_AXIS and isinstance(c[0], Partial) and c[0].op == "sum" for (name, _), c in zip(mesh.axes, columns)
+            name == DATA_AXIS and isinstance(column[0], Partial) and column[0].op == "sum"
+            for (name, _), column in zip(mesh.axes, columns)
         ]
-        kept = [Decision((c[0], *[R] * (len(c) - 1)), (c[0],)) for c in columns]
+        kept = [Decision((column[0], *[R] * (len(column) - 1)), (column[0],)) for column in columns]
         return [k if term else d for d, k, term in zip(decisions, kept, terms, strict=True)]
 
     def _gathered(self, known: OpSchema, places: list) -> Decision:
@@ -442,14 +451,14 @@ class Planner:
 
 def _key(origin: Origin, ins: list[Tensor]) -> tuple:
     """Key of a plan besides the op: the groups, and the layout of each input (layouts are interned)."""
-    lies: list[Any] = []
+    layouts: list[Any] = []
     for t in ins:
         layout = t.layout
         if layout is None:
-            lies.append((t.storage.param, t.storage.home))
+            layouts.append((t.storage.param, t.storage.home))
         else:
-            lies.append(-id(layout) if t.storage.undecided else id(layout))  # a group may choose another layout for it
-    return (origin.meaning, origin.target, *lies)
+            layouts.append(-id(layout) if t.storage.undecided else id(layout))  # a group may choose another layout for it
+    return (origin.meaning, origin.target, *layouts)
 
 
 def _key_of_sharded(origin: Origin, ins: list[Tensor]) -> tuple:

@@ -49,17 +49,17 @@ class Redistributor:
             self.reduce_partial(tensor.storage, tensor, want)
             if tensor.layout == want:
                 return tensor.id
-        made = self._view_of_copy(tensor, want) or self.convert(tensor.id, tensor, tensor.layout, want)
+        copy = self._view_of_copy(tensor, want) or self.convert(tensor.id, tensor, tensor.layout, want)
         if tensor.copies is None:
             tensor.copies = {}
         elif kept:
             self._emitter.free(want.mesh.workers, [kept[1]])
-        tensor.copies[want] = (tensor.storage.version, made)
-        return made
+        tensor.copies[want] = (tensor.storage.version, copy)
+        return copy
 
     def _view_of_copy(self, tensor: Tensor, want: Layout) -> int | None:
-        """A view is copied to another mesh by copying its base once, split as the view is wanted, and viewing that; and so is
-        a view of a view, and a view of a sharded parameter on its own mesh.
+        """Copy a view to another mesh: its base is copied once, split as the view is wanted, and the copy is viewed. A view of
+        a view goes the same way, and a view of a sharded parameter on its own mesh.
         """
         if tensor.base is None or tensor.base.layout is None:
             return None
@@ -70,19 +70,19 @@ class Redistributor:
             views.append(base)  # a copy of this would not have its strides
         if base is None or any(t.via is None or not _of_its_base(t.via[0]) or t.spec.numel != base.spec.numel for t in views):
             return None
-        lies = self._of_copies(base, views, want)
-        if lies is None:
+        layouts = self._of_copies(base, views, want)
+        if layouts is None:
             return None
-        now = first = self.redistribute(base, lies[0])
-        for view, have, made_so in zip(reversed(views), lies, lies[1:]):
+        current = first = self.redistribute(base, layouts[0])
+        for view, have, result in zip(reversed(views), layouts, layouts[1:]):
             assert view.via is not None
             known, values, _ = view.via
-            made = self._emitter.temporary()
-            self._binder.compute(known, [have] * known.tensors, [made_so], [now], values, [made])
-            if now != first:
-                self._emitter.free(want.mesh.workers, [now])
-            now = made
-        return now
+            view_id = self._emitter.temporary()
+            self._binder.compute(known, [have] * known.tensors, [result], [current], values, [view_id])
+            if current != first:
+                self._emitter.free(want.mesh.workers, [current])
+            current = view_id
+        return current
 
     def _of_copies(self, base: Tensor, views: Sequence[Tensor], want: Layout) -> list[Layout] | None:
         """Layouts of a copy of the base, and of each view of that in turn, the last as it is wanted."""
@@ -96,14 +96,14 @@ class Redistributor:
         if base.layout.mesh.axes == want.mesh.axes:
             starts.insert(0, base.layout.placements)
         for start in starts:
-            lies = [self._context.intern(Layout(want.mesh, start))]
+            chain = [self._context.intern(Layout(want.mesh, start))]
             for view in reversed(views):
-                made = self.view_layouts(view.via[0], lies[-1]) if view.via is not None else None
-                if made is None or view.via is None:
+                outputs = self.view_layouts(view.via[0], chain[-1]) if view.via is not None else None
+                if outputs is None or view.via is None:
                     break
-                lies.append(made[view.via[2]])
-            if lies[-1] == want and len(lies) > len(views):
-                return lies
+                chain.append(outputs[view.via[2]])
+            if chain[-1] == want and len(chain) > len(views):
+                return chain
         return None
 
     @staticmethod
@@ -115,15 +115,15 @@ class Redistributor:
         """A new tensor that holds `source` in another layout. Terms must have been added up."""
         emitter, spec = self._emitter, tensor.spec
         steps = self._plan(spec.shape, spec.dtype, have, want)
-        now = source
+        current = source
         for step, bound in steps:
-            made = emitter.temporary()
-            emitter.step(step, bound, now, made)
-            emitter.line(made, spec.text(), step.layout, step.text, (now,), self._context.note(f"{step.nbytes} B"))
-            if now != source:
-                emitter.free(dict.fromkeys(w.index for w, _ in bound), [now])
-            now = made
-        return now
+            result = emitter.temporary()
+            emitter.step(step, bound, current, result)
+            emitter.line(result, spec.text(), step.layout, step.text, (current,), self._context.note(f"{step.nbytes} B"))
+            if current != source:
+                emitter.free(dict.fromkeys(w.index for w, _ in bound), [current])
+            current = result
+        return current
 
     def _plan(self, shape: tuple, dtype: str, have: Layout, want: Layout) -> list[tuple[RedistributionStep, list[Bound]]]:
         key = (shape, dtype, have, want)
@@ -169,7 +169,7 @@ class Redistributor:
             name = root.layout.mesh.axes[axis][0]
             for tensor in storage.tensors.values():
                 assert tensor.layout is not None
-                tensor.layout = self._context.intern(tensor.layout.with_placement(axis, R))
+                self._context.lay(tensor, tensor.layout.with_placement(axis, R))
             op = "" if place.op == "sum" else f" ({place.op})"
             text = f"all_reduce{op} over {name}"
             emitter.line(root.id, root.spec.text(), root.layout, text, [root.id], self._context.note(f"{root.spec.nbytes} B"))
@@ -190,11 +190,11 @@ class Redistributor:
             )
             self._scatters[key] = step, self._emitter.bind(step.orders)
         step, bound = self._scatters[key]
-        emitter, made = self._emitter, self._emitter.temporary()
+        emitter, result = self._emitter, self._emitter.temporary()
         self._note_move(storage)
-        emitter.step(step, bound, root.id, made)
-        emitter.line(made, root.spec.text(), step.layout, step.text, (root.id,), self._context.note(f"{step.nbytes} B"))
-        self._replace_root(storage, root, made, want)
+        emitter.step(step, bound, root.id, result)
+        emitter.line(result, root.spec.text(), step.layout, step.text, (root.id,), self._context.note(f"{step.nbytes} B"))
+        self._replace_root(storage, root, result, want)
         return True
 
     def move_home(self, storage: Storage, want: Layout) -> None:
@@ -207,9 +207,9 @@ class Redistributor:
         """The layout of a storage's root between uses, where a use wants it in layout `want`."""
         shape = next(t for t in storage.tensors.values() if t.base is None).spec.shape
         for dim in zero.dims(want, shape) if storage.recipe is not None and len(storage.tensors) > 1 else ():
-            lies = zero.rest(want, shape, dim)
-            if self._materializer.can_split(storage, lies):  # its views have a local form then
-                return lies
+            layout = zero.rest(want, shape, dim)
+            if self._materializer.can_split(storage, layout):  # its views have a local form then
+                return layout
         return zero.rest(want, shape)
 
     def place(self, storage: Storage, want: Layout, decided: bool = True) -> None:
@@ -234,13 +234,13 @@ class Redistributor:
             return
         old = root.layout
         self._note_move(storage, stays=set(old.mesh.workers) <= set(want.mesh.workers))
-        made = self.convert(root.id, root, old, want)
+        result = self.convert(root.id, root, old, want)
         for view in storage.tensors.values():
             self.drop_copies(view)
         self._emitter.free(set(old.mesh.workers) - set(want.mesh.workers), list(storage.tensors))
         if storage.rest is not None:
             storage.rest = self._context.intern(want)
-        self._replace_root(storage, root, made, want)
+        self._replace_root(storage, root, result, want)
 
     def _replace_root(self, storage: Storage, root: Tensor, made: int, want: Layout) -> None:
         """A storage's root is `made` from now on, in layout `want`; every live view is made again."""
@@ -248,7 +248,7 @@ class Redistributor:
             self._alias(made, root.id, want)
         else:
             self._restride(made, root, want)
-        root.layout = self._context.intern(want)
+        self._context.lay(root, want)
         for view in sorted(storage.tensors.values(), key=lambda t: t.id):
             if view.base is not None:
                 self._remake(view)
@@ -317,10 +317,10 @@ class Redistributor:
         if outs is None:
             self.relayout(view.storage, unsplit(layout))
             return
-        made = [view.id if i == index else emitter.temporary() for i in known.news]
-        self._binder.compute(known, [layout] * known.tensors, outs, [view.base.id], values, made)
-        emitter.free(layout.mesh.workers, [i for i in made if i != view.id])
-        view.layout = self._context.intern(outs[index])
+        new_ids = [view.id if i == index else emitter.temporary() for i in known.news]
+        self._binder.compute(known, [layout] * known.tensors, outs, [view.base.id], values, new_ids)
+        emitter.free(layout.mesh.workers, [i for i in new_ids if i != view.id])
+        self._context.lay(view, outs[index])
 
     def view_layouts(self, known: OpSchema, base: Layout) -> list[Layout] | None:
         """Layouts of a view's outputs on a base, or None where it has no local form."""
@@ -329,7 +329,7 @@ class Redistributor:
             if decision is None or decision.wants[0] != place:
                 return None
             columns.append(decision.outs)
-        return [Layout(base.mesh, tuple(c[i] for c in columns)) for i in range(len(known.template.outs))]
+        return [Layout(base.mesh, tuple(column[i] for column in columns)) for i in range(len(known.template.outs))]
 
     def drop_copies(self, tensor: Tensor) -> None:
         for layout, (_, copy) in (tensor.copies or {}).items():

@@ -1,7 +1,7 @@
 """Bytes of sharded weights, gradients and optimizer state on each worker, beside the table of the ZeRO paper.
 
-The table (Rajbhandari et al., 2020, figure 1) is that of AdamW in the dtypes that the weights have: with N workers weights
-count once, gradients once and state twice, each whole or by N as the stage says. Pure.
+The table (Rajbhandari et al., 2020, figure 1) is that of AdamW in the dtypes of the weights. Weights and gradients count once,
+state twice, each whole or divided by the N workers as the stage says. Pure.
 """
 
 from __future__ import annotations

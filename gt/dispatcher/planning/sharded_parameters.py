@@ -8,7 +8,7 @@ its copy is gathered before the first use. The stages of ZeRO differ in how long
     2       until its parameter is written           as soon as autograd has accumulated them
     3       until more bytes are gathered than fit   as soon as autograd has accumulated them
 
-Copies of small parameters live as in stage 2, while they are together no larger than the largest parameter: otherwise values
+Copies of small parameters live as in stage 2, while they are together no larger than the largest parameter. Otherwise values
 computed from them could not be recomputed in backward. With a schedule all do: one micro-batch would end another one's copy.
 """
 

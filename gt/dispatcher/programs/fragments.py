@@ -11,13 +11,14 @@ The ops are at hand in any case. Where a program cannot serve, they are planned 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gt.dispatcher.planning.materializer import root_layout
 from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.programs.fragment_code import FragmentBounds, FragmentCode, WorkerCode, write_fragment
+from gt.dispatcher.programs.fragment_cuts import FragmentCuts, outline
 from gt.dispatcher.programs.fragment_pattern import FragmentCall, FragmentPattern, count_ops, parse, text
 from gt.dispatcher.programs.programs import Programs
 from gt.dispatcher.programs.recording import Recording
@@ -151,6 +152,12 @@ def _base(tensor: Tensor, depth: int) -> Tensor:
     return tensor
 
 
+def _sharing(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """For each tensor, the first that shares its memory."""
+    homes: dict[int, int] = {}
+    return tuple([homes.setdefault(id(t.storage), n) for n, t in enumerate(tensors)])
+
+
 class Fragments:
     """The fragments of one session."""
 
@@ -159,15 +166,16 @@ class Fragments:
         self._emitter, self._table, self._failures = context.emitter, context.table, context.failures
         self._all: OrderedDict[Fragment, None] = OrderedDict()  # least recently used first
         self._alike: dict[tuple, list[Fragment]] = {}
+        self._cuts = FragmentCuts()
         self._numbers = 0
         self._counts: OrderedDict[int, CallCounts] = OrderedDict()
         self._recording: _Recording | None = None
-        self._met: tuple[Fragment, list[Tensor]] | None = None  # for the first time, and the tensors that it reads
+        self._met: list[tuple[Fragment, tuple]] = []  # for the first time, and ids of the tensors that each reads
 
     @property
     def any(self) -> bool:
         """True once a fragment was met."""
-        return bool(self._all) or self._recording is not None or self._met is not None
+        return bool(self._all) or self._recording is not None or bool(self._met)
 
     @property
     def recording(self) -> bool:
@@ -186,6 +194,10 @@ class Fragments:
         self._recording.numbers.append(number)
 
     # ---- in the op stream
+
+    def split(self, code: list) -> list:
+        """A batch as it came, with its fragment in parts where earlier ones have parted or met again."""
+        return self._cuts.split(code, self._context.templates)
 
     def enter(self, code: list, at: int) -> int:
         """Deal with a FRAGMENT: the place behind the whole of it if a program has carried it out, else behind its header."""
@@ -209,9 +221,9 @@ class Fragments:
         recording, self._recording = self._recording, None
         if recording is not None:
             self._seal(recording, freed)
-        if self._met is not None:
-            (fragment, ins), self._met = self._met, None
-            self._programs.hint(-fragment.number, ins)
+        met, self._met = self._met, []
+        for fragment, ins in met:
+            self._programs.hint(-fragment.number, [self._table.rows[i] for i in ins if i in self._table.rows])
         self._redistributor.free(freed)
         return at + 2 + len(freed)
 
@@ -248,13 +260,15 @@ class Fragments:
         if fragment.tries >= MAX_TRIES:
             return fragment.why, ops
         fragment.tries += 1
+        if not self._programs.hinted(-fragment.number):
+            self._programs.hint(-fragment.number, ins)  # type: ignore[arg-type]
         self._programs.record(-fragment.number, 0, call.ins)
         rests = [t.storage.rest for t in ins]  # type: ignore[union-attr]
         self._recording = _Recording(fragment, call, backend, ins, rests)  # type: ignore[arg-type]
         return fragment.why or RECORDED, ops
 
     def _harm(self, fragment: Fragment, ins: list[Tensor]) -> str:
-        """Why the fragment gives no values: a worker is lost, or it reads a failed tensor; "" if neither holds."""
+        """The reason why the fragment gives no values: a worker is lost, or it reads a failed tensor; "" if neither holds."""
         if not self._failures.troubled:
             return ""
         self._failures.recover()
@@ -263,12 +277,23 @@ class Fragments:
 
     def _find(self, rows: list, backend: str, seed: int, counter: int) -> tuple[Fragment | None, FragmentCall | None]:
         key = (backend, len(rows), rows[0], rows[1] if len(rows) > 1 else 0)
-        for fragment in self._alike.get(key, ()):
+        alike = self._alike.get(key, [])
+        for n, fragment in enumerate(alike):
             call = fragment.pattern.match(rows, seed, counter)
-            if call is not None and fragment.rests == self._rests(call.ins):
+            if call is not None and fragment.rests == self._rests(call.ins) and self._fits(fragment, call.ins):
                 self._all.move_to_end(fragment)
+                if n:
+                    alike.insert(0, alike.pop(n))
                 return fragment, call
         return None, None
+
+    def _fits(self, fragment: Fragment, ins: Sequence[int]) -> bool:
+        """False if these tensors have other strides, or share memory otherwise, than those that its program was made for."""
+        program, rows = fragment.program, self._table.rows
+        if program is None or any(i not in rows for i in ins):
+            return True
+        tensors = [rows[i] for i in ins]
+        return _sharing(tensors) == program.sharing and [t.spec for t in tensors] == program.specs
 
     def _rests(self, ins: Iterable[int]) -> tuple[bool, ...]:
         """True for each tensor that ZeRO has rest in pieces between uses."""
@@ -280,6 +305,18 @@ class Fragments:
         pattern = parse(code, self._context.templates, seed, counter)
         if pattern is None:
             return UNFIT, count_ops(code, self._context.templates)
+        new = outline(code, pattern, seed, counter)
+        self._cuts.add(new)
+        parts = self._cuts.parts(new, self._context.templates)
+        for part, base in parts if len(parts) > 1 else [(code, counter)]:  # as it will come from now on
+            if len(parts) == 1 or self._find(part, backend, seed, base)[0] is None:
+                known = pattern if len(parts) == 1 else parse(part, self._context.templates, seed, base)
+                if known is not None:
+                    self._met.append((self._remember(part, known, backend), known.first_in(part)))
+        return NEW, len(pattern.ops)
+
+    def _remember(self, code: list, pattern: FragmentPattern, backend: str) -> Fragment:
+        """A new fragment."""
         self._numbers += 1
         key = (backend, len(code), code[0], code[1])
         fragment = Fragment(self._numbers, key, pattern, self._rests(pattern.first_in(code)))
@@ -290,9 +327,7 @@ class Fragments:
         self._all[fragment] = None
         for old in [*alike[MAX_ALIKE:], *list(self._all)[: max(0, len(self._all) - MAX_FRAGMENTS)]]:
             self._remove(old)
-        rows = self._table.rows
-        self._met = fragment, [rows[i] for i in pattern.first_in(code) if i in rows]
-        return NEW, len(pattern.ops)
+        return fragment
 
     def _remove(self, fragment: Fragment) -> None:
         if fragment in self._all:
@@ -317,14 +352,16 @@ class Fragments:
             self._programs.discard()
         for fragment in list(self._all):
             self._remove(fragment)
-        self._recording = self._met = None
+        self._cuts.clear()
+        self._recording, self._met = None, []
 
     def close(self) -> None:
         """The session is over."""
         self._all.clear()
         self._alike.clear()
+        self._cuts.clear()
         self._counts.clear()
-        self._recording = self._met = None
+        self._recording, self._met = None, []
 
     def _count(self, slot: int) -> CallCounts:
         counts = self._counts.setdefault(slot, CallCounts())
@@ -368,7 +405,7 @@ class Fragments:
         programs.deferred.end(tape)
         bases = self._bases(ins, tape)
         tensors = [*ins, *(_base(ins[n], depth) for n, depth in bases)]
-        why = programs.obstacle(tape, [], {tensor.id for tensor in tensors}) or _offloads(tape)
+        why = programs.obstacle(tape, [], {tensor.id for tensor in tensors}) or _offloads(tape) or self._unplaced(call)
         if len(recording.numbers) != len(fragment.pattern.ops):
             why = why or "its ops are not those that were announced"
         result: FragmentCode | str = why
@@ -395,7 +432,6 @@ class Fragments:
         fragment.pattern.constants |= result.constants
         layouts = [tape.before.get(t.id) for t in tensors]
         changed = [(n, t.layout) for n, t in enumerate(tensors) if t.layout is not None and t.layout is not layouts[n]]
-        homes: dict[int, int] = {}
         written = {id(storage) for row in tape.journal for storage in row.writes}
         return FragmentProgram(
             code=result.workers,
@@ -408,7 +444,7 @@ class Fragments:
             changed=changed,
             views=[len(tensors[n].storage.tensors) for n, _ in changed],
             rebound=result.rebound,
-            sharing=tuple(homes.setdefault(id(t.storage), n) for n, t in enumerate(ins)),
+            sharing=_sharing(ins),
             moved=tuple(bounds.moved),
             writes=tuple(n for n, t in enumerate(ins) if id(t.storage) in written),
             flags=[(t.storage.default, t.storage.undecided) for t in ins],
@@ -418,6 +454,11 @@ class Fragments:
             constants=tape.constants,
             size=tape.size,
         )
+
+    def _unplaced(self, call: FragmentCall) -> str:
+        rows = self._table.rows
+        unplaced = any(rows[i].layout is None for i in call.made if i in rows)
+        return "a result has no place on workers" if unplaced else ""
 
     def _define(self, tape: Recording, code: FragmentCode, added: dict[str, Define]) -> dict[int, Define]:
         """Definitions of the programs, by worker, which know those that passes have added."""
@@ -475,11 +516,6 @@ class Fragments:
         if not alive <= program.live:
             fragment.kept |= alive
             return KEPT
-        homes: dict[int, int] = {}
-        if tuple([homes.setdefault(id(t.storage), n) for n, t in enumerate(ins)]) != program.sharing:
-            return "other inputs shared memory"
-        if [t.spec for t in ins] != program.specs:
-            return "inputs had other strides"
         held = {n for n in program.moved if call.ins[n] not in ended or ins[n].children or ins[n].released}
         if held:
             fragment.held |= held
@@ -552,4 +588,4 @@ class Fragments:
         )  # fmt: skip
         self._context.journal.add(launched)
         for storage in (*writes, *makes):
-            storage.version += 1
+            storage.writes += 1

@@ -6,9 +6,10 @@ values are freed at their last use, other frees are left out, and loop-carried t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter, is_
 from typing import Any
 
 from gt.dispatcher.fairness.time_slices import Leavings
@@ -25,7 +26,7 @@ from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.failures import Launched, Planned
 from gt.dispatcher.state.outbox import Outbox
 from gt.dispatcher.state.records import Cause
-from gt.dispatcher.state.tensors import Storage, Tensor
+from gt.dispatcher.state.tensors import LaunchCount, Storage, Tensor
 from gt.errors import ProtocolError
 from gt.ir.instr import BACKENDS, Define
 from gt.ir.layout import Layout, Partial, R, local_shape, replicated
@@ -33,17 +34,38 @@ from gt.wire.messages import FinishCapture
 
 MAX_PROGRAMS_PER_SESSION = 64
 MAX_HINTED_SLOTS = 4096  # functions whose inputs' layouts are remembered
+_LAYOUT = attrgetter("layout")
+
+
+class RecordedLayouts:
+    """Tensors, and the layouts that they had when a program was recorded."""
+
+    def __init__(self, placed: Iterable[Tensor]) -> None:
+        self.tensors = list(placed)
+        self.layouts: list[Layout] = list(map(_LAYOUT, self.tensors))
+
+    def hold(self) -> bool:
+        """True if each tensor lies so, at the cost of a comparison for each."""
+        return all(map(is_, map(_LAYOUT, self.tensors), self.layouts))
+
+    def changed(self) -> Iterator[tuple[Tensor, Layout]]:
+        """Tensors that lie otherwise, and their recorded layouts. To move one may move those behind it."""
+        return ((t, layout) for t, layout in zip(self.tensors, self.layouts, strict=True) if t.layout is not layout)
 
 
 @dataclass(slots=True)
 class Program:
-    """code: its definitions by worker, in order. layouts, made: of its inputs and of its results, when it was recorded."""
+    """code: its definitions by worker, in order. layouts, made: of its inputs and of its results, when it was recorded.
+
+    compared: the table's `relaid` at which all layouts were as recorded. No other container changes, so that a launch refers
+    to them as they are: what it costs does not grow with the tensors.
+    """
 
     code: dict[int, list[Define]]
     uses: list[Define]  # definitions that its code names: they live as long as it
     journal: list[Planned]
-    layouts: list[tuple[Tensor, Layout]]
-    made: list[tuple[Tensor, Layout]]
+    layouts: RecordedLayouts
+    made: RecordedLayouts
     reads: list[Storage]
     writes: list[Storage]
     makes: list[Storage]
@@ -51,12 +73,17 @@ class Program:
     size: int
     numbers: dict[int, list[int]] = field(init=False)  # of its definitions
     host_copies: LaunchedCopies
-    launches: int = 0
+    count: LaunchCount = field(default_factory=LaunchCount)
+    compared: int = -1
     order: dict = field(default_factory=dict)  # the report of its schedule
     failed: Cause | None = None  # a worker of it is lost: a process that takes its place knows nothing of it
 
     def __post_init__(self) -> None:
         self.numbers = {worker: [define.number for define in defines] for worker, defines in self.code.items()}
+
+    def changes(self) -> Iterable[Storage]:
+        """Storages that a launch writes or makes."""
+        return dict.fromkeys((*self.writes, *self.makes))
 
 
 class Programs:
@@ -137,6 +164,10 @@ class Programs:
     def hint(self, slot: int, inputs: Sequence[Tensor]) -> None:
         """Remember the layouts that inputs have now, for the next recording of this slot."""
         self._hint(slot, [(len(t.spec.shape), t.layout) for t in inputs])
+
+    def hinted(self, slot: int) -> bool:
+        """True if layouts of a slot's inputs are known."""
+        return slot in self._hints
 
     def _hint(self, slot: int, layouts: list[tuple[int, Layout | None]]) -> None:
         if len(self._hints) >= MAX_HINTED_SLOTS:
@@ -323,13 +354,17 @@ class Programs:
         reads = dict.fromkeys(r for row in tape.journal for r in row.reads if r in storages)
         writes = dict.fromkeys([w for row in tape.journal for w in row.writes if w in storages] + carried)
         makes = dict.fromkeys(t.storage for i, t in rows.items() if i not in tape.before)
-        layouts = [(t, t.layout) for t in older if (t.storage in reads or t.storage in writes) and t.layout is not None]
-        made = [(t, t.layout) for i, t in rows.items() if i not in tape.before and t.layout is not None and t.base is None]
+        layouts = RecordedLayouts(t for t in older if (t.storage in reads or t.storage in writes) and t.layout is not None)
+        made = RecordedLayouts(t for i, t in rows.items() if i not in tape.before and t.layout is not None and t.base is None)
         uses = dict.fromkeys(row.define for part in tape.code.values() for row in part)
         if carried:
             uses[self._emitter.common("alias")] = None
         journal, copies = tape.sealed(), self._host_copies.of_program(tape)
-        return Program(code, [*uses], journal, layouts, made, [*reads], [*writes], [*makes], tape.constants, tape.size, copies)
+        touched = [*reads], [*writes], [*makes]
+        program = Program(code, [*uses], journal, layouts, made, *touched, tape.constants, tape.size, copies)
+        for storage in program.changes():
+            storage.written_by(program.count)
+        return program
 
     def _local_shape(self, worker: int, name: int) -> tuple[tuple[int, ...], int] | None:
         """Local shape and itemsize of a tensor of the table."""
@@ -353,30 +388,35 @@ class Programs:
         program = self.all.get(number) if type(number) is int else None
         if program is None or type(seed) is not int or type(counter) is not int:
             raise ProtocolError(f"Ops.code launches {number!r:.40}, which is no program")
-        program.launches += 1
         self.order, self.newest = program.order, program.numbers
         self.launches += 1
-        for tensor, layout in program.layouts:
-            if tensor.layout is not layout and program.failed is None:
-                self._redistributor.relayout(tensor.storage, root_layout(tensor, layout))
-        for tensor, layout in program.made if program.failed is None else ():
-            if tensor.layout is not layout and tensor.storage.tensors:
-                self._made_again(tensor.storage, layout)
+        if program.compared != self._table.relaid and program.failed is None:
+            self._restore_layouts(program)
         self._host_copies.before_launch(program.host_copies)
         with self._emitter.op(len(program.journal)):
             row = Launched(
-                self._emitter.seq, program.journal[0].known, self._context.origin, tuple(program.reads), tuple(program.writes),
-                tuple(program.makes), program.journal, program.launches,
+                self._emitter.seq, program.journal[0].known, self._context.origin, program.reads, program.writes, program.makes,
+                program.journal, program.count.launches + 1,
             )  # fmt: skip
             self._journal.add(row)
-            for storage in (*program.writes, *program.makes):
-                storage.version += 1
+            program.count.launches += 1
             if self._failures.troubled and self._doomed(program, row.seq):
                 return
             for worker, defines in program.code.items():
                 for define in defines:
                     self._emitter.write(self._cluster.workers[worker], define, (seed, counter))
             self._host_copies.after_launch(program.host_copies)
+
+    def _restore_layouts(self, program: Program) -> None:
+        """Have tensors lie as they did when a program was recorded. If all do, that holds until one is laid otherwise."""
+        if program.layouts.hold() and program.made.hold():
+            program.compared = self._table.relaid
+            return
+        for tensor, layout in program.layouts.changed():
+            self._redistributor.relayout(tensor.storage, root_layout(tensor, layout))
+        for tensor, layout in program.made.changed():
+            if tensor.storage.tensors:
+                self._made_again(tensor.storage, layout)
 
     def _made_again(self, storage: Storage, layout: Layout) -> None:
         """Restore the layout of a result that was changed since: its terms were added up, or it moved."""
@@ -386,7 +426,7 @@ class Programs:
         )
         for tensor in storage.tensors.values() if terms else ():
             places = enumerate(tensor.layout.placements if tensor.layout else ())
-            tensor.layout = self._context.intern(Layout(layout.mesh, tuple(terms.get(n, place) for n, place in places)))
+            self._context.lay(tensor, Layout(layout.mesh, tuple(terms.get(n, place) for n, place in places)))
 
     def _doomed(self, program: Program, seq: int) -> bool:
         """Taint the results of a replay that reads a failed tensor; True if it cannot be sent, for want of a worker."""
@@ -412,7 +452,9 @@ class Programs:
     def leave(self, leavings: Leavings) -> None:
         """The session is over."""
         for program in self.all.values():
-            for part in (program.journal, program.layouts, program.made, program.reads, program.writes, program.makes):
+            placed = program.layouts, program.made
+            held = program.journal, program.reads, program.writes, program.makes, *[part.tensors for part in placed]
+            for part in held:
                 leavings.add(part)
         self.all.clear()
 
@@ -421,7 +463,16 @@ class Programs:
         if program is None:
             raise ProtocolError(f"Ops.code drops {number!r:.40}, which is no program")
         self.kept -= program.size
+        for storage in program.changes():
+            storage.forget(program.count)
         self._free(program.constants)
+
+    def check(self) -> None:
+        """Assert what must hold between events."""
+        for program in self.all.values():
+            if program.compared == self._table.relaid:
+                assert program.layouts.hold() and program.made.hold(), "a layout has changed, and Table.relaid has not"
+            assert all(program.count in storage.programs for storage in program.changes())
 
 
 def _same_workers(before: Layout | None, tensor: Tensor) -> bool:

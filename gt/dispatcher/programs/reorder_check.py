@@ -21,7 +21,7 @@ from gt.ir.instr import COLLECTIVES, RECEIVES
 
 
 class CannotReorder(Exception):
-    """Why a step's instructions stay in their order; for a schedule, why the step is not a pipeline."""
+    """The reason why a step's instructions stay in their order; for a schedule, why the step is no pipeline."""
 
 
 @dataclass(slots=True)

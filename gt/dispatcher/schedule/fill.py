@@ -26,6 +26,8 @@ def fill(rows: Rows, costs: Costs, limits: Sequence[float], late: float) -> list
 
 
 class _Fill:
+    """A schedule in the making: rows without W, the clock of each worker, and the W that may be placed."""
+
     def __init__(self, rows: Rows, costs: Costs, limits: Sequence[float], late: float) -> None:
         self.rows = [[action for action in row if action.kind in "FBI"] for row in rows]
         self.costs, self.limits, self.late = costs, limits, late

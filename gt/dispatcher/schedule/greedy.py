@@ -24,6 +24,8 @@ def greedy(workers: Placement, m: int, costs: Costs, limits: Sequence[float]) ->
 
 
 class _Greedy:
+    """List scheduling in progress: the clock and memory of each worker, and how far each stage is."""
+
     def __init__(self, workers: Placement, m: int, costs: Costs, limits: Sequence[float]) -> None:
         self.workers, self.m, self.costs, self.own = workers, m, costs, mates(workers)
         self.limits = [limit * (1 + 1e-9) for limit in limits]

@@ -10,7 +10,7 @@ from math import prod
 
 FLOPS, BYTES, LINK = 4e14, 3e12, 3.9e11  # per second: half-precision operations, bytes of memory, bytes between two GPUs
 HOST_FLOPS, HOST_BYTES = 2e11, 2e10  # per second of a worker on several CPU cores: operations, bytes of memory
-LATENCY = 2e-5  # seconds of the smallest collective
+LATENCY_SECONDS = 2e-5  # seconds of the smallest collective
 Shape = tuple[int, ...]
 _FACTORS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 _ATTENTION = {"gt.sdpa": (0, 1, 2, 4), "gt.sdpa_backward": (1, 2, 3, 10)}  # indices of q, k, v; operations a score and channel
@@ -50,9 +50,9 @@ def seconds(operations: float, nbytes: float) -> float:
 
 def gathered(nbytes: float, size: int) -> float:
     """Seconds of an all-gather to `nbytes` on each of `size` workers."""
-    return LATENCY + nbytes * (size - 1) / size / LINK
+    return LATENCY_SECONDS + nbytes * (size - 1) / size / LINK
 
 
 def added_up(nbytes: float, size: int) -> float:
     """Seconds of an all-reduce of `nbytes` over `size` workers."""
-    return LATENCY + 2 * nbytes * (size - 1) / size / LINK
+    return LATENCY_SECONDS + 2 * nbytes * (size - 1) / size / LINK

@@ -59,7 +59,7 @@ def combination(known: OpSchema, values: tuple) -> str | None:
     return rule(values[order.index] if isinstance(order, V) else order)
 
 
-def cut(known: OpSchema) -> bool:
+def runs_in_parts(known: OpSchema) -> bool:
     """True if the op may run on a part of its lists: no operand beside the lists can have a row for each index."""
     beside = [spec.shape for index, spec in enumerate(known.template.ins) if index not in known.listed]
     return (known.name in ELEMENTWISE or known.name in REDUCTIONS) and not any(beside)

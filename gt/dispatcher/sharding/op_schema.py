@@ -20,6 +20,8 @@ LISTS = ("_foreach_", "_fused_", "_amp_foreach")  # prefixes of list ops
 
 @dataclass(eq=False)
 class OpSchema:
+    """A template with what the planner derives from it once, and the plans that it has made for it."""
+
     template: Template
     name: str = ""  # aten.add.Tensor -> add
     plans: dict = field(default_factory=dict)  # planner's cache

@@ -53,7 +53,7 @@ def within(interval: Interval, held: Sequence[Interval]) -> Interval:
 
 def local_boxes(part: Sequence[Sequence[Interval]], held: Spans) -> list[list[list[int]]]:
     """The boxes of `part` (intervals of each dim) in local indices of a tensor that holds `held`."""
-    where = [[list(within(i, h)) for i in intervals_] for intervals_, h in zip(part, held, strict=True)]
+    where = [[list(within(i, holding)) for i in intervals_] for intervals_, holding in zip(part, held, strict=True)]
     return [[list(span) for span in box] for box in product(*where)]
 
 
@@ -82,11 +82,11 @@ def on_mesh(cluster: Cluster, shape: Sequence[int], dtype: str, have: Layout, wa
 
 def _tangled(have: Layout, want: Layout) -> set[int]:
     """Dims that several axes split, before or after, in different ways. Such splits nest, so all are gathered first."""
-    found = set()
+    tangled = set()
     for layout in (have, want):
         dims = [p.dim for p in layout.placements if isinstance(p, Shard)]
-        found |= {d for d in dims if dims.count(d) > 1}
-    return {d for d in found if _splits(have, d) != _splits(want, d)}
+        tangled |= {d for d in dims if dims.count(d) > 1}
+    return {d for d in tangled if _splits(have, d) != _splits(want, d)}
 
 
 def _splits(layout: Layout, dim: int) -> list[Placement | None]:

@@ -74,8 +74,8 @@ def pointwise(known: OpSchema, places: list[Place], size: int) -> Decision | Non
         wants.append(Shard(dim, leader.parts) if dim >= 0 and spec.shape[dim] == result[leader.dim] else R)
     if writes and wants[writes[0]] != settled(places[writes[0]]):
         return None
-    made = tuple(Shard(len(out_shape(known, i)) + back, leader.parts) for i in range(len(outs)))
-    return Decision(tuple(wants), made)
+    outputs = tuple(Shard(len(out_shape(known, i)) + back, leader.parts) for i in range(len(outs)))
+    return Decision(tuple(wants), outputs)
 
 
 def _leader(known: OpSchema, places: list[Place], result: tuple[int, ...], writes: tuple[int, ...]) -> Shard | None:
@@ -99,8 +99,8 @@ def reduction(known: OpSchema, places: list[Place], size: int) -> Decision | Non
         return None
     outs = len(known.template.outs)
     if isinstance(place, Partial):
-        same = place.op == "sum" and known.name in ("sum", "mean") and same_dtype_kind(known, places)
-        return Decision((place,), (place,) * outs) if same else None
+        linear = place.op == "sum" and known.name in ("sum", "mean") and same_dtype_kind(known, places)
+        return Decision((place,), (place,) * outs) if linear else None
     if not isinstance(place, Shard):
         return Decision((R,), (R,) * outs)
     dims, keep = _reduced(known)
@@ -305,8 +305,8 @@ def constant_pad(known: OpSchema, places: list[Place], size: int) -> Decision | 
 def _cat_with_nothing(known: OpSchema, places: list[Place], dim: int) -> Decision:
     """cat that ignores operands of shape [0], whatever the rank of the others (an empty key cache)."""
     rank = len(out_shape(known))
-    some = {p for p, s in zip(places, known.template.ins, strict=True) if s.shape != (0,)}
-    place = some.pop() if len(some) == 1 else R
+    nonempty = {p for p, s in zip(places, known.template.ins, strict=True) if s.shape != (0,)}
+    place = nonempty.pop() if len(nonempty) == 1 else R
     kept = isinstance(place, Shard) and place.dim != dim % rank
     there = place if kept and isinstance(place, Shard) else R
     return Decision(tuple(R if s.shape == (0,) else there for s in known.template.ins), (there,))
@@ -323,12 +323,12 @@ def cat(known: OpSchema, places: list[Place], size: int) -> Decision | None:
     if len(kinds) == 1 and isinstance(places[0], Partial) and places[0].op in ("sum", "norm2"):
         return Decision(tuple(p for p in places if p), (places[0],) * len(outs))
     first = next((p for p in places if isinstance(p, Shard)), None)
-    same = all(s.shape == shape(known, 0) for s in known.template.ins) or known.name == "cat"
-    if first is None or not same or any(len(s.shape) != rank for s in known.template.ins):
+    equal_shapes = all(s.shape == shape(known, 0) for s in known.template.ins) or known.name == "cat"
+    if first is None or not equal_shapes or any(len(s.shape) != rank for s in known.template.ins):
         return Decision((R,) * known.tensors, (R,) * len(outs))
     if known.name == "stack":
-        at = dim % (rank + 1)
-        return Decision((first,) * known.tensors, (Shard(first.dim + (first.dim >= at), first.parts),))
+        new_dim = dim % (rank + 1)
+        return Decision((first,) * known.tensors, (Shard(first.dim + (first.dim >= new_dim), first.parts),))
     if first.dim == dim % rank:
         pieces = {s.shape[first.dim] for s in known.template.ins}
         if kinds == {first} and first.parts == 1 and len(pieces) == 1 and pieces.pop() % size == 0:
@@ -360,8 +360,8 @@ RULES: dict[str, Rule] = {
 
 def _view(known: OpSchema, places: list[Place], size: int) -> Decision | None:
     place = settled(places[0]) if not isinstance(places[0], Partial) else places[0]
-    made = view(known, place, size)
-    return None if made is None else Decision((place,), made)
+    output = view(known, place, size)
+    return None if output is None else Decision((place,), output)
 
 
 def decide(known: OpSchema, places: list[Place], size: int) -> Decision | None:
@@ -380,5 +380,5 @@ def decide_along(known: OpSchema, columns: Sequence[list[Place]], sizes: Sequenc
     if known.name not in RESHAPES or sum(isinstance(places[0], Shard) for places in columns) < 2:
         return [decide(known, places, size) for places, size in zip(columns, sizes, strict=True)]
     starts = [places[0] if isinstance(places[0], Partial) else settled(places[0]) for places in columns]
-    made = reshape_along(known, starts, sizes)
-    return [None] * len(starts) if made is None else [Decision((p,), (m,)) for p, m in zip(starts, made, strict=True)]
+    outputs = reshape_along(known, starts, sizes)
+    return [None] * len(starts) if outputs is None else [Decision((p,), (m,)) for p, m in zip(starts, outputs, strict=True)]

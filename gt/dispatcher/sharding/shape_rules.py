@@ -75,7 +75,7 @@ def _lists(known: OpSchema) -> bool:
     lengths = {len(column.items) for column in known.columns}
     if len(lengths) != 1 or any(isinstance(item, V) for item in known.columns[0].items):
         return False
-    return not list_rules.cut(known) or len(known.template.outs) in (0, *lengths)
+    return not list_rules.runs_in_parts(known) or len(known.template.outs) in (0, *lengths)
 
 
 # ---- dims

@@ -11,7 +11,7 @@ from math import prod
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.ir.layout import Partial, Placement, Replicate, Shard
 
-MOST_PARTS = 4096  # parts of a split dim, each a box on every worker; with more, gathering is cheaper
+MAX_PARTS = 4096  # parts of a split dim, each a box on every worker; with more, gathering is cheaper
 OTHER_VIEW = "a view of another form"  # see shape_rules.py
 Split = Callable[[OpSchema, Shard, int], Shard | None]
 
@@ -113,7 +113,7 @@ def _in_run(place: Shard, before: list[tuple[int, int]], after: list[tuple[int, 
     if extent % (size * place.parts) or (lead > 1 and place.parts > 1):
         return None
     parts = lead * place.parts  # every index of the leading dims is a part
-    if parts > MOST_PARTS:
+    if parts > MAX_PARTS:
         return None
     passed = 1
     for dim, n in after:
@@ -199,7 +199,7 @@ def wanted_parts(known: OpSchema) -> tuple[int, int] | None:
         return (dim, len(known.template.outs)) if same else None
     for before, after in segments(old, new) if known.name in ("view", "_unsafe_view") else ():
         if len(before) == 1 and len(after) > 1:
-            return (before[0], new[after[0]]) if new[after[0]] <= MOST_PARTS else None
+            return (before[0], new[after[0]]) if new[after[0]] <= MAX_PARTS else None
     return None
 
 

@@ -1,8 +1,8 @@
 """ZeRO as layouts (Rajbhandari et al., 2020): a parameter rests split along the data-parallel axis, and is used whole there.
 
 `rest` is its layout between uses, `used` that of a use. Gradients and optimizer state rest as their parameter does. The dim is
-one of the tensor, whole rows of it (as FSDP2 does it, and no flat buffer): a piece is a box, so that views, recipes and
-collectives exist for it. Pure.
+one of the tensor, as in FSDP2, and a piece has whole rows; there is no flat buffer. So a piece is a box, for which views,
+recipes and collectives exist. Pure.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def axis_of(layout: Layout) -> int | None:
 def dims(layout: Layout, shape: Sequence[int]) -> list[int]:
     """The dims by which a tensor may rest, best first: those whose longest piece is the smallest part of the tensor.
 
-    A dim that another axis splits is none of them: the data-parallel axis would be the outer of two splits, and a gather over
+    A dim that another axis splits is none of them. The data-parallel axis would be the outer of two splits, and a gather over
     it would not give a tensor-parallel piece.
     """
     axis = axis_of(layout)

@@ -17,7 +17,7 @@ from gt.wire.arena import BLOCK_BYTES, HEADER_BYTES, MAX_ARENA_BYTES, NONCE_BYTE
 from gt.wire.messages import ArenaOpened, CloseArenas, Fetch, Message, OfferArena, OfferFile, Store
 
 MAX_ARENAS = 1024  # of one session
-MAX_HOME_CHARACTERS = 255
+MAX_HOME_CHARACTERS = MAX_NAME_CHARACTERS = 255
 _NONCE = re.compile(f"[0-9a-f]{{{2 * NONCE_BYTES}}}")
 
 
@@ -25,13 +25,18 @@ _NONCE = re.compile(f"[0-9a-f]{{{2 * NONCE_BYTES}}}")
 class SharedArena:
     """offer: as workers get it, with the dispatcher's key as its number. workers: those that have opened it.
 
-    A file is one too. owner: the offer of the arena that proves its process.
+    A file is one too. owner: the offer of the arena that proves its process. name: of a file, as its client says.
     """
 
     offer: OfferArena | OfferFile
     owner: OfferArena | None = None
+    name: str = ""
     asked: set[int] = field(default_factory=set)  # of which the answer is still to come
     workers: set[int] = field(default_factory=set)
+
+    @property
+    def in_file(self) -> bool:
+        return isinstance(self.offer, OfferFile)
 
 
 class BlockPlace(NamedTuple):
@@ -74,8 +79,10 @@ class SessionArenas:
             raise ProtocolError(f"OfferFile.owner is {message.owner}, want an open arena")
         if not 0 < message.nbytes <= MAX_ARENA_BYTES or not 0 <= message.fd < 1 << 31:
             raise ProtocolError(f"OfferFile: nbytes is {message.nbytes}, fd {message.fd}, want a file that is not empty")
-        offer = replace(message, arena=self._cluster.key(), owner=owner.offer.arena)
-        self._offer(message.arena, SharedArena(offer, owner.offer))
+        if len(message.name) > MAX_NAME_CHARACTERS:
+            raise ProtocolError(f"OfferFile.name has {len(message.name)} characters, at most {MAX_NAME_CHARACTERS} are taken")
+        offer = replace(message, arena=self._cluster.key(), owner=owner.offer.arena, name="")
+        self._offer(message.arena, SharedArena(offer, owner.offer, message.name))
 
     def _check_number(self, message: OfferArena | OfferFile) -> None:
         if message.arena in self._arenas or not 0 < message.arena < 1 << 20 or len(self._arenas) >= MAX_ARENAS:
@@ -167,6 +174,11 @@ class SessionArenas:
     def asked(self) -> set[int]:
         """Workers that have still to tell of some arena whether they share it."""
         return {index for arena in self._arenas.values() for index in arena.asked}
+
+    @property
+    def opening(self) -> dict[str, set[int]]:
+        """Names of files that workers have still to open, and these workers."""
+        return {arena.name: set(arena.asked) for arena in self._arenas.values() if arena.in_file and arena.asked}
 
     def awaits(self, message: Message) -> bool:
         """True for a Fetch or Store into an arena of which some worker has still to tell whether it shares it."""

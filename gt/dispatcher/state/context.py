@@ -76,6 +76,11 @@ class SessionContext:
         """The one object for equal layouts, so that plans can be keyed by identity."""
         return self._layouts.setdefault(layout, layout)
 
+    def lay(self, tensor: Tensor, layout: Layout) -> None:
+        """A tensor, which may have been placed before, lies in this layout from now on."""
+        tensor.layout = self.intern(layout)
+        self.table.relaid += 1
+
     def default_mesh(self) -> Mesh:
         """The mesh of ungrouped work: the first worker that is alive."""
         return Mesh((), (next((w.index for w in self.cluster.workers if not w.lost), 0),))

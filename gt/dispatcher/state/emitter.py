@@ -28,8 +28,8 @@ class _Life(weakref.ref):
 class Emitter:
     """One session's pen. `seq` is the number of the op being planned, `base` the first of the Run that is being written.
 
-    Numbers are of all sessions' ops, and only the methods here assign them: a number that is left over from another
-    session's op would blame the wrong program for a failure.
+    Numbers count the ops of all sessions, and only the methods here assign them. A number left over from another session's op
+    would blame the wrong program for a failure.
     """
 
     def __init__(self, cluster: Cluster, session: int, page: list[str] | None = None) -> None:

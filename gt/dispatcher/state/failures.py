@@ -28,9 +28,9 @@ class Planned:
     seq: int
     known: OpSchema
     origin: Origin
-    reads: tuple[Storage, ...]
-    writes: tuple[Storage, ...]
-    makes: tuple[Storage, ...]
+    reads: Sequence[Storage]
+    writes: Sequence[Storage]
+    makes: Sequence[Storage]
 
     @property
     def end(self) -> int:
@@ -206,7 +206,7 @@ class OpJournal:
             self.set_cause(seq, storage, cause)
 
     def _behind(self, seq: int, storage: Storage) -> Cause | None:
-        """Why a value is worthless behind op `seq`."""
+        """The reason why a value is worthless behind op `seq`."""
         later = next((mark for mark in self.marks.get(storage, ()) if mark.seq > seq), None)
         return storage.failed if later is None else later.before
 
@@ -264,7 +264,7 @@ class OpJournal:
                             self.set_cause(row.seq, storage, None)
 
     def earlier(self, seq: int) -> Cause | None:
-        """Why something that op `seq`, or its replay, reads had failed before: then its own failure says nothing new."""
+        """The earlier failure of something that op `seq`, or its replay, reads: then its own failure says nothing new."""
         row = self.find(seq)
         if row is None:
             return None
@@ -324,8 +324,8 @@ class Failures:
             self._last_error = error
         # What it made is worthless either way. The cause is another object: what healed of the older one stays as it is.
         cause = Cause(error, seq=seq, full=full) if older is None else Cause(older.error, older.lost, older.seq, older.full)
-        told = others or (full and (seq < self.full_upto or any(one.full for one in self.unreported)))  # others: as before it
-        if self.taint(seq, cause, others) and older is None and not told and len(self.unreported) < MAX_UNREPORTED_FAILURES:
+        reported = others or (full and (seq < self.full_upto or any(report.full for report in self.unreported)))
+        if self.taint(seq, cause, others) and older is None and not reported and len(self.unreported) < MAX_UNREPORTED_FAILURES:
             self.unreported.append(cause)
 
     def taint(self, seq: int, cause: Cause, others: Iterable[int] = ()) -> bool:
@@ -356,6 +356,7 @@ class Failures:
                     else:
                         self._journal.fail(row.seq, storage, cause)
                         storage.unallocated = True
+        self._table.relaid += 1  # of what is undone
         self._journal.undo_moves(self._dropped_ops)  # some workers may have reported earlier ones before
         for storage in {id(tensor.storage): tensor.storage for tensor in self._table.rows.values()}.values():
             if storage.moved in self._dropped_ops and storage.recipe is None:  # its pieces are on their way from what is freed
@@ -384,7 +385,7 @@ class Failures:
         return bool(self._losses)
 
     def harm(self, rows: Iterable[Planned]) -> str:
-        """Why these ops give no values: a worker is lost, or one of the ops uses a failed value; "" if neither holds."""
+        """The reason why these ops give no values, or "": a worker is lost, or one of the ops uses a failed value."""
         if not self.troubled:
             return ""
         if self._losses:

@@ -54,6 +54,7 @@ class Request:
     named: dict[int, str] = field(default_factory=dict)  # of a store: name of the tensor that was asked for under each seq
     place: BlockPlace | None = None  # of a block of the client that workers write their parts into
     granted: dict[int, int] = field(default_factory=dict)  # bytes of a large piece that may come, once more than AHEAD
+    holds: bool = False  # workers write from the tensors themselves: no op may change them before the answer
     moved: float = -1.0  # when something of the answer came last, or could come at last; below 0: it has to be worked for
 
     @property
@@ -65,6 +66,11 @@ class Request:
             return {self.keys[key] for key, left in self.left.items() if left}
         ends = {key: self.sizes[key] - left + min(left, CHUNK) for key, left in self.left.items() if left}
         return {self.keys[key] for key, end in ends.items() if end <= self.granted.get(key, AHEAD)}
+
+    @property
+    def files(self) -> dict[str, set[int]]:
+        """Names of files that workers have still to write, as far as is known, and these workers."""
+        return {} if self.place is None or not self.owed else {self.place.arena.name: self.owed}
 
     @property
     def name(self) -> str:
@@ -93,6 +99,7 @@ class Fetches:
         self.by_key: dict[int, Request] = {}
         self.fetched = 0
         self._byte: Define | None = None
+        self.holding = 0  # requests of which ops wait for the answer
         self._stored: Counter[int] = Counter()  # bytes that each worker was asked to write into files or blocks
 
     # ---- asking
@@ -147,7 +154,7 @@ class Fetches:
             self._context.send(Report(number, {"shared": False}))
             return
         self._emitter.begin_run()
-        request = Request(number, "store", {}, [])
+        request = Request(number, "store", {}, [], holds=not later)
         for tensor, place in zip(tensors, places):
             source = tensor if tensor.layout is not None else self._materializer.read(tensor)
             if source.layout is not None and source.layout.partial:
@@ -156,7 +163,7 @@ class Fetches:
             request.tensors += [tensor, source]
             request.place = place
             with self._emitter.op():
-                self._ask_parts(request, source.id, source.layout, tensor.spec, later)
+                self._ask_parts(request, source.id, source.layout, tensor.spec, later or source is not tensor)
                 request.named[self._emitter.seq] = f"%{tensor.id}"
             if source is not tensor:
                 self._emitter.free(source.layout.mesh.workers, [source.id])
@@ -203,18 +210,18 @@ class Fetches:
                 rank = min(ranks, key=lambda rank: self._stored[layout.mesh.workers[rank]])
             index = layout.mesh.workers[rank]
             if layout.replicated:
-                parts, n = [[[0, extent] for extent in spec.shape]], spec.nbytes
+                parts, nbytes = [[[0, extent] for extent in spec.shape]], spec.nbytes
             else:
                 parts = [[list(span) for span in box] for box in boxes(layout, spec.shape, rank)]
-                n = spec.itemsize * prod(local_shape(layout, spec.shape, rank))
+                nbytes = spec.itemsize * prod(local_shape(layout, spec.shape, rank))
             key = self._cluster.key()
             request.parts.append([key, parts])
             request.keys[key] = index
-            request.sizes[key], request.left[key] = n, max(n, 1)  # an empty piece is one message all the same
+            request.sizes[key], request.left[key] = nbytes, max(nbytes, 1)  # an empty piece is one message all the same
             if request.place is not None:
                 arena, offset = request.place
                 block = UseBlock(key, arena.offer.arena, offset, list(spec.shape), spec.itemsize, parts, True, later)
-                self._stored[index] += n
+                self._stored[index] += nbytes
                 self._context.out(self._cluster.workers[index].peer, block, ())
             emitter.write(self._cluster.workers[index], define, [emitter.offset + source, key])
 
@@ -254,6 +261,7 @@ class Fetches:
         last = self._outbox.flush(self._emitter.base)
         request.runs = request.runs or last
         self.open[request.number] = request
+        self.holding += request.holds
         self.by_key.update(dict.fromkeys(request.keys, request))
         self.answer_ready()
 
@@ -284,12 +292,12 @@ class Fetches:
             body.update(layout=str(layout), mesh=layout.mesh.text())
             for rank, index in enumerate(layout.mesh.workers):
                 shape = local_shape(layout, spec.shape, rank)
-                n = spec.itemsize
+                nbytes = spec.itemsize
                 for extent in shape:
-                    n *= extent
+                    nbytes *= extent
                 name = self._cluster.workers[index].name
                 intervals = [[list(interval) for interval in box] for box in boxes(layout, spec.shape, rank)]
-                piece = {"worker": name, "index": index, "shape": list(shape), "bytes": n, "boxes": intervals}
+                piece = {"worker": name, "index": index, "shape": list(shape), "bytes": nbytes, "boxes": intervals}
                 body["pieces"].append(piece)
         self._context.send(Report(number, body))
 
@@ -324,9 +332,9 @@ class Fetches:
                     other.moved = self._cluster.now
             self._finish(request)
             return
-        at = total - request.left[message.key] if total else 0
-        if message.offset != at or size > total - at or (total and not size):
-            raise ProtocolError(f"Piece.offset is {message.offset} with {size} bytes of {total}, want {at}")
+        offset = total - request.left[message.key] if total else 0
+        if message.offset != offset or size > total - offset or (total and not size):
+            raise ProtocolError(f"Piece.offset is {message.offset} with {size} bytes of {total}, want {offset}")
         request.left[message.key] -= size if total else 1
         self.fetched += size
         if request.verified:
@@ -401,7 +409,7 @@ class Fetches:
 
     def answer_ready(self, acked: int = -1) -> bool:
         """Answer the requests that have come far enough. acked: a batch to acknowledge; True if the first value does."""
-        told = False
+        acknowledged = False
         for request in list(self.open.values()):
             if request.verified or not self._outbox.reached(request.runs):
                 continue
@@ -414,14 +422,14 @@ class Fetches:
                 self._drop(request)
                 self._fail(request.number, cause)
             elif request.kind == "fetch" and request.place is None:
-                self._answer_value(request, -1 if told else acked)
-                told = True
+                self._answer_value(request, -1 if acknowledged else acked)
+                acknowledged = True
             elif request.kind != "describe":
                 request.verified = True
                 self._finish(request)
             elif len(request.specs) == len(request.keys):
                 self._answer_specs(request)
-        return told
+        return acknowledged
 
     def _answer_value(self, request: Request, acked: int) -> None:
         """Announce a value that is good, with what is here of it; one that is here whole and small is one message."""
@@ -450,7 +458,8 @@ class Fetches:
                 self._context.send(Value(request.number, list(request.shape), request.dtype, []))
 
     def _drop(self, request: Request) -> None:
-        self.open.pop(request.number, None)
+        if self.open.pop(request.number, None) is not None:
+            self.holding -= request.holds
         for key in request.keys:
             self.by_key.pop(key, None)
             if request.left.get(key) and (request.sizes[key] > AHEAD or request.place is not None):
@@ -459,8 +468,8 @@ class Fetches:
     def _fail(self, number: int, cause: Cause) -> None:
         if cause.full:
             self._failures.full_upto = self._cluster.seq
-        told = [other for other in self._failures.unreported if other is cause or (other.full and cause.full)]
-        for other in told:
+        reported = [other for other in self._failures.unreported if other is cause or (other.full and cause.full)]
+        for other in reported:
             self._failures.unreported.remove(other)
         self._context.send(Failed(number, errors.to_wire(cause.error)))
 

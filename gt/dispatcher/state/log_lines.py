@@ -35,8 +35,8 @@ class OpInHand(Protocol):
 class Scribe:
     """Writes one session's lines to a page, a list that is made into text when the event has been dealt with.
 
-    An op that only passes through has one line for each tensor that it makes; if it waits, makes none, or takes more than
-    its own instruction, a line says that it has come.
+    An op that only passes through has one line for each tensor that it makes. An op that waits, makes none, or takes more than
+    its own instruction has a line for its arrival.
     """
 
     def __init__(self, emitter: OpInHand, session: int, page: list[str]) -> None:

@@ -36,7 +36,7 @@ NO_ORIGIN = Origin("", 0, "", False)
 
 @dataclass(slots=True)
 class Cause:
-    """Why values are worthless. lost: the index of a worker that is gone, else -1. seq: of the op that failed, else -1.
+    """The reason why values are worthless. lost: the index of a lost worker, else -1. seq: of the op that failed, else -1.
 
     full: a worker had no room, as it may have none for the ops after it: of such ones the first is told.
     """

@@ -29,18 +29,26 @@ class RecipeStep:
     seq: int = -1
 
 
+@dataclass(slots=True, eq=False)
+class LaunchCount:
+    """Counts the launches of a program. The storages that it writes or makes name it: so a launch need not touch them."""
+
+    launches: int = 0
+
+
 class Storage:
     """Memory that one or several tensors view. `failed` says why its content cannot be trusted."""
 
     __slots__ = (
-        "default", "evicted", "failed", "gradient", "home", "host_copy", "made_by", "moved", "origin", "param", "recipe",
-        "rest", "sharded", "slots", "space", "tensors", "unallocated", "undecided", "version",
+        "default", "evicted", "failed", "gradient", "home", "host_copy", "made_by", "moved", "origin", "param", "programs",
+        "recipe", "rest", "sharded", "slots", "space", "tensors", "unallocated", "undecided", "writes",
     )  # fmt: skip
 
     def __init__(self, origin: Origin | None = None) -> None:
         self.origin = origin  # of the op that made it
         self.tensors: dict[int, Tensor] = {}  # live views by id, and the root as long as any lives
-        self.version = 0
+        self.writes = 0  # by single ops, and by programs that are dropped
+        self.programs: tuple[LaunchCount, ...] = ()  # that write it too
         self.param = False
         self.moved = -1  # number of the op for which its pieces last moved, or its terms were added up
         self.failed: Cause | None = None
@@ -58,6 +66,20 @@ class Storage:
         self.space: str | None = None  # where it rests between uses, None for on the device
         self.evicted = False  # workers were told to let it rest there; a use since may have brought it back
         self.host_copy: tuple | None = None  # of which value workers have a copy in host memory, see planning.offload
+
+    @property
+    def version(self) -> int:
+        """A number that grows with each write."""
+        return self.writes + sum([program.launches for program in self.programs])
+
+    def written_by(self, program: LaunchCount) -> None:
+        """Each launch of a program, which has had none yet, writes it."""
+        self.programs += (program,)
+
+    def forget(self, program: LaunchCount) -> None:
+        """A program of it is dropped: its launches still count."""
+        self.programs = tuple([one for one in self.programs if one is not program])
+        self.writes += program.launches
 
     def declare_parameter(self) -> None:
         """It is a weight. One that is whole on its workers already is split by its first use in a group, as a new one is."""
@@ -113,9 +135,14 @@ class Tensor:
 
 @dataclass(slots=True)
 class Table:
-    """One session's tensors. check() holds what must always be true."""
+    """One session's tensors. check() holds what must always be true.
+
+    relaid: grows whenever a tensor that was placed lies otherwise afterwards. Who has compared layouts need not do it again
+    before.
+    """
 
     rows: dict[int, Tensor] = field(default_factory=dict)
+    relaid: int = 0
 
     def new(self, tensor_id: int, spec: Spec | None, layout: Layout | None, origin: Origin | None = None) -> Tensor:
         tensor = Tensor(tensor_id, spec, Storage(origin), layout)

@@ -1,9 +1,10 @@
 """Uploads on their way from a client to workers: by shared memory where all workers of an upload share it, else in messages.
 
-Workers read a host copy in an arena's block there. The client is told when the last of them has read it. Any other host copy is
-asked for a window at a time, so that none fills a queue: a client sends what it was granted, in order, and workers say how much
-they have received. What is under way between is bounded for each session, so what another session sends a worker never waits
-behind more than that.
+Workers read a host copy in an arena's block there. The client is told when the last of them has read it. A tensor in a file is
+read ahead of the instructions that use it, which are held back meanwhile: its file system might never answer. Any other host
+copy is asked for a window at a time, so that none fills a queue. A client sends what it was granted, in order. Workers report
+how much they have received. What is under way between is bounded for each session, so what another session sends a worker
+never waits behind more than that.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from gt.wire.messages import CHUNK, UNREADABLE, Data, Release, UploadChunk, Uplo
 
 Source = tuple[str, Any]  # "host" and the tensor whose copy the client keeps, or "inline" and its bytes
 
-SMALL = 64 << 10  # bytes of an upload of which workers do not say that they took it
-WINDOW = 2 * CHUNK  # bytes of one session between its client and the workers: at twice that, others wait twice as long
+SMALL_BYTES = 64 << 10  # bytes of an upload of which workers do not say that they took it
+WINDOW_BYTES = 2 * CHUNK  # bytes of one session between its client and the workers: at twice that, others wait twice as long
 
 
 @dataclass(slots=True)
@@ -68,6 +69,11 @@ class BlockUpload:
     def nbytes(self) -> int:
         """Size of the region."""
         return prod(piece_shape(self.boxes)) * self.spec.itemsize
+
+    @property
+    def awaited(self) -> bool:
+        """True if no instruction that uses it is sent before it is read."""
+        return self.place.arena.in_file and bool(self.workers)
 
 
 class Uploads:
@@ -143,6 +149,9 @@ class Uploads:
                 self._context.out(self._cluster.workers[index].peer, block, ())
             self._arenas.bytes_shared += upload.nbytes * len(upload.workers)
             self.reads[upload.key] = upload
+            if upload.awaited:
+                self.awaited += 1
+                self.moved = self._cluster.now
             self._end_if_read(upload)
         else:
             self.expect(upload.key, upload.tensor, upload.boxes, upload.nbytes, upload.workers)
@@ -154,6 +163,29 @@ class Uploads:
         self.awaited -= len(undecided)
         for upload in undecided:
             self._hand_over(upload)
+
+    def _read(self, upload: BlockUpload, index: int) -> None:
+        """A worker has read it, or is gone."""
+        awaited = upload.awaited
+        upload.workers.discard(index)
+        self.awaited -= awaited and not upload.awaited
+        self._end_if_read(upload)
+
+    def give_up_files(self) -> None:
+        """Await no tensor in a file: the instructions that use it are sent, and fail where it is not read."""
+        for upload in [upload for upload in self.reads.values() if upload.awaited]:
+            for index in list(upload.workers):
+                self._context.out(self._cluster.workers[index].peer, Data(upload.key, 0, -1), ())
+                self._read(upload, index)
+
+    @property
+    def files(self) -> dict[str, set[int]]:
+        """Names of files that workers have still to open or to read from, and these workers."""
+        waits = self._arenas.opening
+        for upload in self.reads.values():
+            if upload.awaited:
+                waits.setdefault(upload.place.arena.name, set()).update(upload.workers)
+        return waits
 
     def _end_if_read(self, upload: BlockUpload) -> None:
         if not upload.workers:
@@ -187,7 +219,7 @@ class Uploads:
         self._context.send(UploadRequest(tensor, key, boxes, upload.granted))
 
     def _room(self) -> int:
-        return WINDOW - sum(u.granted - u.done for u in self.open.values())
+        return WINDOW_BYTES - sum(u.granted - u.done for u in self.open.values())
 
     def pump(self) -> None:
         """Grant as many bytes as the window has room for, to the oldest first."""
@@ -228,7 +260,7 @@ class Uploads:
         for index in upload.taken:
             worker = self._cluster.workers[index]
             self._context.out(worker.peer, Data(message.key, message.offset, message.total), frames)
-        if upload.total <= SMALL:
+        if upload.total <= SMALL_BYTES:
             upload.taken.clear()
         if upload.arrived:
             self.awaited -= 1
@@ -241,8 +273,8 @@ class Uploads:
         if read is not None:
             if index not in read.workers or upto != read.nbytes:
                 raise ProtocolError(f"UploadProgress.upto is {upto} of upload {key}, a block of {read.nbytes} bytes")
-            read.workers.discard(index)
-            self._end_if_read(read)
+            self._read(read, index)
+            self.moved = self._cluster.now
             return
         upload = self.open[key]
         if index not in upload.taken or not upload.taken[index] <= upto <= upload.received:
@@ -255,14 +287,14 @@ class Uploads:
     def waits(self) -> set[int]:
         """Workers that have still to take in what came of uploads, or to tell whether they share an arena."""
         waits = {index for upload in self.open.values() for index, upto in upload.taken.items() if upto < upload.received}
-        return waits | self._arenas.asked
+        return waits.union(self._arenas.asked, *(upload.workers for upload in self.reads.values() if upload.awaited))
 
     def lose(self, index: int) -> None:
         """A worker is gone: nothing is on its way to it."""
-        for read in (*self.reads.values(), *self._undecided):
+        for read in self._undecided:
             read.workers.discard(index)
-            if read.key in self.reads:
-                self._end_if_read(read)
+        for read in list(self.reads.values()):
+            self._read(read, index)
         self.decide()
         for upload in list(self.open.values()):
             if upload.taken.pop(index, None) is not None:
@@ -275,7 +307,8 @@ class Uploads:
 
     def check(self) -> None:
         """No upload stands still while there is room for it: nobody else would have it go on."""
-        assert self.awaited == sum(not upload.arrived for upload in self.open.values()) + len(self._undecided)
+        files = sum(upload.awaited for upload in self.reads.values())
+        assert self.awaited == sum(not upload.arrived for upload in self.open.values()) + len(self._undecided) + files
         assert all(self._arenas.undecided(upload.place, upload.workers) for upload in self._undecided)
         assert all(upload.workers and self._readers[upload.tensor] for upload in self.reads.values())
         assert self._room() <= 0 or all(upload.granted == upload.total for upload in self.open.values())

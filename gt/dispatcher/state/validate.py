@@ -21,10 +21,10 @@ CREDIT = 64  # batches a client may have under way
 MAX_BATCH_NUMBERS = 1 << 18  # numbers of one batch
 MAX_OPS_UNDER_WAY = 1 << 18  # ops under way before another batch
 MAX_TEMPLATES, MAX_ORIGINS = 1 << 16, 1 << 20
-MAX_NAME_LENGTH = 4096  # characters of a file's name, and of a group's: contexts within one another
+MAX_NAME_CHARACTERS = 4096  # characters of a file's name, and of a group's: contexts within one another
 MAX_NESTED_GROUPS = 32  # signal contexts within one another
-MAX_NAME_CHARACTERS = 4 << 20  # characters of all different names of a session
-MAX_TEMPLATE_PARTS = 1 << 21  # parts of all templates of a session
+MAX_ALL_NAME_CHARACTERS = 4 << 20  # characters of all different names of a session
+MAX_ALL_TEMPLATE_PARTS = 1 << 21  # parts of all templates of a session
 MAX_GROUP_WARNINGS = 100  # of groups that the config lacks
 MAX_GROUP_HINTS = 4  # of these with a near name, which takes milliseconds to find
 SHORT = 80  # characters of a name in such a warning
@@ -68,16 +68,16 @@ class Definitions:
             self._templates[number].plans.clear()
             self._template_parts = 0 if number == FIRST else self._template_parts
         self._template_parts += weight(form)
-        if self._template_parts > MAX_TEMPLATE_PARTS:
+        if self._template_parts > MAX_ALL_TEMPLATE_PARTS:
             raise ProtocolError(
-                f"Ops.templates: all of them have {self._template_parts} parts, at most {MAX_TEMPLATE_PARTS} are taken"
+                f"Ops.templates: all of them have {self._template_parts} parts, at most {MAX_ALL_TEMPLATE_PARTS} are taken"
             )
         self._templates[number] = known
 
     def define_origin(self, row: Any) -> None:
         """[number, file, line, group, backward, micro] of Ops.origins."""
         kinds = [type(part) for part in row] if type(row) is list else []
-        if kinds != [int, str, int, str, bool, int] or max(len(row[1]), len(row[3])) > MAX_NAME_LENGTH:
+        if kinds != [int, str, int, str, bool, int] or max(len(row[1]), len(row[3])) > MAX_NAME_CHARACTERS:
             raise ProtocolError(f"Ops.origins: {row!r:.80} is not [number, file, line, group, backward, micro]")
         number, file, line, group, backward, micro = row
         if not 0 < number < MAX_ORIGINS:
@@ -104,9 +104,9 @@ class Definitions:
         if known is not None:
             return known
         self._name_characters += len(text)
-        if self._name_characters > MAX_NAME_CHARACTERS:
+        if self._name_characters > MAX_ALL_NAME_CHARACTERS:
             raise ProtocolError(
-                f"Ops.origins: names have {self._name_characters} characters, at most {MAX_NAME_CHARACTERS} are taken"
+                f"Ops.origins: names have {self._name_characters} characters, at most {MAX_ALL_NAME_CHARACTERS} are taken"
             )
         self._names[text] = text
         return text

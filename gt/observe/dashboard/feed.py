@@ -34,13 +34,15 @@ class Page:
         self.log = log
         self.version = -1
         self.next_line = 0
-        self.forget()
-
-    def forget(self) -> None:
-        """Another server may be observed from now on, whose sessions have the same numbers."""
-        self.merges = -1  # of the history that it has
+        self.epoch: object = None  # of the history that it has
+        self.samples = 0  # of that history
+        self.life = ""  # of the server that the two below are of: another one's sessions have the same numbers
         self.replays: dict[int, int] = {}  # by session
         self.layouts: dict[int, int] = {}
+
+    def follow(self, life: str) -> None:
+        if life != self.life:
+            self.life, self.replays, self.layouts = life, {}, {}
 
 
 class Feed:
@@ -56,6 +58,7 @@ class Feed:
         self._view, self._history, self._predicted = LiveView(), History(), PredictedSchedules()
         self._state: dict[str, Any] | None = None
         self._schedules: dict[int, dict[str, Any]] = {}
+        self._life = ""  # of the server that they are of
         self._problem = ""
         self._lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
         self._next_line = 0
@@ -99,11 +102,13 @@ class Feed:
     def _new(self, page: Page) -> list[Event]:
         events: list[Event] = []
         if self._state is not None:
-            if page.merges != self._history.merges:
-                page.merges = self._history.merges
-                events.append(("history", self._history.samples))
+            samples = self._history.samples
+            if page.epoch != self._history.epoch:
+                page.epoch = self._history.epoch
+                events.append(("history", samples))
             else:
-                events.append(("sample", self._history.samples[-1:]))
+                events.append(("sample", samples[page.samples :]))
+            page.samples = len(samples)
             events.append(("state", {**_small(self._state), "peaks": self._history.peaks}))
             events += self._once(page)
         if page.log:
@@ -118,6 +123,7 @@ class Feed:
         """Schedules and layouts that a page has not been sent, each with its session's number."""
         assert self._state is not None
         events: list[Event] = []
+        page.follow(self._state["server"].get("life", ""))
         for session in self._state["sessions"]:
             number, layouts, order = session["number"], session["layouts"], self._schedules.get(session["number"])
             if order is not None and page.replays.get(number) != order["replays"]:
@@ -135,9 +141,7 @@ class Feed:
             try:
                 with self._connect(self._log_wanted()) as stream:
                     with self._changed:
-                        self._stream, self._schedules = stream, {}
-                        for page in self._pages:
-                            page.forget()
+                        self._stream = stream
                     self._view, self._predicted = LiveView(), PredictedSchedules()
                     while self._wanted(LINGER_SECONDS):
                         stream.log = self._log_wanted()
@@ -165,6 +169,10 @@ class Feed:
 
     def _take(self, records: list[Record]) -> None:
         state = self._view.update(records)
+        life = state["server"].get("life", "")
+        if life != self._life:
+            with self._changed:
+                self._life, self._schedules = life, {}
         schedules = {
             s["number"]: self._predicted.beside(s["number"], s["schedule"])
             if self._schedules.get(s["number"], {}).get("replays") != s["schedule"]["replays"]

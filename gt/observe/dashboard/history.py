@@ -16,14 +16,21 @@ class History:
     def __init__(self) -> None:
         self.samples: list[dict[str, Any]] = []
         self.peaks: dict[str, dict[str, Any]] = {}  # by worker: "bytes", "at", "uses", "current", "pid"
-        self.merges = 0  # times that samples were merged
+        self._merges = 0  # times that samples were merged
         self._every = 1  # states that make one sample
         self._pending: list[dict[str, Any]] = []
+        self._life = ""  # of the server
+
+    @property
+    def epoch(self) -> tuple[str, int]:
+        """While it is equal, samples are added and none changes."""
+        return self._life, self._merges
 
     def add(self, state: dict[str, Any]) -> None:
-        at = state["server"].get("at", 0.0)
-        if self.samples and at < self.samples[-1]["at"]:
-            self.__init__()  # type: ignore[misc] # another server has its place
+        at, life = state["server"].get("at", 0.0), state["server"].get("life", "")
+        if life != self._life:  # another server has its place, whose sessions have the same numbers
+            self.__init__()  # type: ignore[misc]
+            self._life = life
         for worker in state["workers"]:
             if worker["age"] >= 0:
                 self._note_peak(worker, at)
@@ -35,7 +42,7 @@ class History:
             self._pending = []
         if len(self.samples) > MAX_SAMPLES:
             self.samples = [_merged(self.samples[i : i + 2]) for i in range(0, len(self.samples), 2)]
-            self._every, self.merges = self._every * 2, self.merges + 1
+            self._every, self._merges = self._every * 2, self._merges + 1
 
     def _note_peak(self, worker: dict[str, Any], at: float) -> None:
         peak = self.peaks.get(worker["name"])
@@ -66,7 +73,7 @@ def _sample(state: dict[str, Any], at: float) -> dict[str, Any]:
         str(s["number"]): {
             "ops": s["ops_per_second"],
             "steps": s["steps_per_second"],
-            "values": {name: v for name, v in list(s["values"].items())[:MAX_VALUES] if not isinstance(v, str)},
+            "values": dict(list(s["values"].items())[:MAX_VALUES]),  # texts are of numbers that are not finite
         }
         for s in state["sessions"]
     }

@@ -22,6 +22,7 @@ POLICY = "; ".join(
     ("default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self'", "connect-src 'self'",
      "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'")
 )  # fmt: skip
+RETRY_MS = 1000  # until a browser connects again, once its connection has ended
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -122,9 +123,10 @@ class PageHandler(BoundedHandler):
         self._begin(200, "text/event-stream", {})
         if self.command == "HEAD":
             return
-        self.server.admit(self.connection)
+        self.server.admit(self.connection, self._cookie())
         page = self.server.feed.open(log)
         try:
+            self.wfile.write(f"retry: {RETRY_MS}\n\n".encode())
             while (events := self.server.feed.events(page)) is not None:
                 self.wfile.write(b"".join(map(encoded, events)) or b": alive\n\n")
                 self.wfile.flush()

@@ -15,8 +15,8 @@ import zmq
 from gt.wire import tcp
 from gt.wire.access import auth, server_files
 from gt.wire.access.auth import CURVE, NULL, PLAIN, Credentials
-from gt.wire.messages import MAX_BODY
-from gt.wire.socket import GONE, HANDSHAKE, QUEUE, descriptor_of, endpoint, monitored, options, show
+from gt.wire.messages import MAX_BODY_BYTES
+from gt.wire.socket import GONE, HANDSHAKE_SECONDS, QUEUE, descriptor_of, endpoint, monitored, options, show
 
 log = logging.getLogger("gt.wire")
 
@@ -52,7 +52,7 @@ class Approach:
         if key is None:
             return False
         sock = self.sock = context.socket(zmq.DEALER)
-        options(sock, self._heartbeat, MAX_BODY)
+        options(sock, self._heartbeat, MAX_BODY_BYTES)
         show(sock, key)
         sock.setsockopt(zmq.SNDHWM, QUEUE)
         # Credit bounds what comes. A limit here would leave heartbeats unread too, while nobody has time to take messages in.
@@ -61,14 +61,14 @@ class Approach:
         sock.setsockopt(zmq.RECONNECT_IVL, NEVER)
         self.monitor = sock.get_monitor_socket(CONNECTED | MADE | CLOSED | GONE | FAILED)
         sock.connect(endpoint(sock, self._ip, self._port))
-        outcome = self._outcome(self.monitor, bell, min(until, time.monotonic() + HANDSHAKE), over)
+        outcome = self._outcome(self.monitor, bell, min(until, time.monotonic() + HANDSHAKE_SECONDS), over)
         self._denied = self._denied + 1 if outcome == DENIED else 0
         self._broken = self._broken + 1 if outcome & FAILED and outcome != DENIED else 0
         self.pause = min(1.5 * self.pause, LONGEST)
         return outcome == MADE
 
     def refusal(self, patient: bool) -> str:
-        """Why trying again is in vain, "" if it may not be. patient: say on the log what a server in its place would mend."""
+        """The reason why no other try can succeed, or "". patient: say on the log what a server in its place would mend."""
         if self._denied > 1:
             return self._misfit()
         if self._broken < SURE:
@@ -85,7 +85,7 @@ class Approach:
         return "" if patient else text
 
     def why(self, seconds: float) -> str:
-        """Why there is no connection after so long."""
+        """The reason why there is no connection after so long."""
         tried = f"(tried for {seconds:g} s)"
         start = f"start one with `python -m gt.server -p {self._port}`"
         if not tcp.listens(self._ip, self._port):

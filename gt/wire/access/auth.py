@@ -72,7 +72,7 @@ def strong() -> str:
 
 
 def weakness(token: str) -> str:
-    """Why a token could be guessed, "" if it could not."""
+    """The reason why a token could be guessed, "" if it could not."""
     if token and (len(token) < SHORTEST or len(set(token)) < SHORTEST // 2):
         number = f"{len(token)} characters, {len(set(token))} different"
         return f"the token has {number}: it can be guessed; `gt key FILE` makes a strong one"
@@ -115,7 +115,7 @@ def read(text: str) -> AccessEntry | None:
 
 def lock(found: AccessEntry, token: str, ip: str, port: int) -> Credentials:
     """Credentials that the server compares with those that clients show. token: the one it was given."""
-    return _cut(found, token, ip, port)
+    return _credentials_for(found, token, ip, port)
 
 
 def key(found: AccessEntry | None, token: str, ip: str, port: int) -> Credentials | None:
@@ -125,11 +125,11 @@ def key(found: AccessEntry | None, token: str, ip: str, port: int) -> Credential
     Any other token is for CURVE. No token is for a server that lets anybody in; on loopback such a server has a file.
     """
     if found is not None:
-        return _cut(found, token, ip, port)
+        return _credentials_for(found, token, ip, port)
     if loopback(ip) and token.startswith(MADE):
-        return _cut(AccessEntry(PLAIN, token), "", ip, port)
+        return _credentials_for(AccessEntry(PLAIN, token), "", ip, port)
     if token:
-        return _cut(AccessEntry(CURVE, given=True), token, ip, port)
+        return _credentials_for(AccessEntry(CURVE, given=True), token, ip, port)
     return None if loopback(ip) else Credentials(NULL)
 
 
@@ -144,7 +144,7 @@ def opens(shown: Credentials, mechanism: str, credentials: list[bytes], client: 
     return True
 
 
-def _cut(found: AccessEntry, token: str, ip: str, port: int) -> Credentials:
+def _credentials_for(found: AccessEntry, token: str, ip: str, port: int) -> Credentials:
     """A password holds for one address only: a listener at another learns nothing from it."""
     own = token if found.given else ""
     if found.mechanism == PLAIN:

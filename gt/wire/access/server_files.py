@@ -153,7 +153,7 @@ def _own_folder() -> Path:
 
 
 def _fault(folder: Path) -> str:
-    """Why others could read or change what lies in a folder, "" if they could not."""
+    """The reason why others could read or change the files of a folder, "" if they could not."""
     try:
         status = os.lstat(folder)
     except OSError as error:

@@ -46,6 +46,7 @@ def _combines(engine: Moves) -> Any:
 
 
 def all_reduce(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    """The reduction `op` of the members' tensors, in place."""
     held, team, op = worker.tensors, payload["team"], payload["op"]
     engine, plane = worker.route(team["workers"])
     combines = _combines(engine)
@@ -78,6 +79,7 @@ def together(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
 
 
 def all_gather(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    """dst: the whole tensor, from the members' pieces src, which are its `boxes`."""
     held, team = worker.tensors, payload["team"]
     engine, plane = worker.route(team["workers"])
     shape, dtype = tuple(payload["shape"]), payload["dtype"]
@@ -115,6 +117,7 @@ def all_gather(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
 
 
 def reduce_scatter(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    """dst: this rank's boxes of the reduction `op` of the members' whole terms src."""
     held, team = worker.tensors, payload["team"]
     engine, plane = worker.route(team["workers"])
     op, shape, dtype = payload["op"], tuple(payload["shape"]), payload["dtype"]
@@ -145,6 +148,7 @@ def reduce_scatter(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
 
 
 def all_to_all(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    """dst: this rank's boxes `want` of a tensor of which each member's src has the boxes `have`."""
     held, team = worker.tensors, payload["team"]
     engine, plane = worker.route(team["workers"])
     dtype, rank = payload["dtype"], payload["team"]["rank"]
@@ -177,6 +181,7 @@ def all_to_all(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
 
 
 def send(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    """Send `boxes` of src to the other end of a channel."""
     held, channel = worker.tensors, payload["channel"]
     engine, plane = worker.route([channel["peer"]])
     boxes = as_boxes(payload["boxes"])
@@ -194,6 +199,7 @@ def send(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
 
 
 def recv(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    """dst: a new tensor of the boxes that peers send for it."""
     held, receive = worker.tensors, _receiver(worker, payload)
     engine = _between(worker, payload)
     need, nbytes = worker.budget.need, contiguous(tuple(payload["shape"]), payload["dtype"]).nbytes
@@ -212,6 +218,7 @@ def recv(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
 
 
 def merge(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    """dst: as recv, with the boxes of `local` from src."""
     held, receive = worker.tensors, _receiver(worker, payload)
     engine = _between(worker, payload)
     need, nbytes = worker.budget.need, contiguous(tuple(payload["shape"]), payload["dtype"]).nbytes

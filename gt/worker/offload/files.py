@@ -19,7 +19,7 @@ from gt import env
 from gt.ir.text import size
 
 log = logging.getLogger("gt.worker")
-ALIGNED = 4096  # bytes: a multiple of the blocks of every disk
+ALIGNED_BYTES = 4096  # bytes: a multiple of the blocks of every disk
 THREADS = 4  # of one file
 CHUNK_BYTES = 8 << 20  # of one read or write
 MAX_WAITING_BYTES = 256 << 20  # of buffers that are being written
@@ -180,7 +180,7 @@ def buffer_of(nbytes: int) -> mmap.mmap:
 
 
 def _rounded(nbytes: int) -> int:
-    return max(-(-nbytes // ALIGNED), 1) * ALIGNED
+    return max(-(-nbytes // ALIGNED_BYTES), 1) * ALIGNED_BYTES
 
 
 def _check_allowed(folder: str) -> None:

@@ -9,7 +9,7 @@ from gt.worker.engine.base import Engine
 from gt.worker.offload.files import InFile, OffloadFile
 from gt.worker.offload.tensors import Kept, Resting
 
-MOST_FOLDERS = 4  # of one worker, whose sessions may name others
+MAX_FOLDERS = 4  # of one worker, whose sessions may name others
 
 
 class Spaces:
@@ -42,7 +42,7 @@ class Spaces:
     def _file(self, folder: str) -> OffloadFile:
         file = self._files.get(folder)
         if file is None:
-            if len(self._files) >= MOST_FOLDERS:
-                raise ConfigError(f"offload to {folder!r:.200}: this worker has files in {MOST_FOLDERS} folders already")
+            if len(self._files) >= MAX_FOLDERS:
+                raise ConfigError(f"offload to {folder!r:.200}: this worker has files in {MAX_FOLDERS} folders already")
             file = self._files[folder] = OffloadFile(folder)
         return file

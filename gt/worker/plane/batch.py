@@ -1,6 +1,6 @@
 """Collectives of one team that share their exchanges: many small ones cost about as much as one.
 
-Each has its own lines of the team's buffers, and the same elements are added in the same order: so the bits are those of the
+Each has its own lines of the team's buffers, and the same elements are added in the same order. So the bits are those of the
 collectives one by one. The first exchange announces a digest of all sizes. Where members differ, since one could not bring its
 part, they go on one by one: then only that collective fails. Knows nothing of heaps, flags or doorbells.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from gt.ir.heap import LINE, aligned
 from gt.worker.plane import collectives
 from gt.worker.plane.base import Combine, OnIssued, PeerGone, TeamForm
-from gt.worker.plane.collectives import DIRECT, Adder
+from gt.worker.plane.collectives import DIRECT_BYTES, Adder
 from gt.worker.plane.team import Team
 
 Failures = list[tuple[int, Exception]]  # the number of a collective in its batch, and why it failed
@@ -158,7 +158,7 @@ def _all_reduces(team: Team, batch: Sequence[QueuedCollective], digest: int) -> 
     if not _exchange(team, digest):
         return None
     total = starts[-1]
-    share = total if total <= DIRECT else aligned(-(-total // team.size))
+    share = total if total <= DIRECT_BYTES else aligned(-(-total // team.size))
     pieces = [[*_within(data, starts, rank * share, rank * share + share)] for rank in range(team.size)]
     own = pieces[0 if share == total else team.rank]
     for number, start, part in own:

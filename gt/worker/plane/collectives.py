@@ -12,7 +12,7 @@ from gt.ir.heap import LINE, aligned
 from gt.worker.plane.base import Combine
 from gt.worker.plane.team import Team
 
-DIRECT = 32 << 10  # bytes up to which everyone adds everything: one exchange, not two
+DIRECT_BYTES = 32 << 10  # bytes up to which everyone adds everything: one exchange, not two
 
 
 class Adder:
@@ -62,7 +62,7 @@ def _all_reduce(team: Team, data: memoryview, add: Adder, left: int) -> None:
     team.announce(left)
     team.exchange()
     agree(team, left)
-    if total <= DIRECT:
+    if total <= DIRECT_BYTES:
         add(team, data, 0)
         for rank in range(size):
             team.count(rank, total, total)

@@ -8,7 +8,7 @@ from typing import Any
 
 from gt import env
 from gt.errors import ConfigError
-from gt.ir.heap import DEVICE_HEAP_BYTES, HEAP_BYTES, LEAST_BYTES
+from gt.ir.heap import DEVICE_HEAP_BYTES, HEAP_BYTES, MIN_BYTES
 from gt.worker.plane.base import Plane
 from gt.worker.plane.heap import PAGE_BYTES
 
@@ -51,8 +51,8 @@ def _nccl(engine: Any, wide: bool) -> Plane:
 def heap_size(default: int) -> int:
     """GT_HEAP_SIZE, in whole pages."""
     nbytes = env.size("GT_HEAP_SIZE", default)
-    if nbytes < LEAST_BYTES:
-        raise ConfigError(f"GT_HEAP_SIZE is {nbytes} bytes, want at least {LEAST_BYTES >> 20}MiB")
+    if nbytes < MIN_BYTES:
+        raise ConfigError(f"GT_HEAP_SIZE is {nbytes} bytes, want at least {MIN_BYTES >> 20}MiB")
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 

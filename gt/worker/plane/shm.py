@@ -1,9 +1,9 @@
 """Plane `shm`: workers of one host, processes or threads, over heaps in shared memory. Needs neither torch nor a GPU.
 
-A side that waits looks at a flag a few times, then says in its heap that it sleeps, looks once more and sleeps; a side
-that sets a flag rings if the other says so. Between writing and looking both have a full fence, so one of them sees the
-other. No ring is lost, and no wait needs a timeout. Payload is fenced from its flag at both ends. A flag's value is
-its setter's mark, constant while that worker lives, so what a killed worker left is never taken for its successor's.
+A side that waits reads a flag a few times, then writes into its heap that it sleeps, reads once more and sleeps. A side that
+sets a flag rings the doorbell if the other sleeps. Between writing and looking both have a full fence, so one of them sees the
+other. No ring is lost, and no wait needs a timeout. Payload is fenced from its flag at both ends. A flag's value is its
+setter's mark, constant while that worker lives, so what a killed worker left is never taken for its successor's.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ class Side:
 
 
 class ShmPlane(Plane):
+    """The plane of one worker. Its peers are workers of the same host."""
+
     transport = "shm"
 
     def __init__(self, heap_bytes: int = HEAP_BYTES) -> None:

@@ -1,7 +1,7 @@
 """A team over shared memory: members write their own buffers, set flags, and read each other's buffers.
 
-Two buffers in turn, so one exchange has one barrier: a member overwrites a buffer two exchanges later, and by then all have
-told it of the exchange between, which they do after reading.
+There are two buffers in turn, so one exchange has one barrier. A member overwrites a buffer two exchanges later. By then all
+have signalled the exchange between, which they do after reading.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Team:
     def exchange(self) -> None:
         """Every member's buffer becomes readable to all. The last to arrive, who needs no sleep, wakes the others.
 
-        Of all fences of one exchange one is last, and its member sees every flag set: so at least one wakes, and it does
-        after every flag was set. A flag that is ahead by one is of a member that has left this exchange already.
+        Of all fences of one exchange one is last, and its member sees every flag set. So at least one member wakes, after every
+        flag was set. A flag that is ahead by one is of a member that has left this exchange already.
         """
         self._mark += 1
         self._at = 1 - self._at

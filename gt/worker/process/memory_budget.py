@@ -165,7 +165,7 @@ class Budget:
     def _room(self) -> int:
         """Bytes that may be allocated now.
 
-        Freed memory that the C library keeps counts as room, although it may be in pieces: so RLIMIT_DATA is as much above the
+        Freed memory that the C library keeps counts as room, although it may be in pieces. So RLIMIT_DATA is as much above the
         limit, and the kernel gets the pages back.
         """
         data, freed = self._data(), _freed()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from gt.wire.messages import TIMES
+from gt.wire.messages import MAX_TIMES
 from gt.worker.instructions.step import Step, Steps
 from gt.worker.program.compiled import CompiledProgram
 from gt.worker.program.program import ActionTime
@@ -60,7 +60,7 @@ def take_times(times: dict[int, float]) -> list:
     """The times that a Done carries, which are removed here."""
     if not times:
         return []
-    rows = list(times.items())[:TIMES]
+    rows = list(times.items())[:MAX_TIMES]
     for number, _ in rows:
         del times[number]
     return [part for row in rows for part in row]

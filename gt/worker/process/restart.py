@@ -1,7 +1,7 @@
 """Restart of a worker's process: it executes its own command line again, so that nothing of its memory is left.
 
-The new process has the same pid, name and environment. By descriptors it has the secrets of files that may be gone, and the
-signals that the old process received and did not handle: to the kernel they are handled once that process executes another one.
+The new process has the same pid, name and environment. Descriptors give it the secrets of files that may be gone. They also
+give it the signals that the old process received and did not handle, which the kernel counts as handled after the restart.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ EVENTS_PER_PART = 1 << 13
 NAMES_PER_PART = 1 << 11
 MAX_NAMES = 1 << 14  # definitions that a trace names
 SHARE = 20  # a sample of the counters may take one part in so many of the time
-LEAST_PAUSE = 1e-3  # seconds between two samples
+MIN_PAUSE_SECONDS = 1e-3  # seconds between two samples
 
 
 class Sample(NamedTuple):
@@ -103,7 +103,7 @@ class Tracer:
     def _note_counters(self, now: float) -> None:
         self._samples.append((now, *self._sample()))
         end = monotonic()
-        self._next = end + max(SHARE * (end - now), LEAST_PAUSE)
+        self._next = end + max(SHARE * (end - now), MIN_PAUSE_SECONDS)
 
     # ---- the answer
 

@@ -236,7 +236,7 @@ class CompiledProgram:
         marks: set[Step] = set()
         if any(name for name, _ in actions):
             rows = _marked(actions, replays, marks)
-        found: list[Row] = [(first, StepOfRows((), runner.may_wait(replays.begin)))]
+        recorded: list[Row] = [(first, StepOfRows((), runner.may_wait(replays.begin)))]
         moving: set[int] = set()  # ids that unrecorded rows make
         summary = summarize(code, definition)
 
@@ -252,13 +252,13 @@ class CompiledProgram:
                 moving -= makes
                 place = next((at for at, _ in run if code[at] != FREE), first)
                 replay = replays.run(run, reads, makes, moving & set(reads))
-                found.append((place, StepOfRows(run, self._with_inputs_back(reads, replay))))
+                recorded.append((place, StepOfRows(run, self._with_inputs_back(reads, replay))))
             else:
                 moving |= makes
-                found += run
+                recorded += run
                 self._unrecorded.update(obstacle(row[0]) for row in run if code[row[0]] != FREE and row[1] not in marks)
-        found.append((first, StepOfRows((), replays.ending(summary.live_out))))
-        actions[:] = [("", found)]
+        recorded.append((first, StepOfRows((), replays.ending(summary.live_out))))
+        actions[:] = [("", recorded)]
 
     def close(self) -> None:
         """The definition is forgotten: give memory back at once, not when the garbage collector runs."""

@@ -163,15 +163,36 @@ def argument_that_begins_to_require_grad(device: str, wrap: Callable) -> Any:
     return [compiled(x) for x in xs], [x.grad for x in xs]
 
 
+def assigned_gradient(device: str, wrap: Callable) -> Any:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x.grad = torch.ones_like(x)
+        return x * 2
+
+    compiled, xs = wrap(step), rows(device)
+    return [compiled(x) for x in xs], [x.grad for x in xs]
+
+
+def changed_gradient(device: str, wrap: Callable) -> Any:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x.grad.add_(x)
+        return x + x.grad
+
+    compiled, xs = wrap(step), rows(device)
+    for x in xs:
+        x.grad = torch.zeros_like(x)
+    return [compiled(x) for x in xs], [x.grad for x in xs]
+
+
 PROGRAMS = (
     changed_argument, changed_argument_of_a_failing_call, one_tensor_twice, view_of_a_changed_weight, rows_of_a_buffer,
     returned_argument, returned_views_of_an_argument, returned_view_of_state, returned_state_of_before, result_returned_twice,
     changed_containers, rebound_argument, argument_that_begins_to_require_grad,
+    assigned_gradient, changed_gradient,
 )  # fmt: skip
 
 
 def values(result: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda x: x.cpu().tolist(), result)
+    return torch.utils._pytree.tree_map(lambda x: x.cpu().tolist() if isinstance(x, torch.Tensor) else x, result)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -223,3 +244,22 @@ def test_gradients_of_an_argument_that_is_a_leaf_add_up_in_a_program(one: None) 
     compiled, seen = train("remote", gt.compile)
     assert seen == train("cpu", lambda step: step)[1]
     assert compiled._programs[0].replays == 5, compiled.explain()
+
+
+def test_a_view_that_torch_calls_ambiguous_may_be_captured_and_printed(one: None) -> None:
+    """A view made under no_grad, whose base has changed since: torch refuses to say whether it is a leaf."""
+
+    def train(device: str, wrap: Callable) -> Any:
+        weight = torch.ones(4, device=device, requires_grad=True)
+        with torch.no_grad():
+            view = weight[1:3]
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            torch.nn.init.constant_(view, 2)
+            return x * view.detach()
+
+        compiled = wrap(step)
+        results = [compiled(x[0, :2]) for x in rows(device)]
+        return results, weight.detach(), "grad_fn=<Invalid>" in repr(view)
+
+    assert values(train("remote", gt.compile)) == values(train("cpu", lambda step: step))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gt
-from gt.client import uploaded_values
+from gt.client.values import uploaded_values
 
 REMOTE = "remote"
 pytestmark = pytest.mark.usefixtures("one")

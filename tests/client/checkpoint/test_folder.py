@@ -41,8 +41,8 @@ def test_a_save_that_is_discarded_leaves_the_old_one(tmp_path):
     write(tmp_path / "c", b"one")
     made = NewFolder(tmp_path / "c")
     made.put("a.safetensors", b"two")
-    made.discard()
-    made.discard()
+    made.remove_incomplete()
+    made.remove_incomplete()
     assert (tmp_path / "c" / "a.safetensors").read_bytes() == b"one" and names(tmp_path) == ["c"]
 
 
@@ -77,7 +77,7 @@ def test_killed_between_two_renames_the_old_one_is_found(tmp_path, monkeypatch):
         made.commit(b'{"files": {}}')
     monkeypatch.undo()
     assert not (tmp_path / "c").exists() and (find(tmp_path / "c") / "a.safetensors").read_bytes() == b"one"
-    made.discard()
+    made.remove_incomplete()
     write(tmp_path / "c", b"three")
     assert names(tmp_path) == ["c"]
 

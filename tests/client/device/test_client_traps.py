@@ -734,6 +734,49 @@ def test_a_shape_that_the_arguments_say_is_not_asked_for(inline: InlineSession, 
     assert len(asked) >= 2
 
 
+ONE_HOT: dict[str, tuple[list, tuple[int, ...]]] = {
+    "inferred": ([[0, 2], [1, 1]], ()),
+    "negative": ([0, -1], ()),
+    "too few classes": ([0, 1], (0,)),
+    "fewer than none": ([0, 1], (-2,)),
+    "empty, inferred": ([], ()),
+    "empty, none": ([], (0,)),
+    "empty": ([], (3,)),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", ONE_HOT)
+def test_one_hot_infers_and_refuses_as_on_the_cpu(name: str, inference: bool, inline: InlineSession) -> None:  # noqa: F811
+    values, classes = ONE_HOT[name]
+    seen = []
+    for device in ("cpu", "remote"):
+        with torch.inference_mode(inference):
+            try:
+                result = nn.functional.one_hot(torch.tensor(values, dtype=torch.int64).to(device), *classes)
+                seen.append((result.dtype, result.shape, result.cpu().tolist()))
+            except RuntimeError as error:
+                seen.append(str(error))
+    assert seen[1] == seen[0]
+
+
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_a_module_moves_in_inference_mode(made_inside: bool, inline: InlineSession) -> None:  # noqa: F811
+    model = nn.Linear(3, 2)
+    with torch.inference_mode():
+        model = nn.Linear(3, 2) if made_inside else model
+        x = torch.ones(4, 3)
+        wanted = model(x)
+        assert torch.equal(model.to("remote")(x.to("remote")).cpu(), wanted)
+    assert all(isinstance(p, nn.Parameter) and p.requires_grad and p.device.type == "remote" for p in model.parameters())
+
+
+@pytest.mark.parametrize("share", [torch.from_dlpack, np.from_dlpack])
+def test_dlpack_says_what_to_do(share: Callable, inline: InlineSession) -> None:  # noqa: F811
+    with pytest.raises(BufferError, match=r"use tensor\.cpu\(\)"):
+        share(torch.ones(2, device="remote"))
+
+
 def test_linearize_names_its_replacement(inline: InlineSession) -> None:  # noqa: F811
     with pytest.raises(gt.UnsupportedOp, match=r"use torch\.func\.jvp"):
         torch.func.linearize(torch.sin, base("remote"))

@@ -69,3 +69,42 @@ def test_a_view_may_be_trained_afterwards() -> None:
         (weight * data).sum()
     weight[0].sum().backward()
     assert weight.grad.cpu().tolist() == [[1, 1, 1], [0, 0, 0]]
+
+
+COMPOSITES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "reshape": lambda x: x.reshape(2, 6),
+    "flatten": lambda x: x.flatten(),
+    "mT": lambda x: x.mT,
+    "tensor_split": lambda x: x.tensor_split(2)[1],
+    "movedim": lambda x: x.movedim(0, 1),
+    "expand_as": lambda x: x.expand_as(x),
+    "narrow": lambda x: x.narrow(0, 0, 1),
+    "chunk": lambda x: x.chunk(2)[1],
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_a_composite_ops_view_is_one_of_its_base(name: str) -> None:
+    """A write through it is a write to the base, which autograd then knows."""
+    for device in ("cpu", "remote"):
+        x = torch.zeros(3, 4, device=device)
+        with torch.inference_mode():
+            view = COMPOSITES[name](x)
+            view.add_(1)
+        assert view._is_view() and not view.is_inference()
+        assert x._version == view._version == 1
+
+
+def test_a_view_of_an_inference_tensor_is_one_in_either_mode() -> None:
+    with torch.inference_mode():
+        x = torch.zeros(3, 4, device="remote")
+    for view in (x[0], x.detach(), x.reshape(-1), x.unbind(0)[1], nn.functional.relu(x)[1:]):
+        assert view.is_inference() == (view.shape != (2, 4))
+    for update in (lambda: x[0].add_(1), lambda: x.t_(), lambda: torch._foreach_add_([x], 1), lambda: x.detach().zero_()):
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode is not allowed"):
+            update()
+    assert x.shape == (3, 4) and x.sum().item() == 0
+    x.data.add_(1)
+    with torch.inference_mode():
+        x[0].add_(1)
+    assert x.sum().item() == 16

@@ -95,3 +95,18 @@ def test_a_loaded_state_is_written_in_place(device: str) -> None:
     assert (alias == 7).all() and model.weight._version == version + 1
     alias.zero_()
     assert not model.weight.any()
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("way", [("cpu", "remote"), ("remote", "cpu"), ("remote", "cpu", "remote")], ids="-".join)
+def test_hooks_of_a_parameter_are_called_where_it_has_moved_and_not_once_they_are_removed(kind: str, way: tuple) -> None:
+    model, calls = nn.Linear(2, 2).to(way[0]), list[str]()
+    older = getattr(model.bias, kind)(lambda _: calls.append("older"))
+    for device in way[1:]:
+        model.to(device)
+    newer = getattr(model.bias, kind)(lambda _: calls.append("newer"))
+    for hooks in (["older", "newer"], ["newer"], []):
+        model(torch.ones(1, 2, device=way[-1])).sum().backward()
+        assert calls == hooks
+        calls.clear()
+        (older if "older" in hooks else newer).remove()

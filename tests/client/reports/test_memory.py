@@ -55,6 +55,7 @@ def test_the_snapshot_is_what_torchs_viewer_reads(session: Callable, tmp_path: P
     held = trained()
     gc.collect()  # tensors in reference cycles end now, and not between the two looks
     gt.memory_snapshot(tmp_path / "memory.pickle")
+    assert (tmp_path / "memory.pickle").stat().st_mode & 0o777 == 0o600
     snapshot = pickle.loads((tmp_path / "memory.pickle").read_bytes())
     assert "cudaMalloc" in _memory_viz.trace(snapshot) and _memory_viz.segsum(snapshot)
     assert _memory_viz.segment_plot(snapshot) and _memory_viz.trace_plot(snapshot)

@@ -36,7 +36,7 @@ def shown_on(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """A terminal as standard error, for the test that calls this: pytest sets its own before each."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress, "DELAY", 0.0)
+    monkeypatch.setattr(progress, "DELAY_SECONDS", 0.0)
     return stream
 
 
@@ -53,7 +53,7 @@ def test_a_terminal_shows_how_far_the_work_is(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("rows, columns", [(0, 0), (24, 60)])
 def test_a_real_terminal_shows_bars_whether_its_size_is_known(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
-    monkeypatch.setattr(progress, "DELAY", 0.0)
+    monkeypatch.setattr(progress, "DELAY_SECONDS", 0.0)
     keyboard, screen = pty.openpty()
     try:
         fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
@@ -73,7 +73,7 @@ def test_a_real_terminal_shows_bars_whether_its_size_is_known(monkeypatch: pytes
 
 def test_short_work_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = shown_on(monkeypatch)
-    monkeypatch.setattr(progress, "DELAY", 1e6)
+    monkeypatch.setattr(progress, "DELAY_SECONDS", 1e6)
     with progress.bar("loading", 4) as tick:
         tick(4)
         tick(0)

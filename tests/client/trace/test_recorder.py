@@ -10,6 +10,8 @@ import pytest
 from gt.client.capture.fragment_tape import FragmentTape
 from gt.client.trace.recorder import Recorder
 from gt.ir.instr import FRAGMENT
+from gt.ir.spec import contiguous
+from gt.ir.template import Out, T, Template
 from tests.helpers.limits import limit
 
 
@@ -80,3 +82,23 @@ def test_a_wait_for_credit_that_is_interrupted_hands_over_what_was_recorded() ->
     with pytest.raises(KeyboardInterrupt):
         recorder.flush()
     assert interrupts == [1] and not recorder.code
+
+
+@pytest.mark.parametrize(("shares_cores", "side", "batches"), [(False, 4, 2), (True, 4, 0), (True, 128, 2)])
+def test_light_ops_on_few_cores_are_handed_over_later(shares_cores: bool, side: int, batches: int) -> None:
+    """After a wait too: an early batch would run on the core of the thread that records. Results of many bytes do not wait."""
+    session = Session()
+    session.let.set()
+    session.shares_cores = shares_cores  # type: ignore[attr-defined]
+    recorder = Recorder(session, lambda: None)
+    spec = contiguous((side, side), "float32")
+    number = recorder.define(Template("aten.add.Tensor", (T(0), T(1)), (), (spec, spec), 0, (Out("new", spec),)))
+    for _ in range(3):
+        session.taken.clear()
+        for _ in range(100):
+            recorder.code.extend((number, 1, 7, 8, 9))
+            if len(recorder.code) > recorder.batch:
+                recorder.end_batch()
+        assert len(session.taken) == batches
+        recorder.flush_ops()
+        recorder.note_wait()

@@ -43,6 +43,20 @@ MISTAKES: dict[str, Callable[[Make], object]] = {
     "an out= that is part of a detached input": lambda t: torch.take(
         (x := t(4).long()).detach(), x[1:].detach(), out=x.detach()[:-1].detach()
     ),
+    "a comparison in place with more dims": lambda t: t(3).eq_(t(2, 3)),
+    "a remainder in place with more dims": lambda t: t(3).fmod_(t(2, 3)),
+    "a number in place with a vector": lambda t: t().logical_xor_(t(3)),
+    "an expanded tensor in place": lambda t: t(1).expand(3).add_(1),
+    "part of an expanded tensor in place": lambda t: t(3, 1).expand(3, 4)[1:].copy_(t(2, 4)),
+    "an expanded tensor with an activation": lambda t: F.relu(t(1).expand(3), inplace=True),
+    "a scatter into an expanded tensor": lambda t: t(1).expand(3).scatter_(0, t(1).long(), 2),
+    "one less a mask": lambda t: 1 - t(3).bool(),
+    "a mask less a mask": lambda t: t(3).bool() - t(3).bool(),
+    "integers less a mask": lambda t: t(3).long().sub_(t(3).bool()),
+    "integers less True": lambda t: t(3).long() - True,
+    "a negative mask": lambda t: -t(3).bool(),
+    "the deviation of integers": lambda t: t(3).long().std(),
+    "the variance of a mask": lambda t: torch.var_mean(t(3).bool(), 0),
     "an out= of another dtype": lambda t: torch.take(t(4), t(2).long(), out=t(2).double()),
     "an out= of another complex dtype": lambda t: torch.complex(t(2), t(2), out=t(2).to(torch.complex128)),
     "an empty mean": lambda t: t(3).long().mean(),
@@ -123,3 +137,39 @@ def test_an_argument_that_is_no_tensor_is_named(session: Callable) -> None:
             work(3)
     with pytest.raises(RuntimeError, match=r"cannot pin 'torch.remote.FloatTensor': only dense CPU tensors"):
         gt.ones(2).pin_memory()
+
+
+def test_out_of_another_shape_keeps_its_memory_if_that_is_large_enough(session: Callable) -> None:
+    session()
+    values = []
+    for device in ("cpu", "remote"):
+        x = torch.arange(6.0).to(device)
+        out = x[1:5]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, that it resizes
+            torch.add(torch.ones(2, device=device), 8, out=out)
+        values.append((x.tolist(), out.tolist(), out.storage_offset()))
+    assert values[0] == values[1]
+
+
+WRONG_KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "index_put_": lambda x, at: x.index_put_((at,), at),
+    "index_copy_": lambda x, at: x.index_copy_(0, at, at),
+    "index_add": lambda x, at: x.index_add(0, at, at),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_KINDS)
+def test_values_of_another_dtype_are_refused_at_once_and_nothing_is_lost(name: str, session: Callable) -> None:
+    session()
+    x, at = torch.ones(3, device="remote"), torch.zeros(3, dtype=torch.int64, device="remote")
+    with pytest.raises(RuntimeError, match="same dtype"):
+        WRONG_KINDS[name](x, at)
+    assert x.tolist() == [1, 1, 1]
+
+
+def test_one_number_for_a_mask_may_have_another_dtype(session: Callable) -> None:
+    session()
+    x = torch.ones(3, device="remote")
+    x[x > 0] = torch.tensor(2)
+    assert x.tolist() == [2, 2, 2]

@@ -12,7 +12,7 @@ import pytest
 
 from gt.dispatcher.cluster.workers import Cluster, HeapFull
 from gt.dispatcher.events import PeerLost
-from gt.dispatcher.state.uploads import SMALL, WINDOW
+from gt.dispatcher.state.uploads import SMALL_BYTES, WINDOW_BYTES
 from gt.wire.link import hello
 from gt.wire.messages import (
     CHUNK,
@@ -213,7 +213,7 @@ class Uploading:
                     size = min(CHUNK, self.totals[message.key] - at)
                     self.at[message.key], most = at + size, most - 1
                     coming += self.bench.give(b"c", UploadChunk(message.key, at, self.totals[message.key]), (bytes(size),))
-            elif isinstance(message, Data) and message.total > SMALL and peer not in self.stopped:
+            elif isinstance(message, Data) and message.total > SMALL_BYTES and peer not in self.stopped:
                 coming += self.bench.give(
                     peer, UploadProgress(message.key, message.offset + min(CHUNK, message.total - message.offset))
                 )
@@ -221,12 +221,12 @@ class Uploading:
                 coming += self.bench.give(peer, Done(message.seq))
 
 
-LARGE = 3 * WINDOW  # bytes on each worker
+LARGE = 3 * WINDOW_BYTES  # bytes on each worker
 
 
 @pytest.mark.parametrize("worker", [b"w0", b"w1"])
 @pytest.mark.parametrize("stopped", [False, True])
-@pytest.mark.parametrize("chunks", [0, 1, WINDOW // CHUNK, 2 * WINDOW // CHUNK])
+@pytest.mark.parametrize("chunks", [0, 1, WINDOW_BYTES // CHUNK, 2 * WINDOW_BYTES // CHUNK])
 def test_an_upload_whose_worker_is_lost_ends_and_its_program_goes_on(worker: bytes, stopped: bool, chunks: int) -> None:
     """One of the two uploads has no receiver any more; it does not keep the window for ever."""
     bench = CoreBench()

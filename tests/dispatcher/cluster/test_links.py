@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from ipaddress import ip_address, ip_network
+from itertools import pairwise
+
 import pytest
 
-from gt.dispatcher.cluster.links import Host, Link, Way, described, failure, order, ways
+from gt.dispatcher.cluster.links import MAX_ATTEMPTS, Host, Link, LinkRoute, Way, candidates, described, failure, order, ways
 from gt.dispatcher.cluster.peer_info import worker_info
 from gt.dispatcher.cluster.workers import ABSENT, Cluster
 from gt.errors import ProtocolError, Refused
@@ -57,8 +61,124 @@ def test_ipv6_and_routed_addresses():
     c = Host("c", "c", (Link("198.51.100.1", 24, "eth0", 0, True),), True)
     found = ways([a, b, c])
     assert found["a", "b"] == Way("tcp", "fd00::1", "fd00::2")
-    assert found["a", "c"] == Way("tcp", "192.0.2.1", "198.51.100.1")
+    assert found["a", "c"] == Way("routed", "192.0.2.1", "198.51.100.1")
     assert found["b", "c"] == Way("via", via=("a",))
+
+
+def on(name, address, *routes, device="eth0", prefix=24, default=False, scope="", more=()):
+    links = (Link(address, prefix, device, 0, default), *more)
+    return Host(name, name, links, True, tuple(LinkRoute(*row) for row in routes), scope or name)
+
+
+def test_routes_to_one_another_join_two_hosts_before_a_relay_does():
+    relay = on("r", "10.0.1.9", more=(Link("10.0.2.9", 24, "eth1", 0, False),))
+    a, b = on("a", "10.0.1.1", ["10.0.2.0", 24, "eth0"]), on("b", "10.0.2.1", ["10.0.0.0", 16, "eth0"])
+    there = Way("routed", "10.0.1.1", "10.0.2.1")
+    assert ways([a, b, relay])["a", "b"] == there and ways([relay, b, a])["b", "a"] == there.back()
+    failed = frozenset({failure("b", "a", (b.links[0], a.links[0]))})
+    assert ways([a, b, relay], failed)["a", "b"] == Way("via", via=("r",))
+    one_sided = on("b", "10.0.2.1")
+    assert ways([a, one_sided, relay])["a", "b"].kind == "via", "b has no way back"
+    refusing = on("a", "10.0.1.1", ["10.0.0.0", 8, "eth0"], ["10.0.2.0", 24, ""])
+    assert ways([refusing, b, relay])["a", "b"].kind == "via", "a refuses to send to b's network"
+    elsewhere = on("a", "10.0.1.1", ["10.0.0.0", 8, "eth0"], ["10.0.2.0", 24, "docker0"])
+    assert ways([elsewhere, b, relay])["a", "b"].kind == "via", "a's packets to b leave at another device"
+
+
+def test_routes_of_ipv6_join_two_hosts():
+    a = on("a", "fd00:1::1", ["fd00:2::", 64, "eth0"], prefix=64)
+    b = on("b", "fd00:2::1", ["fd00::", 16, "eth0"], prefix=64)
+    assert ways([a, b])["a", "b"] == Way("routed", "fd00:1::1", "fd00:2::1")
+
+
+def test_a_route_to_a_network_is_tried_before_two_default_routes():
+    outer = Link("192.0.2.1", 24, "wan", 0, True)
+    a = on("a", "10.0.1.1", ["10.0.2.0", 24, "eth0"], more=(outer,))
+    b = on("b", "10.0.2.1", ["10.0.1.0", 24, "eth0"], more=(outer._replace(address="198.51.100.1"),))
+    pairs = [(source.device, target.device) for source, target in candidates(a, b)]
+    assert pairs == [("eth0", "eth0"), ("wan", "wan")]
+
+
+def test_an_address_that_two_hosts_have_joins_only_those_that_share_a_network():
+    bridge = Link("172.17.0.1", 16, "bridge", 10_000, False)
+    slow = on("a", "10.0.1.1", more=(bridge,)), on("b", "10.0.1.2", more=(bridge,))
+    assert ways(slow)["a", "b"] == Way("tcp", "10.0.1.1", "10.0.1.2"), "two bridges of one number join nobody"
+    parted = on("a", "10.0.1.1", more=(bridge,)), on("b", "10.0.2.2", more=(bridge,))
+    assert ways(parted)["a", "b"].kind == "none"
+    containers = on("a", "172.17.0.1", scope="n"), on("b", "172.17.0.1", scope="n")
+    assert ways(containers)["a", "b"] == Way("tcp", "172.17.0.1", "172.17.0.1")
+    inner = bridge._replace(address="172.17.0.5", device="eth1")
+    doubtful = on("a", "10.0.1.1", more=(bridge, inner)), on("b", "10.0.1.2", more=(bridge,))
+    assert [source.address for source, _ in candidates(*doubtful)] == ["10.0.1.1", "172.17.0.5"], "it may be a real one: last"
+
+
+def test_hosts_of_many_addresses_try_few_of_them():
+    many = tuple(Link(f"10.1.{at // 250}.{at % 250 + 1}", 16, "eth0", 0, True) for at in range(200))
+    a, b = Host("a", "a", many[:100], True), Host("b", "b", many[100:], True)
+    assert len(list(candidates(a, b))) == 1, "where one address of a subnet fails, another of the same devices does too"
+    wide = tuple(Link(f"10.{at}.0.1", 24, f"eth{at}", 0, True) for at in range(64))
+    other = tuple(Link(f"10.{at + 64}.0.1", 24, f"eth{at}", 0, True) for at in range(64))
+    assert len(list(candidates(Host("a", "a", wide, True), Host("b", "b", other, True)))) == MAX_ATTEMPTS
+
+
+def random_hosts(draw: random.Random) -> list[Host]:
+    """Hosts on some of few subnets, some of one number elsewhere, with routes of any prefix, and some defaults."""
+    found = []
+    for at in range(draw.randint(2, 6)):
+        nets = draw.sample(range(6), draw.randint(0, 3))
+        default = draw.choice([-1, -1, *nets])
+        links = tuple(Link(f"10.{net}.0.{at + 1}", 24, f"e{net}", draw.choice([0, 1000]), net == default) for net in nets)
+        targets = [draw.choice([(f"10.{net}.0.0", 24), (f"10.{net & 6}.0.0", 15), ("10.0.0.0", 8)]) for net in range(6)]
+        rows = {row: draw.choice(["", "docker0", *(link.device for link in links)]) for row in draw.sample(targets, 3)}
+        routes = tuple(LinkRoute(*network, device) for network, device in rows.items())
+        found.append(Host(f"{at}", f"{at}", links, draw.random() < 0.9, routes, f"{at}"))
+    return found
+
+
+def leaves_at(host: Host, address: str) -> set[str]:
+    """Devices of the longest prefix, by the library's networks."""
+    rows = [(ip_network(f"{link.address}/{link.prefix}", strict=False), link.device) for link in host.links]
+    rows += [(ip_network(f"{route.network}/{route.prefix}"), route.device) for route in host.routes]
+    rows += [(ip_network("0.0.0.0/0"), link.device) for link in host.links if link.routed]
+    fits = [(net.prefixlen, device) for net, device in rows if ip_address(address) in net]
+    return {device for prefix, device in fits if prefix == max(fits)[0]}
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_way_of_any_two_hosts_is_one_that_their_networks_have(seed):
+    draw = random.Random(seed)
+    hosts = random_hosts(draw)
+    failed = frozenset(
+        failure(a.home, b.home, pair) for a in hosts for b in hosts for pair in candidates(a, b) if draw.random() < 0.2
+    )  # fmt: skip
+    found = ways(hosts, failed)
+    for a in hosts:
+        for b in hosts:
+            if a is b:
+                continue
+            way = found[a.home, b.home]
+            assert found[b.home, a.home] == way.back(), "both ends agree"
+            by_kind = joined_by(a, b, failed)
+            want = next((kind for kind in ("tcp", "routed") if by_kind[kind]), None)
+            if want is None:
+                assert not way.connected, "nothing joins them"
+                path = [a.home, *way.via, b.home]
+                assert way.kind == "none" or all(found[leg].connected for leg in pairwise(path))
+            else:
+                assert way.kind == want and (way.source, way.target) in by_kind[want], "subnets, then routes, then relays"
+
+
+def joined_by(a: Host, b: Host, failed: frozenset) -> dict[str, set[tuple[str, str]]]:
+    """Pairs of addresses that a subnet, or routes, join and that have not failed."""
+    pairs: dict[str, set[tuple[str, str]]] = {"tcp": set(), "routed": set()}
+    for x in a.links if a.listening and b.listening else ():
+        for y in b.links:
+            if failure(a.home, b.home, (x, y)) not in failed:
+                if ip_network(f"{x.address}/{x.prefix}", strict=False) == ip_network(f"{y.address}/{y.prefix}", strict=False):
+                    pairs["tcp"].add((x.address, y.address))
+                elif x.device in leaves_at(a, y.address) and y.device in leaves_at(b, x.address):
+                    pairs["routed"].add((x.address, y.address))
+    return pairs
 
 
 def test_hosts_are_in_natural_order_and_on_a_line_along_it():
@@ -132,7 +252,9 @@ def test_failed_connections_are_tried_again_where_no_other_way_is_left():
 
 @pytest.mark.parametrize(
     "about",
-    [{"rank": 1 << 20}, {"port": -1}, {"links": [["nowhere", 24, "eth0", 0, True]]}, {"links": [["::1", 200, "e", 0, True]]}]
+    [{"routes": [["10.0.0.0", 24, "e"]] * 129}, {"routes": [["10.0.0.0", 0, "e"]]}, {"routes": [["fe80::%1", 64, "e"]]}]
+    + [{"routes": [["10.0.0.0", 33, "e"]]}, {"routes": [["10.0.0.0", 24, "e" * 65]]}, {"scope": "x" * 300}]
+    + [{"rank": 1 << 20}, {"port": -1}, {"links": [["nowhere", 24, "eth0", 0, True]]}, {"links": [["::1", 200, "e", 0, True]]}]
     + [{"links": [["10.0.0.1", 24, "e", 0, True]] * 65}, {"links": [7]}, {"gpu": 1 << 40}],
 )
 def test_a_false_description_of_links_is_refused(about):

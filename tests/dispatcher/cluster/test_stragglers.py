@@ -16,7 +16,7 @@ import pytest
 
 from gt import env
 from gt.dispatcher.events import Close, Examine, Examined, PeerLost, Tick
-from gt.dispatcher.state.uploads import WINDOW
+from gt.dispatcher.state.uploads import WINDOW_BYTES
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import ConfigError, DispatcherLost, WorkerLost, WorkerStuck
 from gt.launch import local
@@ -391,12 +391,12 @@ def test_shapes_and_statistics_that_are_not_told_are_errors_after_the_stall_time
 
 def uploading(bench: CoreBench, peer: bytes = b"c") -> UploadRequest:
     """A host copy for worker w0, of which the client has sent all that it was granted, and w0 has taken in nothing."""
-    size = spec(WINDOW // 8, 4)
+    size = spec(WINDOW_BYTES // 8, 4)
     form, neg = row("gt.upload.default", [], [], [size], 1), row("aten.neg.default", [{"t": 0}], [size], [size])
     bench.give(peer, Ops(0, [[16, form], [17, neg]], [[1, "m.py", 1, "a", False, -1]], [16, 1, -1, 1, 17, 1, 1, 2]))
     (need,) = bench.to(peer, UploadRequest)
     for at in range(0, need.upto, CHUNK):
-        bench.give(peer, UploadChunk(need.key, at, 2 * WINDOW), (bytes(CHUNK),))
+        bench.give(peer, UploadChunk(need.key, at, 2 * WINDOW_BYTES), (bytes(CHUNK),))
     return need
 
 
@@ -437,7 +437,7 @@ def test_an_upload_that_nobody_takes_in_ends_what_waits_behind_it_after_the_stal
     bench.give(b"d", Fetch(2, 2), at=500)
     assert [row[1] for row in told(bench, still, start=500, until=720) if row[2] != "Notice"] == [b"d"], "as long again"
     bench.give(b"w0", UploadProgress(need.key, need.upto), at=720)
-    assert bench.to(b"d", WindowUpdate) == [WindowUpdate(need.key, 2 * WINDOW)]
+    assert bench.to(b"d", WindowUpdate) == [WindowUpdate(need.key, 2 * WINDOW_BYTES)]
 
 
 def test_a_client_without_credit_is_told_of_a_stopped_worker_behind_an_upload():
@@ -504,7 +504,7 @@ def test_a_connection_whose_other_host_answers_is_not_cut():
         other, _ = server.accept()
         with other:
             one.sendall(bytes(1 << 16))
-            assert liveness.unheard(one.fileno()) < liveness.SHORTEST and not liveness.Cable(one.fileno(), 0).poll()
+            assert liveness.unheard(one.fileno()) < liveness.SHORTEST_SECONDS and not liveness.Cable(one.fileno(), 0).poll()
             other.sendall(b"answer")
             assert one.recv(6) == b"answer", "looking takes nothing away"
     assert liveness.unheard(1 << 20) == 0.0

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from gt.client.session import Session
-from gt.dispatcher.fairness.descriptors import KEPT, PATIENCE, Reserve
+from gt.dispatcher.fairness.descriptors import KEPT, PATIENCE_SECONDS, Reserve
 from gt.errors import Refused
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
@@ -87,13 +87,13 @@ def test_room_is_made_for_newcomers_only_while_strangers_are_left():
         stack.callback(reserve.close)
         with all_taken(taken):
             assert reserve.poll(0.0) and not reserve.admits() and reserve.hopeful
-            assert reserve.poll(PATIENCE) and reserve.hopeful
+            assert reserve.poll(PATIENCE_SECONDS) and reserve.hopeful
             assert [stranger.recv(1) for stranger in strangers] == [b"", b""]
             assert [reserve.admits() for _ in range(3)] == [True, True, False]
             for connection in accepted:
                 taken.append(connection.detach())
                 os.dup2(0, taken[-1])  # closed, and something else in its place
-            assert reserve.poll(PATIENCE + 0.25) and not reserve.hopeful and not reserve.admits()
+            assert reserve.poll(PATIENCE_SECONDS + 0.25) and not reserve.hopeful and not reserve.admits()
 
 
 def test_a_late_connection_is_told():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gt.dispatcher.programs.fragment_cuts import FragmentCuts
 from gt.dispatcher.programs.fragment_pattern import parse
 from gt.ir.instr import END_FRAGMENT, FRAGMENT, FREE
 from gt.wire.messages import Failed, InspectFragments, Ops, Report
@@ -115,3 +116,28 @@ def test_a_launch_that_was_not_begun_fails_what_it_would_have_moved(bench: CoreB
     assert tensor.storage.failed is None
     session.drop({launched.seq})
     assert "was not begun" in str(tensor.storage.failed.error)
+
+
+def test_runs_that_part_and_meet_again_are_programs_of_their_parts() -> None:
+    bench = CoreBench("")
+    origins = [[n, "f.py", n, "", False, -1] for n in range(1, 8)]
+    bench.give(b"c", Ops(0, [[16, UPLOAD], [17, NEG]], origins, START), (bytes(64),))
+    middles = ([3], [4, 5], [3], [4, 5], [], [3], [4, 5], [], [4, 5], [3], [], [3])
+    for call, middle in enumerate(middles):
+        lines, first = [1, 2, *middle, 6, 7], 10 * (call + 1)
+        ops = [n for k, line in enumerate(lines) for n in (17, line, first + k - 1 if k else 1, first + k)]
+        ended = [first + k for k in range(len(lines) - 1)]
+        header = [FRAGMENT, 5, call, 0, 0, 0, len(ops)]
+        bench.give(b"c", Ops(1 + call, [], [], [*header, *ops, END_FRAGMENT, len(ended), *ended]))
+        alive = {i for i in bench.core.sessions[b"c"].table.rows if i < 1 << 39}
+        assert first + len(lines) - 1 in alive and alive.isdisjoint(ended)
+        if call >= len(middles) - 4:  # all three ways were met, and are carried out whole
+            assert counts(bench)["last_carried"] == len(lines), (call, counts(bench))
+
+
+def test_a_batch_that_cannot_be_followed_is_not_cut() -> None:
+    cuts = FragmentCuts()
+    cuts.met[17, 1] = None
+    whole = [FRAGMENT, 5, 0, 0, 0, 0, 2, 99, 1, END_FRAGMENT, 0]
+    for code in ([], [FRAGMENT], [FRAGMENT, 5, 0, 0, 0, 0, 99, 17], [99, 1, 2], whole):
+        assert cuts.split(code, {}) is code

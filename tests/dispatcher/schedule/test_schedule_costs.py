@@ -27,7 +27,7 @@ from gt.ir.schedules import asked
 from gt.ir.spec import contiguous
 from gt.ir.text import size
 from gt.observe.dry_run import Dry
-from gt.wire.messages import TIMES, Done, Exit, Run
+from gt.wire.messages import MAX_TIMES, Done, Exit, Run
 from gt.worker.process.profiler import TimedSteps, take_times
 from tests.helpers import CONFIGS
 from tests.helpers.models import accumulating, mini
@@ -152,7 +152,7 @@ def test_only_what_is_recorded_is_timed(four: str) -> None:
         [16, float("inf")],
         [16, 1e9],
         [16, True],
-        [0, 1.0] * (TIMES + 1),
+        [0, 1.0] * (MAX_TIMES + 1),
     ],
 )
 def test_a_worker_that_tells_no_times_is_refused_and_the_others_go_on(times: list, caplog: pytest.LogCaptureFixture) -> None:
@@ -191,8 +191,8 @@ def test_a_worker_keeps_the_least_time_of_each_definition_and_tells_it_once() ->
     assert take_times(found) == [16, 2.0, 17, 1.0] and take_times(found) == [] and not found
     with pytest.raises(KeyError):
         table[18]
-    found.update(dict.fromkeys(range(TIMES + 5), 1.0))
-    assert len(take_times(found)) == 2 * TIMES and len(take_times(found)) == 10
+    found.update(dict.fromkeys(range(MAX_TIMES + 5), 1.0))
+    assert len(take_times(found)) == 2 * MAX_TIMES and len(take_times(found)) == 10
 
 
 # ---- a limit, a better cut

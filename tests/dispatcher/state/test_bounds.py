@@ -259,7 +259,7 @@ def origins(names: list[tuple[str, str]]) -> Ops:
 
 
 def test_names_of_a_session_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "MAX_NAME_CHARACTERS", 1000)
+    monkeypatch.setattr(validate, "MAX_ALL_NAME_CHARACTERS", 1000)
     bench = CoreBench()
     bench.give(b"c", origins([("file.py", "")] * 2000))  # the same name again and again costs nothing
     assert b"c" in bench.core.sessions
@@ -272,6 +272,6 @@ def test_groups_within_one_another_are_bounded() -> None:
 
 
 def test_templates_of_a_session_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "MAX_TEMPLATE_PARTS", 200)
+    monkeypatch.setattr(validate, "MAX_ALL_TEMPLATE_PARTS", 200)
     rows = [[16 + n, ONES.wire()] for n in range(40)]
     assert "at most 200 are taken" in CoreBench().refusal(b"c", Ops(0, rows, [], []))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from gt.dispatcher.events import PeerLost
+from gt.dispatcher.events import PeerLost, Tick
+from gt.ir.instr import FREE
 from gt.wire.arena import place as place_of
 from gt.wire.arena import upload_index
 from gt.wire.messages import (
     ArenaOpened,
     CloseArenas,
-    Done,
+    Data,
     Failed,
     Fetch,
+    Notice,
     OfferFile,
     OpError,
     Ops,
@@ -21,6 +23,7 @@ from gt.wire.messages import (
     Report,
     Run,
     Store,
+    UploadProgress,
     UploadRequest,
     UseBlock,
 )
@@ -38,7 +41,7 @@ class Files(Bench):
         self.share(True, True)
         self.upload()
         self.all_done()
-        self.give(b"c", OfferFile(FILE, 1, 9, SIZE, write))
+        self.give(b"c", OfferFile(FILE, 1, 9, SIZE, write, "model.safetensors"))
         offers = [self.ever(b"w%d" % n, OfferFile)[-1] for n in range(2)]
         self.key, self.offer = offers[0].arena, offers[0]
         for n, answer in enumerate(opened):
@@ -174,7 +177,110 @@ def test_tensors_are_read_from_a_file_by_those_who_share_it():
     assert not bench.ever(b"c", UploadRequest)
     bench.give(b"c", CloseArenas([FILE]))
     assert bench.to(b"w0", CloseArenas) == [CloseArenas([bench.key])]
-    bench.give(b"w0", Done(bench.core.cluster.workers[0].runs))
+    read(bench, blocks)
+    bench.all_done()
+
+
+# ---- file systems that do not answer
+
+
+def read(bench: Bench, blocks: list[UseBlock]) -> None:
+    for n, block in enumerate(blocks):
+        bench.give(b"w%d" % n, UploadProgress(block.key, NBYTES // 2))
+
+
+def reading() -> tuple[Bench, list[UseBlock]]:
+    """A bench whose workers read halves of %30 from the file, for an op, and what each was told to read."""
+    bench = Files(True, True, write=False)
+    bench.told.clear()
+    bench.ops([16, 1, upload_index(place_of(FILE, 100)), 30, ZEROS, 1, 31, MM, 1, 30, 31, 32])
+    return bench, [bench.ever(b"w%d" % n, UseBlock)[0] for n in range(2)]
+
+
+def test_no_instruction_is_sent_before_the_file_that_it_needs_is_read():
+    bench, blocks = reading()
+    bench.give(b"c", Fetch(5, 32))
+    read(bench, blocks[:1])
+    assert not bench.ever(b"w0", Run) and not bench.ever(b"w1", Run)
+    bench.give(b"w1", UploadProgress(blocks[1].key, NBYTES // 2))
+    assert bench.ever(b"w0", Run) and bench.ever(b"w1", Run)
+    bench.all_done()
+    assert bench.core.sessions[b"c"].fetches.open, "the fetch, which waited too"
+
+
+def test_other_sessions_go_on_while_a_file_is_read():
+    bench, _ = reading()
+    bench.client(b"d")
+    bench.ops([ZEROS, 1, 1], b"d")
+    bench.give(b"d", Fetch(5, 1))
+    assert bench.ever(b"w0", Run) or bench.ever(b"w1", Run)
+
+
+def test_a_lost_worker_ends_the_reads_of_the_others_whose_instructions_are_sent_with_the_loss():
+    """Sent later, they would meet its successor, which has none of them."""
+    bench, blocks = reading()
+    bench.feed(PeerLost(b"w1", "it was killed", 0.0))
+    assert [m for m in bench.to(b"w0", Data)] == [Data(blocks[0].key, 0, -1)]
+    order = [type(m) for p, m in bench.sent if p == b"w0" and isinstance(m, (Data, Run))]
+    assert order[0] is Data and Run in order
+
+
+def notices(bench: Bench, until: float) -> list[tuple[str, int]]:
+    """The time of each thing that the client is told, to 10 s, and what it is."""
+    rows = []
+    for now in range(1, int(until)):
+        bench.feed(Tick(float(now)))
+        rows += [(m.text, now) for m in bench.to(b"c", Notice)]
+        rows += [(m.error["message"], now) for m in bench.to(b"c", Failed)]
+    return rows
+
+
+@pytest.mark.parametrize("what", ["open", "read", "write"])
+def test_a_file_that_does_not_answer_is_named_and_ends_the_questions_of_its_session(what):
+    if what == "read":
+        bench, _ = reading()
+        bench.give(b"c", Fetch(5, 32))
+    else:
+        bench = Files() if what == "open" else Files(True, True)
+        bench.store(5)
+        bench.all_done()
+    rows = notices(bench, 320)
+    assert [now // 10 for _, now in rows] == [1, 3, 6, 12, 30]
+    assert all("got no answer of the file system of 'model.safetensors' for" in text for text, _ in rows), rows
+    assert rows[-1][0].startswith("no worker of this program has made progress for 300 s")
+    assert b"c" in bench.core.sessions
+
+
+def test_ops_wait_while_workers_write_tensors_from_their_memory_and_follow_whatever_ends_that():
+    bench = Files(True, True)
+    blocks = bench.store(5)
+    bench.told.clear()
+    bench.ops([ZEROS, 1, 40])
+    bench.ops([FREE, 1, 9])
+    session = bench.core.sessions[b"c"]
+    assert len(session.inbox) == 2
+    bench.written(blocks)
+    bench.all_done()
+    assert not session.inbox and bench.ever(b"c", Report)
+    bench.store(6)
+    bench.ops([ZEROS, 1, 41])
+    assert session.inbox
+    notices(bench, 320)
+    assert not session.inbox and not session.fetches.holding
+
+
+def test_ops_do_not_wait_for_a_save_of_copies():
+    bench = Files(True, True)
+    bench.store(5, later=True)
+    bench.ops([ZEROS, 1, 40])
+    assert not bench.core.sessions[b"c"].inbox
+
+
+def test_the_name_of_a_file_is_bounded_and_not_told_to_workers():
+    bench = Files(True, True)
+    assert bench.offer.name == ""
+    bench.give(b"c", OfferFile(FILE + 1, 1, 9, SIZE, True, "x" * 256))
+    assert not bench.core.sessions
 
 
 def test_a_save_that_an_interrupt_has_dropped_is_told():

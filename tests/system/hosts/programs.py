@@ -79,6 +79,15 @@ def zero(address: str) -> None:
     say(losses=[float.fromhex(loss) for loss in data_parallel(address, ZERO, 3)])
 
 
+def routed(address: str) -> None:
+    """Data parallel and a pipeline over two workers: losses as hex, and their ways."""
+    losses = data_parallel(address, "dp: {shard: {axis: 0, workers: [[0], [1]]}}", 2, "dp")
+    start(address, KINDS, 2)
+    right, ways = pipeline()(), [row.get("ways", {}) for row in gt.stats()["workers"]]
+    gt.shutdown()
+    say(losses=losses, right=right, ways=ways)
+
+
 def client(address: str) -> None:
     """One of several at once: pipelines and sums over hosts, again and again."""
     start(address, "a: {shard: {axis: 0, workers: [0, 1, 2]}}\ns0: {workers: [0]}\ns2: {workers: [2]}", 3)
@@ -285,6 +294,5 @@ def refused(address: str) -> None:
 
 
 if __name__ == "__main__":
-    {"demo": demo, "cuts": cuts, "far": far, "zero": zero, "client": client, "lose": lose, "refused": refused}[sys.argv[1]](
-        *sys.argv[2:]
-    )
+    programs = (demo, cuts, far, zero, client, lose, refused, routed)
+    {program.__name__: program for program in programs}[sys.argv[1]](*sys.argv[2:])

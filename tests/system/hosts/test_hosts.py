@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,7 +11,9 @@ import time
 from functools import cache
 
 import pytest
+import yaml
 
+from tests.helpers import ROOT
 from tests.helpers.limits import limit
 from tests.helpers.processes import children
 from tests.system.hosts.lab import Lab, why_not
@@ -23,8 +26,6 @@ DETECTED = limit(1.0)  # seconds from the end of a cable to an error
 @cache
 def on_one_host(program: str) -> dict:
     """What the program says with workers of one host."""
-    import json
-
     done = subprocess.run(
         [sys.executable, str(PROGRAMS), program, "local"], env=environment(), capture_output=True, text=True, timeout=limit(150)
     )
@@ -126,6 +127,103 @@ def test_a_relay_that_ends_amid_transfers_is_named_at_once_and_its_successor_rel
             assert again["again"] == 400_000 and again["ways"][0]["w2"] == "via worker 1", again
             program.end()
         site.close()
+
+
+def test_hosts_that_routes_join_train_without_a_worker_between_and_all_bits_are_one_hosts():
+    with Lab.line(3, management=True, forward=True) as lab:
+        site = Site(lab, [0, 2])
+        found = site.program("routed").hear()
+        assert found["losses"] == on_one_host("routed")["losses"] and found["right"] is True
+        assert found["ways"][0]["w1"] == f"routed {lab.address(0, 1)} to {lab.address(2, 1)}"
+        site.close()
+
+
+def test_a_route_that_ends_is_an_error_of_both_ends_and_used_again_once_it_is_back():
+    with Lab.line(3, management=True, forward=True, six=True) as lab:
+        site = Site(lab, [0, 2, 2], backend="numpy")
+        ends = lab.address(0, 1), lab.address(2, 1)
+        program = site.program("lose", "1")
+        assert program.hear() == {"ready": True}
+        lab.pass_on(1, False)
+        cut = time.monotonic()
+        found = program.hear()
+        assert found["at"] - cut < DETECTED, found
+        assert all(part in found["text"] for part in ("'w0' on h0", "'w1' on h2", *ends)), found
+        lab.pass_on(1, True)
+        program.tell()
+        again = program.hear()
+        assert again["again"] == 400_000 and again["ways"][0]["w1"] == "routed {} to {}".format(*ends), again
+        program.end()
+        site.close()
+
+
+def test_a_route_that_ends_is_replaced_by_a_relay():
+    with Lab.line(3, management=True, forward=True) as lab:
+        site = Site(lab, [0, 2, 1], backend="numpy")
+        program = site.program("lose", "1")
+        assert program.hear() == {"ready": True}
+        lab.pass_on(1, False)
+        cut = time.monotonic()
+        found = program.hear()
+        assert found["at"] - cut < DETECTED, found
+        program.tell()
+        again = program.hear()
+        assert again["again"] == 400_000 and again["ways"][0]["w1"] == "via worker 2", again
+        program.end()
+        site.close()
+
+
+FACTS = "from gt.worker.process import network_links as n; import json; print(json.dumps([n.links(), n.routes()]))"
+TABLE = (
+    *("addr add 169.254.7.1/16 dev to-h1", "addr add fe80::77/64 dev to-h1 nodad", "addr add fd00:5::1/64 dev to-h1 nodad"),
+    *("route add 10.1.0.0/16 via 192.168.100.2 metric 5", "route add 10.1.0.0/16 via 10.77.0.2 metric 9"),
+    *("route add blackhole 10.2.0.0/16", "route add 10.3.0.1/32 dev to-h1", "route add fd00:6::/48 via fd00:5::2"),
+    *("route add unreachable fd00:7::/64", "route add default via 10.77.0.2", "route add multicast 239.0.0.0/8 dev to-h1"),
+    *(f"addr add 192.168.100.{at}/24 dev to-h1" for at in range(10, 210)),
+)
+
+
+def test_the_kernels_routes_and_many_addresses_as_a_worker_tells_them():
+    with Lab(2, [(0, 1)], management=True) as lab:
+        lab.host(0).ip(*TABLE)
+        links, routes = json.loads(lab.host(0).run([sys.executable, "-c", FACTS], env=environment()).stdout)
+    assert sorted(routes) == [
+        ["10.1.0.0", 16, "to-h1"], ["10.2.0.0", 16, ""], ["10.3.0.1", 32, "to-h1"],
+        ["fd00:6::", 48, "to-h1"], ["fd00:7::", 64, ""],
+    ]  # fmt: skip
+    assert len(links) == 64 and {"10.77.0.1", "fd00:5::1", "192.168.100.1"} == {row[0] for row in links[:3]}
+    assert [row[0] for row in links if row[4]] == ["10.77.0.1"]
+
+
+JOB_PROGRAM = """
+import torch, gt
+x = torch.ones(3, device="remote") + 1
+print("sum", x.sum().item(), [row["name"] for row in gt.stats()["workers"]], flush=True)
+"""
+
+
+def test_the_variables_of_the_jobset_make_one_job_of_three_hosts(tmp_path):
+    """As a kubelet starts its pods: the manifest's variables and the rank, and the name of pod 0 in a DNS."""
+    spec = yaml.safe_load((ROOT / "deploy/kubernetes/jobset.yaml").read_text())["spec"]["replicatedJobs"][0]["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    variables = {row["name"]: row["value"] for row in container["env"]}
+    token, program = tmp_path / "token", tmp_path / "program.py"
+    token.write_text("a token of the lab, 0123456789\n")
+    token.chmod(0o400)
+    program.write_text(JOB_PROGRAM)
+    start = container["command"].index("run") + 1
+    with Lab.switch(spec["completions"]) as lab:
+        pods = []
+        for rank, host in enumerate(lab.hosts):
+            host.run(["sh", "-c", f"echo {lab.address(0)} {variables['MASTER_ADDR']} >> /etc/hosts"])
+            own = {**environment(**variables), "GT_TOKEN_FILE": str(token), "GT_BACKEND": "numpy"}
+            own |= {"JOB_COMPLETION_INDEX": str(rank)}
+            del own["GT_TOKEN"]
+            line = [sys.executable, *container["command"][1:start], str(program)]
+            pods.append(host.popen(line, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        said = [pod.communicate(timeout=limit(60))[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0] * len(pods), said
+    assert "sum 6.0 ['w0', 'w1', 'w2']" in said[0].splitlines(), said
 
 
 def test_a_cable_of_a_mesh_is_pulled_and_the_third_host_relays():

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from gt.worker.offload import files
-from gt.worker.offload.files import ALIGNED, DiskFull, InFile, OffloadFile
+from gt.worker.offload.files import ALIGNED_BYTES, DiskFull, InFile, OffloadFile
 from gt.worker.offload.tensors import Kept, OffloadedTensors
 
 
@@ -28,7 +28,7 @@ class Ends(list):
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("nbytes", [1, ALIGNED, 3 * ALIGNED + 17])
+@pytest.mark.parametrize("nbytes", [1, ALIGNED_BYTES, 3 * ALIGNED_BYTES + 17])
 def test_bytes_come_back(file, nbytes, prefetch):
     data = os.urandom(nbytes)
     other = InFile(file, memoryview(b"held"), bytes, Ends())
@@ -44,7 +44,7 @@ def test_bytes_come_back(file, nbytes, prefetch):
 
 def test_slots_are_used_again_and_the_last_ends_the_file(file):
     ends = Ends()
-    first = InFile(file, memoryview(bytes(ALIGNED)), bytes, ends)
+    first = InFile(file, memoryview(bytes(ALIGNED_BYTES)), bytes, ends)
     second = InFile(file, memoryview(bytes(10)), bytes, ends)
     first.close()
     third = InFile(file, memoryview(bytes(20)), bytes, ends)
@@ -117,7 +117,7 @@ def test_a_failed_read_is_an_error_and_may_be_tried_again(file, monkeypatch):
 
 
 def test_writes_wait_once_many_bytes_are_under_way(file, monkeypatch):
-    monkeypatch.setattr(files, "MAX_WAITING_BYTES", ALIGNED)
+    monkeypatch.setattr(files, "MAX_WAITING_BYTES", ALIGNED_BYTES)
     away = [InFile(file, memoryview(bytes([n]) * 100), lambda buffer: buffer[0], Ends()) for n in range(20)]
     assert len(file._writes) <= 3
     assert [one.tensor() for one in away] == list(range(20))

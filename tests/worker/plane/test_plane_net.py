@@ -13,7 +13,7 @@ import pytest
 
 from gt import env
 from gt.worker.plane.base import PeerGone, Unreachable
-from gt.worker.plane.net import chain, collectives, handshake, lane, peer_connection, relay, strangers, stream
+from gt.worker.plane.net import chain, collectives, handshake, lane, network, peer_connection, relay, strangers, stream
 from gt.worker.plane.net.peer_connection import DATA, HEADER, PeerConnection
 from gt.worker.plane.net.plane import NetPlane
 from tests.helpers.limits import limit
@@ -512,9 +512,9 @@ def test_a_wrong_frame_ends_its_connection_alone(frame):
 def test_a_worker_that_is_late_to_know_the_world_is_asked_again(monkeypatch):
     refused, accept, usual = threading.Event(), handshake.accept, handshake.SECONDS
 
-    def accept_and_say(sock, key_of):
+    def accept_and_say(*args):
         try:
-            return accept(sock, key_of)
+            return accept(*args)
         except OSError:
             refused.set()
             raise
@@ -534,6 +534,18 @@ def test_a_worker_that_is_late_to_know_the_world_is_asked_again(monkeypatch):
         into = bytearray(4)
         second.recv(channel(0), into)
         assert into == b"late" and not said
+
+
+def test_a_way_that_leads_to_another_process_is_given_up_at_once(monkeypatch):
+    """Two separate networks of one number: behind the address and port of worker 1 is another worker."""
+    monkeypatch.setattr(network, "MEET_SECONDS", limit(1000))  # a worker that is late to know the world is asked so long
+    failed = threading.Event()
+    with hosts(3) as world:
+        world[0].on_link_failed = lambda index, epoch, *_: failed.set() if (index, epoch) == (1, 2) else None
+        rows = [list(row) for row in world[0].rows]
+        rows[1][8] = rows[2][8]
+        world[0].introduce(rows, ways(3, epoch=2), KEY, 0)
+        assert failed.wait(limit(20))
 
 
 def test_chunks_of_a_chain_divide_no_element():

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gt.client import current_session
 from gt.client.current_session import Current
 from gt.client.device.meta import Meta
-from gt.client.device.remote_tensor import Ref, RemoteTensor, Temporary, make
+from gt.client.device.remote_tensor import Ref, RemoteTensor, Temporary, make, new_tensor
 from gt.client.trace.dispatch import collect, new_entry
 from gt.client.trace.op_info import CONST, ONE, Entry, info_of
 
@@ -123,7 +123,7 @@ class RowSequence:
                 results.append(None)
                 continue
             n, entry = result
-            tensor = entry.new(*entry.wrapper)
+            tensor = new_tensor(*entry.wrapper)
             tensor._ref = Ref(new[n], entry.metas[0], origin, live)
             results.append(tensor)
         live.ended.extend([Temporary(new[n]) for n in self._temporaries])  # after the rows that use them

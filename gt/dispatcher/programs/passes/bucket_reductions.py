@@ -5,7 +5,7 @@ with compute (gt.worker.program.overlap), so each reduction moves up behind the 
 Several wait for one another until they fill a bucket (`bucket` of the config has its bytes): a small reduction costs much
 by itself, and ends a compiled region. This is gradient bucketing as in DistributedDataParallel (Li et al., PyTorch
 Distributed, VLDB 2020). Behind the last bucket there is only the optimizer: it is split, so that its step on other gradients
-hides the bucket. A reduction is an all_reduce, or a reduce_scatter with the rows that name its pieces (ZeRO).
+hides the bucket. A reduction is an all_reduce, or a reduce_scatter with the rows that name its pieces (ZeRO). Example:
 
     before:  g1 = mm ...; g0 = mm ...; h = mm ...; all_reduce g0; all_reduce g1; _fused_adamw_ [w0, w1] [g0, g1]
     after:   g1 = mm ...; g0 = mm ...; all_reduce g0; all_reduce g1; h = mm ...; _fused_adamw_ ...

@@ -1,9 +1,10 @@
 """The pass that moves transfers out of the way where the last stage turns from a micro-batch's forward into its backward pass.
 
 Compiled as one (gt.dispatcher.programs.codegen), the two passes never write the values that only they share: operator fusion
-across the turn, as in torch.compile's joint graph. A transfer for another micro-batch is often between them, since its data is
-expected then. A transfer overlaps with compute, so it may begin a little earlier: where a compiled region ends anyway. This is
-code motion (hoisting) of communication. It is done where workers replay device graphs; elsewhere a transfer is waited for.
+across the turn, as in torch.compile's joint graph (Ansel et al., ASPLOS 2024). A transfer for another micro-batch is often
+between them, since its data is expected then. A transfer overlaps with compute, so it may begin a little earlier: where a
+compiled region ends anyway. This is code motion (hoisting) of communication. It is done where workers replay device graphs;
+elsewhere a transfer is waited for.
 
 Example, the last stage of two, micro-batches 0 and 1:
 

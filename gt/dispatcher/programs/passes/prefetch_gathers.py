@@ -2,8 +2,7 @@
 
 A step gathers a parameter right before its use. A worker overlaps transfers with compute (gt.worker.program.overlap), so each
 gather moves up to an earlier gather. The copies that are gathered ahead have no more bytes than the largest of them, or than
-LEAST_AHEAD.
-This is the prefetch of ZeRO-3 and FSDP (Zhao et al., VLDB 2023) as an order of instructions.
+LEAST_AHEAD. This is the prefetch of ZeRO-3 and FSDP (Zhao et al., VLDB 2023) as an order of instructions.
 
 Example, all weights of one size:
 

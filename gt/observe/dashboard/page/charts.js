@@ -23,7 +23,8 @@ export function workerColour(index) {
   return `hsl(${Math.round((212 + index * 137.508) % 360)} ${theme.dark ? 58 : 62}% ${light}%)`;
 }
 
-// A canvas as wide as its place. `draw(context, width, height)` draws it; `reading(x, y)` is the text for a point.
+// A canvas as wide as its place. `draw(context, width, height)` draws it; `reading(x, y)` is the text for a point. `fit(width)`,
+// if there is one, gives it the height for a width.
 export class Chart {
   constructor(height, label) {
     this.height = height;
@@ -57,6 +58,7 @@ export class Chart {
 
   paint() {
     if (!this.width || !this.draw) return;
+    this.fit?.(this.width);
     const ratio = Math.min(window.devicePixelRatio || 1, 2);
     const [w, h] = [Math.round(this.width * ratio), Math.round(this.height * ratio)];
     if (this.canvas.width !== w || this.canvas.height !== h) { this.canvas.width = w; this.canvas.height = h; }
@@ -175,6 +177,9 @@ export function areas(c, width, height, times, layers, top) {
 
 export const letter = (action) => /[A-Z]/.exec(action)?.[0] ?? "";
 
+// A long name with its end: names of workers differ there.
+export const abbreviated = (name, most) => { const parts = [...name]; return parts.length > most ? `${parts.slice(0, 2).join("")}…${parts.slice(3 - most).join("")}` : name; };
+
 export const AXIS = 20; // height of a time axis
 
 // Marks of a time axis below a chart, at round times.
@@ -197,7 +202,7 @@ export function gantt(c, width, lanes, shape, chosen) {
   lanes.forEach(([name, ran, planned], n) => {
     const y = n * lane + 4, tall = planned.length ? Math.round((lane - 8) * 0.66) : lane - 8;
     c.fillStyle = theme.text; c.textAlign = "left"; c.textBaseline = "middle";
-    c.fillText(name.length > 7 ? `${name.slice(0, 6)}…` : name, 0, y + tall / 2);
+    c.fillText(abbreviated(name, 7), 0, y + tall / 2);
     c.fillStyle = theme.wait;
     c.fillRect(left, y, width - left - 2, tall);
     bars(c, ran, scale, y, tall, true);
@@ -235,7 +240,7 @@ export function matrix(c, names, values, most, shape, chosen) {
   const { left, top, cell, say } = shape;
   c.textBaseline = "middle";
   names.forEach((name, row) => {
-    const short = name.length > 9 ? `${name.slice(0, 8)}…` : name;
+    const short = abbreviated(name, 9);
     c.fillStyle = theme.quiet; c.textAlign = "right";
     if (cell >= 9) c.fillText(short, left - 5, top + row * cell + cell / 2);
     if (cell >= 9) {

@@ -56,15 +56,16 @@ export class Table {
     this.columns = columns;
     this.body = make("tbody");
     const head = make("tr", {}, ...columns.map(([title, kind]) => make("th", { class: kind, scope: "col" }, title)));
+    // Roles by name: on a phone a row is a card, and browsers would no longer call it one of a table
     this.element = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label },
-      make("table", {}, make("thead", {}, head), this.body));
+      make("table", { role: "table" }, make("thead", {}, head), this.body));
   }
 
   // rows: lists of texts, or of functions that fill a cell.
   update(rows) {
     while (this.body.rows.length > rows.length) this.body.deleteRow(-1);
     rows.forEach((row, n) => {
-      const line = this.body.rows[n] ?? this.body.appendChild(make("tr", {}, ...this.columns.map(([, kind]) => make("td", { class: kind }))));
+      const line = this.body.rows[n] ?? this.body.appendChild(make("tr", { role: "row" }, ...this.columns.map(([title, kind]) => make("td", { class: kind, role: "cell", "data-title": title }))));
       row.forEach((value, k) => {
         if (typeof value === "function") value(line.cells[k]);
         else if (this.columns[k][1] === "code") setCode(line.cells[k], String(value));

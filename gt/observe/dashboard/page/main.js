@@ -50,15 +50,13 @@ function open() {
   events = new EventSource(`events?proof=${localStorage.getItem("proof") ?? ""}${store.following ? "&log=1" : ""}`);
   const on = (name, take) => events.addEventListener(name, (event) => take(JSON.parse(event.data)));
   on("history", (samples) => { store.samples = samples; });
-  on("sample", (samples) => {
-    for (const sample of samples) {
-      const last = store.samples[store.samples.length - 1];
-      if (last && last.at === sample.at) store.samples[store.samples.length - 1] = sample;
-      else store.samples.push(sample);
-    }
-  });
+  on("sample", (samples) => { store.samples.push(...samples); });
   on("state", (state) => {
-    if (store.state && state.server.at < store.state.server.at) { store.schedules.clear(); store.layouts.clear(); } // another server
+    if (store.state && state.server.life !== store.state.server.life) { // another server, whose sessions have the same numbers
+      for (const kept of [store.schedules, store.layouts]) kept.clear();
+      store.session = -1;
+      picker.value = "-1";
+    }
     store.state = state;
     const alive = new Set(state.sessions.map((s) => s.number));
     for (const kept of [store.schedules, store.layouts]) for (const number of kept.keys()) if (!alive.has(number)) kept.delete(number);
@@ -73,6 +71,9 @@ function open() {
     store.missed += missed;
   });
   on("problem", (problem) => { linked(problem ? "lost" : store.state ? "live" : "loading", problem); draw(...panels); });
+  events.onopen = () => { // each connection, also one that is made again, begins with all lines that there are
+    Object.assign(store, { log: [], lines: store.lines + 1, missed: 0 });
+  };
   events.onerror = () => {
     const ended = events.readyState === EventSource.CLOSED;
     linked("lost", ended ? "the dashboard does not know this browser any more: open the link that its terminal shows" : "the dashboard has ended, or cannot be reached; the page tries again");
@@ -81,7 +82,7 @@ function open() {
 }
 
 function follow(on) {
-  Object.assign(store, { following: on, log: [], lines: store.lines + 1, missed: 0 });
+  Object.assign(store, { following: on, log: [], lines: store.lines + 1 });
   open();
 }
 
@@ -91,7 +92,7 @@ function linked(link, problem) {
   document.body.dataset.link = pill.dataset.link = link;
   setText(pill, { loading: "connecting", live: "live", lost: "no connection" }[link]);
   alert.hidden = !problem;
-  setText(alert, problem && store.state ? `The figures are the last known. ${problem}` : problem);
+  setText(alert, problem && store.state ? `The figures are the last known: ${problem}` : problem);
 }
 
 // ---- controls

@@ -45,6 +45,12 @@ export function workersOf(store) {
   const names = new Set(sessionsOf(store).flatMap((s) => s.workers));
   return store.state.workers.filter((w) => names.has(w.name));
 }
+// Why a panel has nothing of the session that is chosen, or of all: "" while there are sessions.
+export function noSession(store, all) {
+  if (sessionsOf(store).length) return "";
+  return store.session < 0 ? all : `Session ${store.session} has ended.`;
+}
+export const ofSession = (store) => (store.session < 0 ? "" : ` of session ${store.session}`);
 export const byName = (a, b) => a.length - b.length || (a < b ? -1 : a > b ? 1 : 0);
 const legend = (rows) => make("ul", { class: "legend" }, ...rows.map(([colour, text]) => make("li", {}, make("span", { class: "swatch", colour }), text)));
 
@@ -88,6 +94,11 @@ const summed = (worker) => {
   return total;
 };
 
+function noWorkers(store) {
+  const none = "No worker has joined. `gt worker` starts one, or gt.gpu_workers(n) in a program.";
+  return store.session < 0 ? none : noSession(store, none) || `Session ${store.session} has no workers.`;
+}
+
 export class Workers extends Panel {
   constructor() {
     super("workers");
@@ -95,7 +106,7 @@ export class Workers extends Panel {
     this.content.append(this.table.element);
   }
 
-  missing(store) { return workersOf(store).length ? "" : "No worker has joined. `gt worker` starts one, or gt.gpu_workers(n) in a program."; }
+  missing(store) { return workersOf(store).length ? "" : noWorkers(store); }
 
   show(store) {
     const rows = [...workersOf(store)].sort((a, b) => byName(a.name, b.name)), most = Math.max(1, ...rows.map((w) => w.live_bytes));
@@ -119,8 +130,7 @@ export class Sessions extends Panel {
   }
 
   missing(store) {
-    if (sessionsOf(store).length) return "";
-    return store.session < 0 ? "No program is connected." : `Session ${store.session} has ended.`;
+    return noSession(store, "No program is connected.");
   }
 
   show(store) {
@@ -147,7 +157,7 @@ export class Lines extends Panel {
 
   rows(store) { return store.state.lines.filter((line) => store.session < 0 || line.session === store.session).slice(0, 12); }
 
-  missing(store) { return this.rows(store).length ? "" : "No worker was seen at an op yet. Each look at the workers is a sample."; }
+  missing(store) { return this.rows(store).length ? "" : `No worker was seen at an op${ofSession(store)} yet. Each look at the workers is a sample.`; }
 
   show(store) {
     this.table.update(this.rows(store).map((line) => [percent(line.share), String(line.session), place(line), line.op]));
@@ -165,7 +175,7 @@ export class Errors extends Panel {
 
   rows(store) { return store.state.errors.filter((e) => store.session < 0 || e.session === store.session || e.session < 0); }
 
-  missing(store) { return this.rows(store).length ? "" : "No op has failed, no worker is lost, and nobody was refused."; }
+  missing(store) { return this.rows(store).length ? "" : `No op${ofSession(store)} has failed, no worker is lost, and nobody was refused.`; }
 
   show(store) {
     const rows = this.rows(store), key = rows.map((e) => `${e.number} ${e.at} ${e.text}`).join(); // numbers begin anew with another server
@@ -219,8 +229,9 @@ export class Memory extends Panel {
   }
 
   missing(store) {
-    if (!workersOf(store).length) return "No worker has joined.";
-    return store.samples.some((s) => Object.keys(s.workers).length) ? "" : "No worker has told its memory yet.";
+    const names = workersOf(store).map((w) => w.name);
+    if (!names.length) return noWorkers(store);
+    return store.samples.some((s) => names.some((name) => s.workers[name])) ? "" : `No worker${ofSession(store)} has told its memory yet.`;
   }
 
   show(store) {
@@ -257,6 +268,8 @@ export class Memory extends Panel {
   }
 }
 
+const MAX_CURVES = 8; // of a session's logged numbers: as many as its history has
+
 export class Curves extends Panel {
   constructor() {
     super("curves");
@@ -264,33 +277,34 @@ export class Curves extends Panel {
     this.content.append(this.charts.element);
   }
 
-  missing(store) { return sessionsOf(store).length ? "" : "No program is connected, so that nothing is planned and nothing logged."; }
+  missing(store) { return noSession(store, "No program is connected, so that nothing is planned and nothing logged."); }
 
   show(store) {
     const keys = new Set();
     for (const session of sessionsOf(store)) {
       const rows = store.samples.filter((s) => s.sessions[session.number]), of = (row) => row.sessions[session.number];
-      const curves = [["ops a second", (row) => of(row).ops, theme.F], ["steps a second", (row) => of(row).steps, theme.W]];
-      for (const name of Object.keys(session.values).slice(0, 8)) curves.push([name, (row) => of(row).values[name] ?? null, theme.B]);
-      for (const [name, value, colour] of curves) {
-        const values = rows.map(value);
-        if (!values.some((v) => v !== null) && name === "steps a second") continue;
-        const key = `${session.number} ${name}`;
+      const curves = [["ops a second", (row) => of(row).ops, theme.F, session.ops_per_second], ["steps a second", (row) => of(row).steps, theme.W, session.steps_per_second]];
+      for (const name of Object.keys(session.values).slice(0, MAX_CURVES)) curves.push([name, (row) => of(row).values[name] ?? null, theme.B, session.values[name]]);
+      for (const [n, [name, value, colour, now]] of curves.entries()) {
+        const values = rows.map(value), logged = n > 1;
+        if (!logged && name === "steps a second" && !values.some((v) => v !== null)) continue;
+        const key = `${session.number} ${logged ? "logged" : ""} ${name}`; // a program may log a number of that name
         keys.add(key);
-        this.one(this.charts.get(key, 92, `Session ${session.number}: ${name}`), `session ${session.number} · ${name}`, rows.map((s) => s.at), values, colour, name.endsWith(" a second"));
+        this.one(this.charts.get(key, 92, `Session ${session.number}: ${name}`), `session ${session.number} · ${name} · ${number(now)}`, rows.map((s) => s.at), values, colour, !logged);
       }
     }
     this.charts.keep(keys);
-    const silent = sessionsOf(store).filter((s) => !Object.keys(s.values).length);
-    setText(this.note, silent.length ? "gt.log(loss=loss) in the program adds a curve" : "");
+    const silent = sessionsOf(store).filter((s) => !Object.keys(s.values).length), many = sessionsOf(store).filter((s) => Object.keys(s.values).length > MAX_CURVES);
+    const more = many.map((s) => `session ${s.number} logs ${Object.keys(s.values).length} numbers, the first ${MAX_CURVES} have a curve`);
+    setText(this.note, [...(silent.length ? ["gt.log(loss=loss) in the program adds a curve"] : []), ...more].join("; "));
   }
 
   one(figure, title, times, values, colour, fromZero) {
-    const newest = values.findLast((v) => v !== null), chart = figure.chart;
-    setText(figure.title, `${title} · ${number(newest)}`);
-    setText(figure.text, newest === undefined ? "no figures yet: a rate needs two looks" : "");
+    const chart = figure.chart, finite = values.map((v) => (typeof v === "string" ? null : v)); // texts: nan, inf
+    setText(figure.title, title);
+    setText(figure.text, values.every((v) => v === null) ? "no figures yet: a rate needs two looks" : finite.every((v) => v === null) ? "no finite number yet" : "");
     readable(chart, times, (n) => `${seconds(times[n])}: ${number(values[n])}`);
-    chart.draw = (c, width, height) => { if (times.length) curve(c, width, height, times, values, colour, fromZero); cursor(c, chart, width, height); };
+    chart.draw = (c, width, height) => { if (times.length) curve(c, width, height, times, finite, colour, fromZero); cursor(c, chart, width, height); };
     chart.redraw();
   }
 }
@@ -322,7 +336,7 @@ export class Traffic extends Panel {
 
   missing(store) {
     const names = new Set(workersOf(store).map((w) => w.name));
-    return store.state.links.some((l) => names.has(l.source)) ? "" : "No worker has sent tensors to another.";
+    return store.state.links.some((l) => names.has(l.source)) ? "" : noSession(store, "") || `No worker${ofSession(store)} has sent tensors to another.`;
   }
 
   show(store) {
@@ -336,10 +350,12 @@ export class Traffic extends Panel {
     for (const link of links) this.values[index.get(label(link.source))][index.get(label(link.target))] += (this.per ? link.bytes_per_second : link.bytes) ?? 0;
     const most = Math.max(1, ...this.values.flat()), total = this.values.flat().reduce((a, b) => a + b, 0);
     setText(this.note, `${size(total)}${this.per ? " a second" : " since the workers' start"}; a row sends, a column receives; darkest: ${size(most)}`);
-    const left = 56, top = 48, width = this.chart.width || 400;
-    const cell = Math.max(3, Math.min(46, Math.floor((width - left - 4) / this.names.length)));
-    this.shape = { left, top, cell, say: brief };
-    this.chart.resize(top + cell * this.names.length + 4);
+    this.chart.fit = (width) => { // also when the page becomes narrower, as a phone that is turned
+      const left = 56, top = 48, cell = Math.max(3, Math.min(46, Math.floor((width - left - 4) / this.names.length)));
+      this.shape = { left, top, cell, say: brief };
+      this.chart.resize(top + cell * this.names.length + 4);
+    };
+    this.chart.fit(this.chart.width || 400);
     this.chart.draw = (c) => matrix(c, this.names, this.values, most, this.shape, this.chart.chosen);
     this.chart.redraw();
   }

@@ -1,7 +1,7 @@
 // Panels of a program's structure: its pipeline schedule, the layouts of its parameters, its instruction log.
 import { AXIS, Chart, gantt, letter, move, theme, workerColour } from "./charts.js";
 import { make, seconds, setText, share, size } from "./format.js";
-import { Panel, byName, sessionsOf } from "./panels.js";
+import { Panel, byName, noSession, ofSession, sessionsOf } from "./panels.js";
 
 const KINDS = { F: "forward", B: "backward", I: "gradient of inputs", W: "gradient of weights", L: "loss", R: "all-reduce", O: "optimizer" };
 const MAX_PARAMETERS = 240; // blocks that are built at once
@@ -14,9 +14,10 @@ export class Pipeline extends Panel {
   }
 
   missing(store) {
-    if (!sessionsOf(store).length) return "No program is connected.";
+    const none = noSession(store, "No program is connected.");
+    if (none) return none;
     if (sessionsOf(store).some((s) => store.schedules.has(s.number))) return "";
-    return "No session has replayed a step in a pipeline schedule. gt.compile(step, schedule=...) gives one; the function's explain() says why it has none.";
+    return `${store.session < 0 ? "No session" : `Session ${store.session}`} has replayed ${store.session < 0 ? "a" : "no"} step in a pipeline schedule. gt.compile(step, schedule=...) gives one; the function's explain() says why it has none.`;
   }
 
   show(store) {
@@ -30,7 +31,8 @@ export class Pipeline extends Panel {
       }
       this.figures.get(session.number).show(session, store.schedules.get(session.number));
     }
-    setText(this.note, "last replay; upper bars measured, lower bars predicted; a gap is a wait");
+    const all = sessionsOf(store).filter((s) => store.schedules.has(s.number)).length, more = all > wanted.length ? `; ${wanted.length} of ${all} sessions, choose one above` : "";
+    setText(this.note, `last replay; upper bars measured, lower bars predicted; a gap is a wait${more}`);
   }
 }
 
@@ -106,9 +108,10 @@ export class Layouts extends Panel {
   }
 
   missing(store) {
-    if (!sessionsOf(store).length) return "No program is connected.";
+    const none = noSession(store, "No program is connected.");
+    if (none) return none;
     if (sessionsOf(store).some((s) => store.layouts.get(s.number)?.tensors.length)) return "";
-    return "No program has told its parameters: a model on the device tells them soon after somebody looks.";
+    return `No program${ofSession(store)} has told its parameters: a model on the device tells them soon after somebody looks.`;
   }
 
   show(store) {

@@ -1,8 +1,8 @@
 """NCCL between hosts, whose communicators are given up when a member or a connection is lost: the other processes live on.
 
 A communicator is made at the first use, which its members reach in the dispatcher's order, by an id that the host's plane
-carries. Calls of NCCL block, and so does its work on the device: a thread of each communicator makes them, and the transferring
-thread asks meanwhile whether all members are there. The owner of each wait is the pair's connection in plane net, which the
+carries. Calls of NCCL block, and so does its work on the device. A thread of each communicator makes them. Meanwhile the
+transferring thread asks whether all members are there. The owner of each wait is the pair's connection in plane net, which the
 kernel ends, or the dispatcher's word. A message is copied first: its sender goes on until all slots are under way.
 """
 

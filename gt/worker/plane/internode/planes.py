@@ -19,6 +19,7 @@ from gt.worker.plane.internode.staging import StagedTransport
 from gt.worker.plane.internode.transport import InternodeTransport, Pairs, joined
 from gt.worker.plane.nccl import NcclPlane
 from gt.worker.plane.net.plane import FarPeer, NetPlane
+from gt.worker.plane.net.route import CONNECTED
 from gt.worker.plane.nvshmem import NvshmemPlane
 from gt.worker.process import network_links
 from gt.worker.process.rdma_devices import rdma_devices
@@ -48,7 +49,7 @@ class InternodePlane(DevicePlane, NetPlane):
         super().world(rows, ways)
         if self._ring is not None and ways and self._log is None:  # before NCCL reads its variables, which it does once
             self._log = NcclLog()
-            sources = [route.source for route in self._routes.values() if route.kind == "tcp"]
+            sources = [route.source for route in self._routes.values() if route.kind in CONNECTED]
             nccl_settings.apply(nccl_settings.settings(sources, network_links.links(), rdma_devices()))
         engine = self._engine
         if self._beyond is None:

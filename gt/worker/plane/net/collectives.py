@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from gt.ir.heap import aligned
 from gt.worker.plane.base import Combine
-from gt.worker.plane.collectives import DIRECT, parts
+from gt.worker.plane.collectives import DIRECT_BYTES, parts
 from gt.worker.plane.net.chain import ChainReduction
 from gt.worker.plane.net.wide_team import Sum, WideTeam, agree
 
@@ -24,7 +24,7 @@ def all_reduce(team: WideTeam, data: memoryview, combine: Combine) -> None:
     step = PART_BYTES
     for start, stop in parts(len(data), step) if data else ((0, 0),):
         part = data[start:stop]
-        if len(part) <= DIRECT:
+        if len(part) <= DIRECT_BYTES:
             _sum_whole(team, part, total, left)
         elif team.direct or team.size == 2:
             _sum_sections(team, part, total, left)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 MAGIC = b"gt-net-1"
 SECONDS = 5.0  # that a handshake may take at its accepting end
-PATIENCE = 2 * SECONDS  # at its offering end, which is never the first to give up
+PATIENCE_SECONDS = 2 * SECONDS  # at its offering end, which is never the first to give up
 PROOF_BYTES = NONCE_BYTES = 32
 _GREETING = struct.Struct("<8sIIIQQ32s")
 
@@ -42,9 +42,9 @@ class Greeting(NamedTuple):
 
 def offer(sock: socket.socket, greeting: Greeting, key: bytes) -> None:
     """The connecting end. Refusal; Later, or the connection's end, where it may be repeated; OSError where nothing answers."""
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + PATIENCE_SECONDS
     hello = _GREETING.pack(MAGIC, *greeting, os.urandom(NONCE_BYTES))
-    sock.settimeout(PATIENCE)
+    sock.settimeout(PATIENCE_SECONDS)
     sock.sendall(hello)
     nonce = _read(sock, NONCE_BYTES, until)
     if not hmac.compare_digest(_read(sock, PROOF_BYTES, until), _proof(key, b"accepts", hello, nonce)):
@@ -54,15 +54,19 @@ def offer(sock: socket.socket, greeting: Greeting, key: bytes) -> None:
     sock.settimeout(None)
 
 
-def accept(sock: socket.socket, key_of: Callable[[Greeting], bytes | None]) -> Greeting:
-    """The accepting end, up to `welcome`. key_of: the key for a greeting, None for one that fits no worker here.
+def accept(sock: socket.socket, key_of: Callable[[Greeting], bytes | None], mark: int) -> Greeting:
+    """The accepting end, up to `welcome`. key_of: the key for a greeting, None for one that fits no worker here. mark: its own.
 
-    Raises Refusal or Later.
+    A greeting of another process is answered by a false proof: two hosts of separate networks may have one address, and the
+    other end gives up this way at once, which else might ask again. Raises Refusal or Later.
     """
     until = time.monotonic() + SECONDS
     hello, nonce = _read(sock, _GREETING.size, until), os.urandom(NONCE_BYTES)
     magic, *fields, _ = _GREETING.unpack(hello)
     greeting = Greeting(*fields)
+    if magic == MAGIC and greeting.target_mark not in (mark, 0):
+        sock.sendall(nonce + bytes(PROOF_BYTES))
+        raise Refusal("it looks for another process, which has the same address in another network")
     key = key_of(greeting) if magic == MAGIC else None
     if key is None:
         raise Refusal("it is no worker of this world")

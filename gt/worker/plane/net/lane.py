@@ -1,7 +1,8 @@
 """Messages between two workers on different hosts: streams with credit, as plane shm's channels have slots. Knows no socket.
 
-A message is sent as frames, each of which ends at the end of a slot or of the message. The credit of a sender is the slots that
-it may have under way; the receiver returns them when it takes a message into its memory, for all slots of the message at once.
+A message is sent as frames, each of which ends at the end of a slot or of the message. The credit of a sender is the number of
+slots that it may have under way. The receiver returns all slots of a message at once, when it takes the message into its
+memory.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from gt.worker.plane.net.peer_connection import (
     reason,
 )
 from gt.worker.plane.net.relay import PAUSE_BYTES, Relay
-from gt.worker.plane.net.route import Route, routes
+from gt.worker.plane.net.route import CONNECTED, Route, routes
 from gt.worker.plane.net.strangers import Strangers
 
 log = logging.getLogger("gt.worker")
@@ -48,7 +48,7 @@ AGAIN_SECONDS = 0.2  # between two attempts
 GRACE_SECONDS = 0.5  # from the end of a connection to that of waits on it: the dispatcher may say that the worker is lost
 ENDED_SECONDS = 1.5  # the same where the other end has closed it, as a worker that ends does
 TEND_SECONDS = 0.5  # between looks at connections that are full
-IDLE = 0.02  # seconds after which the background thread reads a connection that nobody has read
+IDLE_SECONDS = 0.02  # seconds after which the background thread reads a connection that nobody has read
 FULL_SECONDS = 0.01  # between two attempts to accept a connection without a free descriptor
 BURST = 16  # reads of a connection before others are read
 Pair = tuple[int, int]  # index of the other worker, epoch
@@ -113,7 +113,7 @@ class Network:
                 if route is None or route.epoch > pair[1]:
                     connection.end()
             for route in self._routes.values():
-                if route.kind == "tcp":
+                if route.kind in CONNECTED:
                     self._want(route)
             self._changed.notify_all()
         self._ring()
@@ -158,7 +158,7 @@ class Network:
         """True unless that worker is known to be lost."""
         return index not in self._gone
 
-    def settle(self, known: set[Pair]) -> None:
+    def forget_old_lanes(self, known: set[Pair]) -> None:
         """Forget lanes that no message will use again: those before the world that the executing thread has reached."""
         newest: dict[int, int] = dict(known)
         with self._lock:
@@ -218,7 +218,7 @@ class Network:
         return None if leg is None else self._connections.get((leg.index, leg.epoch))
 
     def read(self, connection: PeerConnection, over: Callable[[], bool], alone: bool = False) -> bool:
-        """Read a connection in this thread until over(), or nothing has arrived for PATIENCE. False if it cannot.
+        """Read a connection in this thread until over(), or nothing has arrived for PATIENCE_SECONDS. False if it cannot.
 
         alone: others are not read by this thread meanwhile.
         """
@@ -233,7 +233,7 @@ class Network:
             connection.deal()
             while not over() and not connection.ended and not connection.stalled:
                 connection.read()
-        except BlockingIOError:  # nothing for PATIENCE
+        except BlockingIOError:  # nothing for PATIENCE_SECONDS
             pass
         except (OSError, ValueError) as error:
             self.lost(connection, error)
@@ -396,7 +396,7 @@ class Network:
 
     def _greet(self, sock: socket.socket, address: str) -> None:
         try:
-            greeting = handshake.accept(sock, self._key_of)
+            greeting = handshake.accept(sock, self._key_of, self._mark)
             route = self._routes[greeting.source]
             if not self._strangers.remove(sock):
                 raise handshake.Later("there are too many strangers")
@@ -496,7 +496,7 @@ class Network:
 
     def _pause(self) -> float:
         if self.owned:
-            return IDLE
+            return IDLE_SECONDS
         if self._deadlines:
             return max(0.0, min(when for when, _, _ in self._deadlines) - time.monotonic())
         return TEND_SECONDS if any(connection.relayed for connection in self._by_fd.copy().values()) else -1

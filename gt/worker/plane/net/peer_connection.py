@@ -22,10 +22,10 @@ DATA, CREDIT, FAIL = 1, 2, 3
 HEADER = struct.Struct("<BBHIHHIQQQ")  # kind, hops, credit, bytes of payload, source, target, epoch, key, total, note
 HEADER_BYTES = HEADER.size
 STAGE_BYTES = 64 << 10  # read at once while frames are small
-LARGE = 16 << 10  # bytes of a frame after which headers are read alone, so that payload is not copied
-JOINED = 4 << 10  # bytes of a payload that is copied behind its header
+LARGE_BYTES = 16 << 10  # bytes of a frame after which headers are read alone, so that payload is not copied
+JOINED_BYTES = 4 << 10  # bytes of a payload that is copied behind its header
 WAKE_BYTES = 256 << 10  # of a large frame that wake its reader: it takes half the CPU time of a wake for each segment
-PATIENCE = 0.05  # seconds that a waiting thread reads a connection itself
+PATIENCE_SECONDS = 0.05  # seconds that a waiting thread reads a connection itself
 MAX_FRAME_BYTES = 64 << 20  # of a peer's frame
 MAX_HOPS = 16
 FULL_SECONDS = 0.1  # that the kernel waits for room, before the sender looks whether it is still needed
@@ -105,12 +105,14 @@ class Ended(OSError):
 
 
 class PeerConnection:
+    """A connection to one worker. `sink` gets the frames that arrive, in the thread that reads. index: of that worker."""
+
     def __init__(self, sock: socket.socket, index: int, epoch: int, source: str, target: str, sink: Sink) -> None:
         self.sock, self.index, self.epoch = sock, index, epoch  # the worker at the other end
         self.source, self.target = source, target  # addresses
         self.fd = sock.fileno()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, int(FULL_SECONDS * 1e6)))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(PATIENCE * 1e6)))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(PATIENCE_SECONDS * 1e6)))
         self._poll = select.poll()
         self._poll.register(self.fd, select.POLLIN)
         self._room = select.poll()
@@ -147,7 +149,7 @@ class PeerConnection:
         """
         rest = self._rest
         if not flags and (self._wake_bytes > 1 or not self._waits):
-            self._poll.poll(PATIENCE * 1000)  # recv itself would wait for bytes after those that it has copied
+            self._poll.poll(PATIENCE_SECONDS * 1000)  # recv itself would wait for bytes after those that it has copied
             flags = NOWAIT
         if self._passing is not None:
             return self._pass_on(self._passing)
@@ -183,7 +185,7 @@ class PeerConnection:
             return -1
         stage = self._stage
         if not self._waits:
-            self._poll.poll(PATIENCE * 1000)
+            self._poll.poll(PATIENCE_SECONDS * 1000)
         got = self.sock.recv_into(stage)
         if got == HEADER_BYTES + size and stage[0] == DATA and self._bytes.startswith(header, 4):
             into[:] = stage[HEADER_BYTES:got]
@@ -209,7 +211,7 @@ class PeerConnection:
                 raise Ended(f"it sent a frame of {nbytes} bytes, at most {MAX_FRAME_BYTES} are taken")
             if frame.hops > MAX_HOPS:
                 raise Ended(f"it sent a frame over {frame.hops} workers, at most {MAX_HOPS} are taken")
-            self._large = nbytes > LARGE
+            self._large = nbytes > LARGE_BYTES
             have = min(nbytes, stop - start)
             if self._large and have < nbytes and (passage := self._sink.passage(self, frame)) is not None:
                 self._begin_passage(passage, frame, stage[start : start + have])

@@ -70,7 +70,8 @@ class NetPlane(ShmPlane):
         assert self._own is not None
         self.network = Network(self._own.mark, self._look_again, network_links.ports())
         self.network.failed = self._link_failed
-        return {**info, "port": self.network.port, "links": network_links.links()}
+        facts = {"links": network_links.links(), "routes": network_links.routes(), "scope": network_links.namespace()}
+        return {**info, "port": self.network.port, **facts}
 
     def introduce(self, rows: Sequence[Sequence[Any]], ways: Sequence[Sequence[Any]], key: str, own: int) -> None:
         self.network.introduce(rows, ways, key, own)
@@ -80,7 +81,7 @@ class NetPlane(ShmPlane):
         self._routes = routes(ways, self.network.own)
         self._here = next((f"worker {row[1]!r} on {row[3]}" for row in rows if row[0] == self.network.own), "here")
         super().world(rows)
-        self.network.settle({(index, route.epoch) for index, route in self._routes.items()})
+        self.network.forget_old_lanes({(index, route.epoch) for index, route in self._routes.items()})
 
     def abort(self, index: int, reason: str) -> None:
         if index != ALL:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+CONNECTED = ("tcp", "routed")  # kinds of one connection: on a subnet of both hosts, or over routers
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -22,7 +24,7 @@ class Route:
     def __str__(self) -> str:
         if self.kind == "via":
             return f"via {', '.join(f'worker {index}' for index in self.relays)}"
-        return f"tcp {self.source} to {self.target}" if self.kind == "tcp" else self.kind
+        return f"{self.kind} {self.source} to {self.target}" if self.kind in CONNECTED else self.kind
 
 
 def routes(ways: Iterable[Sequence[Any]], own: int) -> dict[int, Route]:

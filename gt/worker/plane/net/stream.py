@@ -9,10 +9,10 @@ from typing import Protocol
 from gt.worker.plane.base import Unreachable
 from gt.worker.plane.net.lane import Incoming, Lane, Outgoing, slots_of
 from gt.worker.plane.net.network import Network
-from gt.worker.plane.net.peer_connection import CREDIT, DATA, FAIL, HEADER, JOINED, NOWAIT, PeerConnection
+from gt.worker.plane.net.peer_connection import CREDIT, DATA, FAIL, HEADER, JOINED_BYTES, NOWAIT, PeerConnection
 from gt.worker.plane.shm import Peer
 
-SMALL = 32 << 10  # bytes of a message that the waiting thread reads itself
+SMALL_BYTES = 32 << 10  # bytes of a message that the waiting thread reads itself
 # Bytes that a sender may be ahead of its receiver in a stream, and that wait in memory for a connection that is full. So
 # transfers go on while both ends compute. Larger messages are never copied: their sender waits.
 AHEAD_BYTES = 16 << 20
@@ -37,7 +37,7 @@ class PairStream:
         slots = max(slots, AHEAD_BYTES // slot)
         self.peer, self.key, self.slot, self._keep = peer, key, slot, slots // 2
         self._plane, self._network, self._lane = plane, plane.network, lane
-        self.name, self.small = peer.name, min(slot, JOINED)  # small: bytes up to which `send_small` sends a message
+        self.name, self.small = peer.name, min(slot, JOINED_BYTES)  # small: bytes up to which `send_small` sends a message
         self._slots = max(1, FRAME_BYTES // slot)  # of a frame, at most
         with self._lane.lock:
             self.incoming: Incoming = self._lane.incoming(key)
@@ -247,7 +247,7 @@ class PairStream:
         connection = self._connection if self._connection is not None else network.connection(lane.index, lane.epoch)
         if connection is not None:
             self._connection = connection
-            while network.read(connection, lambda: ready() or self.failing, self._size > SMALL) and not ready():
+            while network.read(connection, lambda: ready() or self.failing, self._size > SMALL_BYTES) and not ready():
                 self.check()
         if not ready():
             self._plane.wait(ready, (self,))
@@ -260,4 +260,4 @@ class PairStream:
 
 def joined(header: bytes, payload: memoryview) -> list[memoryview]:
     """A frame, of as few parts as is cheap."""
-    return [memoryview(header + payload)] if len(payload) <= JOINED else [memoryview(header), payload]
+    return [memoryview(header + payload)] if len(payload) <= JOINED_BYTES else [memoryview(header), payload]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from gt.worker.plane.base import Combine, PeerGone, Unreachable
 from gt.worker.plane.net.duplex import Duplex
-from gt.worker.plane.net.stream import SMALL
+from gt.worker.plane.net.stream import SMALL_BYTES
 
 
 class WideTeam:
@@ -45,7 +45,7 @@ class WideTeam:
     def exchange(self, sends: Sequence[memoryview], recvs: Sequence[memoryview], note: int) -> list[int]:
         """Send sends[r] to each rank, and receive recvs[r] from it; the numbers that all announced. Own entries are unused."""
         streams = self.streams
-        if max(max(len(sends[rank]), len(recvs[rank])) for rank in streams) <= SMALL:
+        if max(max(len(sends[rank]), len(recvs[rank])) for rank in streams) <= SMALL_BYTES:
             for rank in self.others():
                 streams[rank].post(recvs[rank])
             for rank in self.others():

@@ -1,8 +1,8 @@
 """The lane of a GPU's worker for ops in host memory: a thread of its own, and pinned copies on streams of their own.
 
-The copy of a gradient begins when its op is issued, after the work that was issued before, and the lane waits for it: so the op
-on one bucket computes while the next bucket's gradients are copied. A changed parameter goes back on another stream. The
-executing thread waits for it where it looks the parameter up.
+The copy of a gradient begins when its op is issued, after all earlier work, and the lane waits for it. So the op on one bucket
+computes while the next bucket's gradients are copied. A changed parameter goes back on another stream. The executing thread
+waits for it where it looks the parameter up.
 """
 
 from __future__ import annotations

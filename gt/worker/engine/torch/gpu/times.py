@@ -15,7 +15,7 @@ import torch
 from gt.worker.engine.base import Listener, Marker
 
 LOOKS = 3  # at both clocks: the one that took least counts
-LEAST_SECONDS = 0.1  # between two looks that tell how fast the clocks go
+MIN_SECONDS = 0.1  # between two looks that tell how fast the clocks go
 Listening = tuple[Listener | None, Marker | None]
 
 _listening: dict[int, Listening] = {}  # by device, while an instruction is traced
@@ -83,7 +83,7 @@ def on_the_host(marks: Sequence[Any], began: Moment | None, now: Moment) -> list
     The clocks go at different speeds, by up to some milliseconds a minute. `began` tells how much.
     """
     rate = 1.0
-    if began is not None and (passed := began.event.elapsed_time(now.event) / 1e3) >= LEAST_SECONDS:
+    if began is not None and (passed := began.event.elapsed_time(now.event) / 1e3) >= MIN_SECONDS:
         rate = (now.seconds - began.seconds) / passed
     return [now.seconds - rate * mark.elapsed_time(now.event) / 1e3 if mark.query() else None for mark in marks]
 
@@ -92,7 +92,7 @@ def on_the_host(marks: Sequence[Any], began: Moment | None, now: Moment) -> list
 
 
 def listening(device: int) -> Listening:
-    """Who listens now. For a thread that will issue work for the calling one."""
+    """The present listener. For a thread that will issue work for the calling one."""
     return _listening.get(device, (None, None))
 
 

@@ -27,21 +27,20 @@ class UploadedValues:
     wanted = False  # True once the program has a compiled function, which may read them
 
     def __init__(self) -> None:
-        self._values: dict[int, tuple[torch.Size, np.ndarray]] = {}  # by id
+        self._values: dict[int, np.ndarray] = {}  # by id
         self._nbytes = 0
         self._since = 0  # ops recorded since the newest upload, and followed
 
     def __bool__(self) -> bool:
         return bool(self._values)
 
-    def note(self, number: int, host: torch.Tensor, values: np.ndarray) -> None:
-        """An upload was recorded. values: what is uploaded. They are copied."""
-        if host.dtype in DTYPES and values.nbytes <= MAX_BYTES:
-            if self._nbytes + values.nbytes > KEPT_BYTES:
-                self.clear()
-            self._values[number] = host.shape, values.copy()
-            self._nbytes += values.nbytes
-            self._since = 0
+    def note(self, number: int, values: np.ndarray) -> None:
+        """A small tensor of DTYPES was uploaded. values: an array that nobody changes."""
+        if self._nbytes + values.nbytes > KEPT_BYTES:
+            self.clear()
+        self._values[number] = values
+        self._nbytes += values.nbytes
+        self._since = 0
 
     def handed_over(self, code: list, templates: Mapping[int, Template]) -> None:
         """These ops leave the recorder. Without a compiled function nobody follows them, and no value is known any more."""
@@ -57,8 +56,8 @@ class UploadedValues:
         if tensor._ref.id not in self._values:
             return None
         self._forget_changed(code, templates)
-        shape, values = self._values.get(tensor._ref.id, (None, None))
-        return torch.from_numpy(values) if values is not None and shape == tensor.shape else None
+        values = self._values.get(tensor._ref.id)
+        return torch.from_numpy(values) if values is not None and values.shape == tensor.shape else None
 
     def clear(self) -> None:
         """Any tensor may be changed now."""
@@ -77,6 +76,6 @@ class UploadedValues:
 
     def _forget(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            row = self._values.pop(number, None)
-            if row is not None:
-                self._nbytes -= row[1].nbytes
+            values = self._values.pop(number, None)
+            if values is not None:
+                self._nbytes -= values.nbytes

@@ -1,0 +1,297 @@
+"""Values of small integer tensors that constants and uploads alone decide: a program reads them without a wait.
+
+The recorder's batches are kept as they are, and followed once the program reads an integer: recording an op costs nothing here.
+What is followed is a graph of rows between cells. A row is evaluated on this CPU when a read needs it, in the order of the
+program for each memory, so writes through views are as on a worker. An op that is not evaluated makes what it writes unknown.
+
+A value is what the ops say. If a worker fails at one of them, the next read that waits raises that error.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from gt.client.values.foldable_ops import Folding, execute, folding, is_defined, is_whole
+from gt.ir.instr import FIRST, FREE, LAUNCH, client_length
+from gt.ir.template import Template
+
+MAX_LOG = 1 << 16  # numbers of batches that are not followed, and words of uploads: some ten thousand ops
+MAX_READ_BYTES, MAX_READ_ROWS = 4 << 20, 256  # that one read may evaluate: more takes longer than a wait
+MAX_ROWS, MAX_CELLS, MAX_KEPT_BYTES = 1024, 4096, 8 << 20  # that are followed and kept
+MAX_IDLE = 8  # times that a full log is followed for a program that has read nothing meanwhile
+
+
+class Memory:
+    """The memory of cells. ids: of the tensors that name it; blank: it is uninitialised."""
+
+    __slots__ = ("blank", "ids", "nbytes")
+
+    def __init__(self, nbytes: int, blank: bool = False) -> None:
+        self.ids: set[int] = set()
+        self.nbytes, self.blank = nbytes, blank
+
+
+class Cell:
+    """One tensor. value: on the CPU, once it is evaluated; upload: the values of an uploaded one, which stay as they are."""
+
+    __slots__ = ("memory", "upload", "value")
+
+    def __init__(self, memory: Memory, upload: np.ndarray | None = None) -> None:
+        self.memory, self.upload = memory, upload
+        self.value: torch.Tensor | None = None
+
+    def tensor(self) -> torch.Tensor:
+        if self.value is None:
+            assert self.upload is not None, "a row is evaluated before its operands"
+            self.value, self.upload = torch.from_numpy(self.upload.copy()), None
+        return self.value
+
+
+@dataclass(slots=True)
+class Row:
+    """An op that is not evaluated yet."""
+
+    template: Template
+    cost: int
+    ins: list[Cell]
+    values: list
+    outs: list[Cell]
+    writes: list[Memory]
+
+    def evaluate(self) -> bool:
+        """Fill the outputs; False if devices may differ."""
+        ins = [cell.tensor() for cell in self.ins]
+        if not is_defined(self.template, ins, self.values):
+            return False
+        for cell, value in zip(self.outs, execute(self.template, ins, self.values), strict=True):
+            cell.value = value
+        return True
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Numbers of the op stream that are not followed yet, and the ids that ended with them."""
+
+    code: list
+    freed: Sequence[int]
+
+
+@dataclass(slots=True)
+class _Upload:
+    number: int
+    values: np.ndarray
+
+
+@dataclass(slots=True)
+class KnownValues:
+    """The reads of one recorder, whose lock the caller holds. templates: its table."""
+
+    templates: Mapping[int, Template]
+    answered: int = 0  # reads
+    _log: deque[_Batch | _Upload] = field(default_factory=deque)
+    _logged: int = 0  # weight of the log
+    _followed: int = 0  # numbers of the recorder's buffer that are followed
+    _idle: int = 0
+    _cells: dict[int, Cell] = field(default_factory=dict)  # by id
+    _rows: list[Row] = field(default_factory=list)
+    _foldings: dict[int, tuple[int, Folding | None]] = field(default_factory=dict)  # template -> numbers of its rows
+    _added: int = 0  # bytes since _rows and _cells were bounded
+    _interrupts: int = 0  # of the session, seen
+
+    # ---- called while ops are recorded
+
+    def upload(self, number: int, values: np.ndarray) -> None:
+        """A small tensor of integers is uploaded. values: an array that nobody changes."""
+        self._append(_Upload(number, values), values.nbytes // 8 + 2)
+
+    def handed_over(self, code: list, freed: Sequence[int]) -> None:
+        """These ops leave the buffer, and these ids have ended."""
+        start, self._followed = self._followed, 0
+        if len(code) > start or freed:
+            self._append(_Batch(code[start:], freed), len(code) - start + len(freed))
+
+    def _append(self, entry: _Batch | _Upload, weight: int) -> None:
+        self._log.append(entry)
+        self._logged += weight
+        if self._logged > MAX_LOG:
+            self._idle += 1
+            if self._idle <= MAX_IDLE and self.answered:
+                self._follow_log()
+            else:
+                self._shorten()
+
+    def _shorten(self) -> None:
+        """Forget the older half of the log, and all that it followed."""
+        self._forget_all()
+        while self._log and self._logged > MAX_LOG // 2:
+            entry = self._log.popleft()
+            self._logged -= len(entry.code) + len(entry.freed) if type(entry) is _Batch else entry.values.nbytes // 8 + 2  # type: ignore[union-attr]
+
+    def clear(self) -> None:
+        """Any tensor may have changed, or the table of templates starts again. The recorder's buffer is empty."""
+        self._forget_all()
+        self._log.clear()
+        self._foldings.clear()
+        self._logged = self._followed = 0
+
+    def _forget_all(self) -> None:
+        self._cells.clear()
+        self._rows.clear()
+        self._added = 0
+
+    # ---- a read
+
+    def of(self, number: int, code: list, interrupts: int) -> torch.Tensor | None:
+        """A tensor's value; None if this process cannot tell. code: the recorder's buffer.
+
+        interrupts: of the session so far; each may have dropped ops that were handed over.
+        """
+        if interrupts != self._interrupts:
+            self._interrupts = interrupts
+            self._forget_all()
+            self._log.clear()
+            self._logged, self._followed = 0, len(code)
+            return None
+        self._follow_log()
+        self._follow(code, self._followed)
+        self._followed = len(code)
+        cell = self._cells.get(number)
+        if cell is None or cell.memory.blank or not self._evaluate(cell):
+            return None
+        self._idle = 0
+        self.answered += 1
+        return cell.tensor()
+
+    def _evaluate(self, cell: Cell) -> bool:
+        """Carry out the rows that decide a cell's value; False if they are too many, or one of them fails."""
+        rows, rest = self._deciding(cell.memory)
+        if len(rows) > MAX_READ_ROWS or sum(row.cost for row in rows) > MAX_READ_BYTES:
+            return False
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                exact = all(row.evaluate() for row in rows)
+        except Exception:  # the worker fails too, and says what is wrong with the arguments
+            exact = False
+        if exact:
+            self._rows = rest
+        else:
+            self._forget_all()
+        return exact
+
+    def _deciding(self, memory: Memory) -> tuple[list[Row], list[Row]]:
+        """The rows that decide a memory's present value, in order, and the others.
+
+        A row that reads a memory is carried out before one that writes it.
+        """
+        needed: set[Memory] = {memory}
+        written: set[Memory] = set()
+        rows, rest = [], []
+        for row in reversed(self._rows):
+            makes = {cell.memory for cell in row.outs}.union(row.writes)
+            reads = {cell.memory for cell in row.ins}
+            if needed.isdisjoint(makes) and written.isdisjoint(reads):
+                rest.append(row)
+                continue
+            rows.append(row)
+            needed |= reads
+            written.update(row.writes)
+        return rows[::-1], rest[::-1]
+
+    # ---- the op stream
+
+    def _follow_log(self) -> None:
+        while self._log:
+            entry = self._log.popleft()
+            if type(entry) is _Upload:
+                self._name(entry.number, Cell(Memory(entry.values.nbytes), entry.values))
+            else:
+                self._follow(entry.code, 0)  # type: ignore[union-attr]
+                self._end(entry.freed)  # type: ignore[union-attr]
+        self._logged = 0
+        if self._added > MAX_KEPT_BYTES or len(self._rows) > MAX_ROWS // 2 or len(self._cells) > MAX_CELLS // 2:
+            self._bound()
+
+    def _follow(self, code: list, at: int) -> None:
+        foldings, end = self._foldings, len(code)
+        while at < end:
+            number = code[at]
+            if number < FIRST:
+                if number == LAUNCH:  # a program may write to any tensor of before
+                    self._forget_all()
+                elif number == FREE:
+                    self._end(code[at + 2 : at + 2 + code[at + 1]])
+                at += client_length(code, at)
+                continue
+            known = foldings.get(number)
+            if known is None:
+                template = self.templates[number]
+                length = 2 + len(template.ins) + template.values + template.results
+                known = foldings[number] = (length, folding(template))
+            if known[1] is not None:
+                self._follow_op(self.templates[number], known[1], code, at + 2)
+            at += known[0]
+
+    def _follow_op(self, template: Template, way: Folding, code: list, at: int) -> None:
+        """An op that this process may evaluate, or that changes or names the memory of its operands."""
+        scalars = at + len(template.ins)
+        outs = scalars + template.values
+        ids, values = code[at:scalars], code[scalars:outs]
+        cells = [self._cells.get(number) for number in ids]
+        known = [cell for cell in cells if cell is not None]
+        if not way.folds or len(known) < len(cells) or not _is_certain(way, known, values):
+            for place in way.touched:
+                if (cell := cells[place]) is not None:
+                    self._forget(cell.memory)
+            return
+        writes = [known[place].memory for place in template.writes]
+        for memory in writes:
+            memory.blank = False
+        made = [out for out in template.outs if out.kind in ("new", "view")]
+        results = []
+        for number, out in zip(code[outs : outs + len(made)], made, strict=True):
+            memory = known[out.of].memory if out.kind == "view" else Memory(way.cost, way.blank)
+            results.append(Cell(memory))
+            self._name(number, results[-1])
+        self._rows.append(Row(template, way.cost, known, values, results, writes))
+
+    def _name(self, number: int, cell: Cell) -> None:
+        self._cells[number] = cell
+        if not cell.memory.ids:
+            self._added += cell.memory.nbytes
+        cell.memory.ids.add(number)
+
+    def _end(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            if (cell := self._cells.pop(number, None)) is not None:
+                cell.memory.ids.discard(number)
+
+    def _forget(self, memory: Memory) -> None:
+        for number in memory.ids:
+            self._cells.pop(number, None)
+
+    def _bound(self) -> None:
+        """Drop the rows that decide nothing alive. All, if too much is left."""
+        alive = {cell.memory for cell in self._cells.values()}
+        rows = []
+        for row in reversed(self._rows):
+            if not alive.isdisjoint([*(cell.memory for cell in row.outs), *row.writes]):
+                rows.append(row)
+                alive.update(cell.memory for cell in row.ins)
+        self._rows = rows[::-1]
+        self._added = sum(memory.nbytes for memory in alive)
+        if self._added > MAX_KEPT_BYTES or len(rows) > MAX_ROWS or len(self._cells) > MAX_CELLS:
+            self._forget_all()
+
+
+def _is_certain(way: Folding, cells: list[Cell], values: list) -> bool:
+    """False for an op that reads uninitialised memory, or takes a fraction."""
+    for place, cell in enumerate(cells):
+        fresh = way.overwrites and place == 0 and len(cell.memory.ids) == 1
+        if cell.memory.blank and not fresh:
+            return False
+    return all(is_whole(value, way.fills) for value in values)

@@ -1,0 +1,23 @@
+"""The base class of messages, the version of the protocol, and the bounds of what one message has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Numbers = list  # a stream: numbers only
+
+VERSION = 7
+CHUNK = 1 << 20  # bytes of one frame of tensor data
+AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has acknowledged any
+MAX_VALUES = 64  # in one Metrics
+MAX_ROLES = 8192  # tensors in one TensorRoles
+MAX_TIMES = 4096  # definitions in one Done, at most
+MAX_PIECES = 64  # fetched pieces in one Done
+MAX_BODY_BYTES = 16 << 20  # bytes of one msgpack body
+THROUGH = -1  # Fetch.tensor: no tensor; waits for all devices
+UNREADABLE = -2  # UploadChunk.total, Data.total: no more of the upload is sent
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Base class. The `frames` of a received message are passed beside it."""

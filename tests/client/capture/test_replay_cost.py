@@ -1,0 +1,72 @@
+"""The user's thread in a replay: how many functions of Python its checks call, which is no matter of the machine's load."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gt
+
+
+def calls_of(run: Callable[[], Any]) -> int:
+    """Calls of functions, of Python and from Python's code."""
+    count = 0
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    gc.collect()  # what ends in a collection may call functions: none comes while they are counted
+    gc.disable()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+    return count
+
+
+def checks(layers: int, clears_inside: bool) -> int:
+    """Calls of one replay's checks, for a training step of so many layers."""
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(layers)]).to("remote")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    @gt.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if clears_inside:
+            optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    x = torch.ones(2, 2).to("remote")
+    for _ in range(5):
+        if not clears_inside:
+            optimizer.zero_grad()
+        step(x).item()
+    (program,) = step._programs
+    assert program.replays > 1, step.explain()
+    if not clears_inside:
+        optimizer.zero_grad()
+
+    def check() -> None:
+        assert program.mismatch([x]) == ""
+        program.grads.fill()
+        program.grads.set()
+
+    return calls_of(check)
+
+
+@pytest.mark.parametrize("clears_inside", [True, False], ids=["gradients are left", "no gradient is left"])
+def test_checks_call_as_many_functions_for_any_number_of_parameters(session: Callable, clears_inside: bool) -> None:
+    session()
+    assert checks(3, clears_inside) == checks(12, clears_inside)
