@@ -60,6 +60,7 @@ def test_the_snapshot_is_what_torchs_viewer_reads(session: Callable, tmp_path: P
     assert "cudaMalloc" in _memory_viz.trace(snapshot) and _memory_viz.segsum(snapshot)
     assert _memory_viz.segment_plot(snapshot) and _memory_viz.trace_plot(snapshot)
     frames = [block["frames"][0] for segment in snapshot["segments"] for block in segment["blocks"]]
-    assert any(f["name"] == "weights, weight" and Path(f["filename"]).name == Path(__file__).name and f["line"] for f in frames)
+    here = Path(__file__).name
+    assert any(f["name"] == "weights, weight" and Path(f["filename"]).name == here and f["line"] for f in frames), frames
     total = sum(block["requested_size"] for segment in snapshot["segments"] for block in segment["blocks"])
     assert total == sum(worker.session for worker in gt.memory_summary().workers) and held
