@@ -118,11 +118,10 @@ def compare(ours: tuple[Callable, Any], native: tuple[Callable, Any]) -> None:
 
 def measure(parameters: int, options: argparse.Namespace, device: str) -> dict[str, Any]:
     """Figures of one size, in milliseconds, by way of reading."""
-    import torch
-
     import gt
+    from gt.client.device import torch_remote
 
-    step, model = training(parameters, "remote")
+    step, model = training(parameters, gt.device)
     captured, native = gt.compile(step), training(parameters, device)
     compare((captured, model), native)
     (program,) = captured._programs
@@ -136,7 +135,7 @@ def measure(parameters: int, options: argparse.Namespace, device: str) -> dict[s
             rows[f"native {way}"].append(one_round(run, native[0], options.calls, {"client": os.getpid()}))
         start = time.perf_counter()
         for _ in range(options.calls):
-            torch.remote.synchronize()
+            torch_remote.synchronize()
         empty.append(1e3 * (time.perf_counter() - start) / options.calls)
     assert len(captured._programs) == 1, captured.explain()
     found: dict[str, Any] = {"empty message": statistics.median(empty), "calls of functions": calls_of_functions(captured)}
@@ -163,7 +162,8 @@ def main() -> None:
 
     torch.set_num_threads(1)  # of the workers too
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    (gt.gpu_workers if device == "cuda" else gt.cpu_workers)(1, config="")
+    # without the name `remote`, which breaks backward of local CUDA tensors
+    (gt.gpu_workers if device == "cuda" else gt.cpu_workers)(1, config="", name=False)
     figures = {}
     print(f"ms a call    {'':>9s}" + "".join(f"{name:>14s}" for name in COLUMNS))
     for parameters in map(int, options.parameters.split(",")):

@@ -127,11 +127,12 @@ class Executor:
             return bind_program(define, backend, self.runner, partial(self._action_times.put, define.number))
 
     def _by_device_alone(self, define: Define) -> bool:
-        """True for a transfer that goes between devices of one host, with no host memory."""
+        """True for a transfer that goes between devices of one host, or within one device, with no host memory."""
         if define.kind not in COMMUNICATION:
             return False
-        engine, plane = self.worker.route(communicate.peers(define.payload))
-        return engine is self._engine.direct and plane.recordable
+        peers = communicate.peers(define.payload)
+        engine, plane = self.worker.route(peers)
+        return engine is self._engine.direct and (not peers or plane.recordable)
 
     def rebind_transfers(self) -> None:
         """The plane has formed its world: from here on members move data by their devices, by definitions from before too."""

@@ -446,6 +446,26 @@ def test_a_worker_that_fails_while_others_wait_on_their_devices_ends() -> None:
         bench.do("send", sending, 9)
 
 
+class Reachless(DeadPlane):
+    """A GPU worker's plane: it moves nothing by devices itself, its transport does."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "recordable":  # which transports say, and no plane
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+
+def test_a_cut_of_ones_own_piece_goes_by_the_device_alone() -> None:
+    engine = TorchEngine("cpu")
+    engine.direct = DirectEngine(engine, COMBINE)
+    bench = Bench(Reachless(), engine)
+    bench.put(_1=torch.arange(4.0))
+    cut = {"shape": [2], "dtype": "float32", "parts": [], "local": [[[[2, 4]], [[0, 2]]]]}
+    bench.do("merge", cut, 1, 2)
+    assert not bench.sent and bench[2].tolist() == [2.0, 3.0]
+    assert bench.executor._table.device_only
+
+
 def test_a_part_that_there_is_no_room_for_is_taken_from_its_channel_like_the_others() -> None:
     """Or what comes next by that channel would be taken for it."""
 

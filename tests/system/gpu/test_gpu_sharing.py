@@ -50,7 +50,8 @@ def test_a_gpu_worker_starts_afresh_with_an_empty_gpu():
             assert done.returncode == 0, done.stderr[-4000:]
             taken.append(int(done.stdout))
         assert all(worker.poll() is None for worker in workers), "the same processes"
-        assert max(taken) - taken[0] < 512 << 20, f"memory of programs that have ended is still taken: {taken}"
+        # of the whole GPU, where other processes come and go: what programs left behind would be taken in each later one
+        assert min(taken[1:]) - taken[0] < 512 << 20, f"memory of programs that have ended is still taken: {taken}"
     finally:
         server.terminate()
         server.communicate(timeout=limit(30))
