@@ -8,20 +8,20 @@ import os
 import select
 import shutil
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from gt.cli import observing
 from gt.errors import DispatcherLost
-from gt.logs import plain
+from gt.ir.text import wrapped
 from gt.observe import top_view
 from gt.observe.live_view import LiveView
 from gt.observe.record_stream import ANSWER_SECONDS, RecordStream
 
 KEYS = "keys: s sorts workers, 0-9 shows one session, n the next, a all, q ends"
 SHORT_KEYS = "s sort, 0-9 n session, a all, q end"
+MIN_COLUMNS = 20  # of a terminal; one with fewer breaks lines itself
 KEY_SECONDS = 0.2  # until a key is noticed, at most
 NO_RICH = "gt top: the live view needs rich: pip install rich; this is the view of one moment, as with --once"
 
@@ -72,8 +72,8 @@ def _print(stream: RecordStream, view: LiveView, given: argparse.Namespace) -> i
     if given.json:
         print(json.dumps(state, allow_nan=False))
     else:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 80
-        print("\n".join(line.rstrip() for line in top_view.lines(state, given.sort, given.session, max(width, 80))))
+        width = max(shutil.get_terminal_size().columns, MIN_COLUMNS) if sys.stdout.isatty() else 80
+        print("\n".join(line.rstrip() for line in top_view.lines(state, given.sort, given.session, width)))
     return 0
 
 
@@ -101,8 +101,8 @@ def _live(stream: RecordStream, view: LiveView, given: argparse.Namespace) -> in
 
 def _screen(state: dict[str, Any] | None, order: str, session: int, problem: str, width: int, height: int) -> list[str]:
     """Rows of the whole terminal. problem: why they are of some time ago."""
-    keys, width = KEYS if len(KEYS) <= width else SHORT_KEYS, max(width - 1, 20)
-    above = textwrap.wrap(plain(f"{problem}; connecting again"), width)[: max(height // 3, 1)] if problem else []
+    keys, width = KEYS if len(KEYS) <= width else SHORT_KEYS, max(width - 1, MIN_COLUMNS)
+    above = wrapped(f"{problem}; connecting again", width)[: max(height // 3, 1)] if problem else []
     room = max(height - 1 - len(above), 1)
     rows = ["waiting for the first records"] if state is None else top_view.lines(state, order, session, width, room)
     return [*above, *rows[:room], keys[:width]]

@@ -1,4 +1,4 @@
-"""Texts that GT prints and parses: lines of a plan, sizes (16.2 KiB) and counts (2 workers).
+"""Texts that GT prints and parses: lines of a plan, sizes (16.2 KiB) and counts (2 workers), and text in a terminal's columns.
 
 `%2: f32[8,32] [S(1)] = aten.mm %0 %1  # model.py:12 pp_stage0_colpar`. Golden tests, the instruction log and
 errors share this notation.
@@ -7,7 +7,11 @@ errors share this notation.
 from __future__ import annotations
 
 import re
+import textwrap
+import unicodedata
 from dataclasses import dataclass
+
+from gt.logs import plain
 
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 MAX_BYTES = 1 << 62
@@ -62,3 +66,47 @@ def size(count: float) -> str:
 def counted(count: int, noun: str) -> str:
     """1 worker, 2 workers."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+# ---- columns of a terminal: a character of East Asia takes two, a mark that is drawn on another takes none
+
+_FILLER = "\0"  # stands for the second column of a character; `plain` leaves none in a text
+
+
+def _columns(sign: str) -> int:
+    if sign.isascii():
+        return 1
+    return 0 if unicodedata.category(sign) in ("Mn", "Me", "Cf") else 1 + (unicodedata.east_asian_width(sign) in "WF")
+
+
+def columns(text: str) -> int:
+    """Columns that a text takes in a terminal."""
+    return len(text) if text.isascii() else sum(map(_columns, text))
+
+
+def cut(text: str, width: int) -> str:
+    """The beginning of a text that takes at most so many columns."""
+    if text.isascii():
+        return text[:width]
+    end = taken = 0
+    while end < len(text) and taken + _columns(text[end]) <= width:
+        taken, end = taken + _columns(text[end]), end + 1
+    return text[:end]
+
+
+def column(text: str, width: int) -> str:
+    """A text in a table's column of so many columns of the terminal: with a blank after it at least."""
+    shown = cut(plain(text), width - 1)
+    return shown + " " * (width - columns(shown))
+
+
+def wrapped(text: str, width: int, first: int = 0, rest: int = 0, most: int | None = None) -> list[str]:
+    """Lines of at most so many columns. first, rest: blanks before the first line and the others; most: number of lines."""
+    text = plain(text)
+    if not text.isascii():
+        text = "".join(sign + _FILLER * (_columns(sign) > 1) for sign in text)
+        width -= _FILLER in text  # a line may end between a character and its filler
+    lines = textwrap.wrap(
+        text, width, initial_indent=" " * first, subsequent_indent=" " * rest, max_lines=most, placeholder=" ..."
+    )
+    return [line.replace(_FILLER, "") for line in lines]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gt.ir.text import UNITS, counted
+from gt.ir.text import UNITS, column, counted, cut, wrapped
 from gt.logs import plain
 
 MAX_LINES, MAX_LINKS, MAX_ERRORS = 5, 8, 3  # rows of these tables
@@ -40,17 +39,17 @@ def lines(state: dict[str, Any], order: str = "name", session: int = -1, width: 
     counts = [counted(len(state[f"{noun}s"]), noun) for noun in ("worker", "session")]
     count = f"{', '.join(counts)}, {len(state['queue'])} waiting"
     hosts = {worker["host"] for worker in state["workers"]}
-    at = f" on {next(iter(hosts)):.12}" if len(hosts) == 1 else ""
+    at = f" on {cut(next(iter(hosts)), 12)}" if len(hosts) == 1 else ""
     title = f"{server.get('sharing', '')} server{at}, up {server.get('at', 0):.0f} s: {count}; by {order}"
-    titles = textwrap.wrap(plain(title), width)
+    titles = wrapped(title, width)
     no_workers, no_sessions = _none(state, session)
     tables = [
         _workers(workers, len(hosts) > 1, width) if workers else [no_workers],
-        _sessions(sessions, width) if sessions else textwrap.wrap(no_sessions, width),
+        _sessions(sessions, width) if sessions else wrapped(no_sessions, width),
     ]
     if state["queue"]:
         waiting = "queue  " + "; ".join(f"{q['place']} {q['user']} {q['program']}" for q in state["queue"])
-        tables.append(textwrap.wrap(waiting, width, subsequent_indent=" " * 7))
+        tables.append(wrapped(waiting, width, rest=7))
     of = f" of session {session}" if session >= 0 else ""
     tables += [_links(links, of, width), _lines(samples, of, width)]
     errors = [error for error in state["errors"] if session < 0 or error["session"] in (session, -1)]
@@ -60,7 +59,7 @@ def lines(state: dict[str, Any], order: str = "name", session: int = -1, width: 
     if height:
         tables = fit(tables, height - len(titles) - len(tables))
     text = [*titles, *(row for table in tables for row in ("", *table))]
-    return [plain(line)[:width] for line in text]
+    return [cut(plain(line), width) for line in text]
 
 
 def _none(state: dict[str, Any], session: int) -> tuple[str, str]:
@@ -101,21 +100,21 @@ def _workers(workers: Sequence[Row], hosts: bool, width: int) -> list[str]:
 def _narrow_worker(w: Row, hosts: bool, width: int) -> list[str]:
     at = f"on {w['host']}" if hosts else ""
     now = f"at {_op(w['current']['op'])} {_place(w['current'])}" if w["current"] else w["reason"]
-    first = f"{w['name'][:7]:8}{w['state']:11}{_share(w['busy_share']):>5}{_size(w['live_bytes']):>9}"
+    first = f"{column(w['name'], 8)}{w['state']:11}{_share(w['busy_share']):>5}{_size(w['live_bytes']):>9}"
     return [first, *_under(", ".join(filter(None, (at, now))), width)]
 
 
 def _under(text: str, width: int) -> list[str]:
     """Rows under the one that they say more of."""
-    return textwrap.wrap(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    return wrapped(text, width, 8, 8)
 
 
 def _worker(w: Row, hosts: bool) -> str:
     taken = w["memory"].get("process", w["memory"].get("peak"))
-    now = f"{_op(w['current']['op'])} {_place(w['current'])}" if w["current"] else ""
-    host = f"{w['host'][:7]:8}" if hosts else ""
+    now = f"{_place(w['current'])} {_op(w['current']['op'])}" if w["current"] else ""  # the line first: the end may be cut
+    host = column(w['host'], 8) if hosts else ""
     return (
-        f"{w['name'][:7]:8}{host}{w['state']:11}{_share(w['busy_share']):>5}{_rate(w['ops_per_second']):>8}"
+        f"{column(w['name'], 8)}{host}{w['state']:11}{_share(w['busy_share']):>5}{_rate(w['ops_per_second']):>8}"
         f"{_size(w['live_bytes']):>9}{UNKNOWN if taken is None else _size(taken):>9}"
         f"{_size(w['limit']) if w['limit'] else 'none':>9}  {now}"
     )
@@ -127,14 +126,14 @@ def _sessions(sessions: Sequence[Row], width: int) -> list[str]:
     for s in sessions:
         values = " ".join(f"{name}={_number(value)}" for name, value in s["values"].items()) or UNKNOWN
         ops, steps, waits = _rate(s["ops_per_second"]), _rate(s["steps_per_second"]), s["waits"] or UNKNOWN
-        row = f"{s['number']:<8}{s['user'][:8]:9}{s['program'][:17]:18}"
+        row = f"{s['number']:<8}{column(s['user'], 9)}{column(s['program'], 18)}"
         if wide:
             rows.append(f"{row}{ops:>8}{steps:>9}  {waits:10} {values}")
         else:
             rows += [row, *_under(f"ops/s {ops}, steps/s {steps}, waits for {waits}, logged {values}", width)]
         if s["memory"] is not None:
             held = "holds " + ", ".join(f"{use} {_size(nbytes)}" for use, nbytes in s["memory"].items())
-            rows += textwrap.wrap(held, width, initial_indent=" " * 8, subsequent_indent=" " * 14)
+            rows += wrapped(held, width, 8, 14)
         if s["current"]:
             rows += _under(f"at {_op(s['current']['op'])} {_place(s['current'])} {s['current']['group']}", width)
     return rows
@@ -142,22 +141,22 @@ def _sessions(sessions: Sequence[Row], width: int) -> list[str]:
 
 def _links(links: Sequence[Row], of: str, width: int) -> list[str]:
     if not links:
-        return textwrap.wrap(f"links: no worker{of} has sent tensors to another", width)
+        return wrapped(f"links: no worker{of} has sent tensors to another", width)
     most = sorted(links, key=lambda link: -(link["bytes_per_second"] or 0.0) or -link["bytes"])
-    column = 18 if width >= WIDE else 14
-    rows = [f"{'link':{column}}{'sent':>10}{'a second':>12}"]
+    wide = 18 if width >= WIDE else 14
+    rows = [f"{'link':{wide}}{'sent':>10}{'a second':>12}"]
     for link in most[:MAX_LINKS]:
         rate = link["bytes_per_second"]
         name = f"{link['source']} -> {link['target']}"
         rows.append(
-            f"{name[: column - 1]:{column}}{_size(link['bytes']):>10}{UNKNOWN if rate is None else _size(int(rate)):>12}"
+            f"{column(name, wide)}{_size(link['bytes']):>10}{UNKNOWN if rate is None else _size(int(rate)):>12}"
         )
     return rows + ([f"and {len(links) - MAX_LINKS} links more"] if len(links) > MAX_LINKS else [])
 
 
 def _lines(samples: Sequence[Row], of: str, width: int) -> list[str]:
     if not samples:
-        return textwrap.wrap(f"lines: no worker was seen at an op{of} yet", width)
+        return wrapped(f"lines: no worker was seen at an op{of} yet", width)
     rows = [f"{'share':>6}  line that workers were seen at"]
     return rows + [f"{_share(line['share']):>6}  {_place(line)}  {_op(line['op'])}" for line in samples[:MAX_LINES]]
 
@@ -171,13 +170,13 @@ def _pipeline(session: Row, width: int) -> list[str]:
         f"measured, {predicted['idle']:.1%} predicted"
     )
     actions = {name: stamps for name, stamps in schedule["actions"].items() if stamps}
-    titles = textwrap.wrap(title, width)
+    titles = wrapped(title, width)
     if not actions:
         return [*titles, "its actions are too many to show" if not schedule["actions"] else "no worker has told its actions"]
     begin = min(start for stamps in actions.values() for _, start, _ in stamps)
     end = max(stop for stamps in actions.values() for _, _, stop in stamps)
-    columns = max(10, width - 9)
-    return [*titles, *(f"{name[:7]:8}{_bar(stamps, begin, end, columns)}" for name, stamps in actions.items())]
+    bar = max(10, width - 9)
+    return [*titles, *(f"{column(name, 8)}{_bar(stamps, begin, end, bar)}" for name, stamps in actions.items())]
 
 
 def _bar(stamps: Sequence[Sequence], begin: float, end: float, columns: int) -> str:
@@ -186,15 +185,15 @@ def _bar(stamps: Sequence[Sequence], begin: float, end: float, columns: int) -> 
     for action, start, stop in stamps:
         first = min(int((start - begin) * scale), columns - 1)
         letter = next((sign for sign in action if sign.isalpha()), "?")
-        for column in range(first, min(max(int((stop - begin) * scale), first + 1), columns)):
-            bar[column] = letter
+        for place in range(first, min(max(int((stop - begin) * scale), first + 1), columns)):
+            bar[place] = letter
     return "".join(bar)
 
 
 def _error(error: Row, width: int) -> list[str]:
     session = f" session {error['session']}" if error["session"] >= 0 else ""
     text = f"{error['at']:.0f} s{session} {error['peer']}: {error['text']}"
-    return textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ", max_lines=ERROR_ROWS, placeholder=" ...")
+    return wrapped(text, width, 2, 4, ERROR_ROWS)
 
 
 def _op(name: str) -> str:

@@ -70,7 +70,10 @@ class WorkerTrace:
 
 @dataclass(slots=True)
 class SessionRecording:
-    """A session's trace. answer: of Session.end_trace; rows: its messages; spans: the client's own; begin, end: its clock."""
+    """A session's trace. answer: of Session.end_trace; rows: its messages; spans: the client's own; begin, end: its clock.
+
+    thread, ident: name and number of the thread that ended the trace, the program's main one.
+    """
 
     answer: dict[str, Any]
     rows: list[TraceRows]
@@ -82,6 +85,7 @@ class SessionRecording:
         default_factory=list
     )  # events of the last replay's schedule, as far as there was one
     spans_dropped: int = 0
+    ident: int = 0
 
     @property
     def dropped(self) -> int:
@@ -157,11 +161,14 @@ def events(recording: SessionRecording, number: int = 0, since: float | None = N
 def _client(recording: SessionRecording, pid: int, since: float) -> Iterator[dict[str, Any]]:
     yield _meta("process_name", pid, 0, name="program")
     yield _meta("process_sort_index", pid, 0, sort_index=pid)
-    threads = dict.fromkeys((recording.thread, *(span.thread for span in recording.spans)))
-    for tid, thread in enumerate(threads):
-        yield _meta("thread_name", pid, tid, name=thread)
-        rows = sorted((s for s in recording.spans if s.thread == thread), key=lambda s: (s.start, -s.end))
-        if thread == recording.thread:
+    main = (recording.thread, recording.ident)
+    threads: dict[tuple[str, int], list[Span]] = {main: []}  # threads of one name are apart: their slices do not nest
+    for span in recording.spans:
+        threads.setdefault((span.thread, span.ident), []).append(span)
+    for tid, (thread, rows) in enumerate(threads.items()):
+        yield _meta("thread_name", pid, tid, name=thread[0])
+        rows.sort(key=lambda s: (s.start, -s.end))
+        if thread == main:
             for start, end in _gaps(rows, recording.begin, recording.end):
                 yield _slice("Python", "client", pid, tid, (start - since, end - since), {})
         for span in rows:

@@ -60,7 +60,7 @@ class Tracing:
             spans.remove_sink(buffer)  # where the wait failed
         recording = trace_file.SessionRecording(
             answer, rows, list(buffer.spans), self._began, end, threading.current_thread().name,
-            spans_dropped=buffer.count - len(buffer.spans),
+            spans_dropped=buffer.count - len(buffer.spans), ident=threading.get_ident(),
         )  # fmt: skip
         if stats.get("schedule") is not None:
             began = min(start for row in stats["workers"] for _, start, _ in row["actions"])

@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -21,6 +22,7 @@ from gt.cli.metrics import main as metrics_main
 from gt.cli.top import Following, _live, _screen, _show, after_key, main
 from gt.dispatcher.cluster import observers
 from gt.errors import DispatcherLost
+from gt.ir.text import columns
 from gt.observe import top_view
 from gt.observe.live_view import LiveView
 from gt.observe.record_stream import ANSWER_SECONDS, RecordStream
@@ -157,7 +159,40 @@ def test_columns_stay_apart_and_hosts_are_named() -> None:
     assert row.split()[:11] == ["w0", "b", "busy", "50%", "20", "1023", "KiB", "1024", "GiB", "1023", "MiB"]
     second["host"] = "b"
     assert "host" not in "\n".join(top_view.lines(now)[:3]) and top_view.lines(now)[0].startswith("shared server on b, up 2 s")
-    assert "mm a_file_with" in top_view.lines(now)[3]
+    assert "a_file_with" in top_view.lines(now)[3]
+
+
+@pytest.mark.parametrize("width", [39, 80])
+def test_names_of_wide_characters_keep_their_columns(width: int) -> None:
+    """A terminal draws a character of East Asia in two columns, and a mark on a letter in none."""
+    now, wide = state(), "\u8a13\u7df4\u7528\u30b9\u30af\u30ea\u30d7\u30c8" * 3
+    now["sessions"][0].update(program=wide, user="re\u0301ne\u0301")
+    now["workers"][0].update(host=wide, name=wide)
+    now["errors"][0]["text"] = now["workers"][1]["reason"] = wide * 9
+    rows = top_view.lines(now, width=width)
+    assert max(map(columns, rows)) <= width and columns("\u8a13a\u0301") == 3
+    head, row = next(pair for pair in pairwise(rows) if pair[0].startswith("session "))
+    assert columns(row[: row.index(wide[:8])]) == head.index("program") and row.startswith("3       re\u0301ne\u0301     ")
+    head, row = (next(row for row in rows if row.startswith(start)) for start in ("worker ", wide[:3]))
+    assert columns(row[: row.index("busy")]) == head.index("state")
+
+
+def test_the_line_that_a_worker_is_at_is_not_cut_for_a_long_op() -> None:
+    now = state()
+    first, second = now["workers"]
+    first["host"] = second["host"] = "a"
+    first["current"].update(op="aten.native_layer_norm_backward.default", file="/home/ada/train.py")
+    assert "train.py:12" in top_view.lines(now)[3]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_one_view_is_as_wide_as_its_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((width, 24)))
+    given = argparse.Namespace(once=True, json=False, sort="name", session=-1, interval=0.5, token_file=None)
+    assert _show(Scripted(moment(1.0), moment(2.0)), given) == 0  # type: ignore[arg-type]
+    assert max(map(len, screen.getvalue().splitlines())) <= width
 
 
 def test_a_long_error_is_on_several_rows() -> None:

@@ -37,6 +37,7 @@ WIDER = """[...document.querySelectorAll('section, header, #tiles > div')].flatM
     .map((e) => `${outer.id || outer.tagName}: ${e.tagName}.${e.className}`))"""
 STRETCHED = """[...document.querySelectorAll('canvas')]
     .filter((c) => c.chart.draw && Math.abs(c.width - c.clientWidth) > 1).length"""
+NONE = "\u2013"  # as the page shows it
 REDRAW_MS = 8.0  # of scripting in one frame
 
 
@@ -303,6 +304,30 @@ def test_numbers_that_are_not_finite_and_those_without_a_curve_are_named(browser
         assert "4 s: nan" in text(browser, "curves")
         browser.key("Home")
         assert "1 s: 0.25" in text(browser, "curves")
+    assert browser.errors == []
+
+
+def test_numbers_of_any_name_have_their_curve(browser: Browser) -> None:
+    """A number named as a property of every object of the page's language, and names that are numbers, told late."""
+    browser.errors.clear()
+    names = ["loss", "constructor", *(f"layer {n}" for n in range(5)), "last", "0", "1"]
+    with synthetic(stages=0) as (_, links, stream):
+
+        def told(moment: int) -> list[Record]:
+            values = {name: float(n + moment) for n, name in enumerate(names)} if moment > 2 else {"loss": 1.0}
+            about = SessionRecord(0, "ada", "0.py", "h", 9, ["w9"], [], 1.0, 0, 0, 0, 3, values, [], "", 0, 0, 0)
+            return [ServerRecord(float(moment), "shared", 1.0, 1, 10, 10, 0.001, "life"), about]
+
+        stream.records = told  # type: ignore[method-assign]
+        browser.open(links[0])
+        stream.release(5)
+        browser.wait("document.getElementById('curves').innerText.includes('session 0 · last')")
+        browser.wait("document.getElementById('curves').innerText.includes('constructor · 6')")
+        shown = text(browser, "curves")
+        assert "session 0 · 0 ·" not in shown and "the first 8 have a curve" in shown
+        for name, first, last in (("loss", "1", "5"), ("constructor", NONE, "6"), ("last", NONE, "12")):
+            chart = f"[...document.querySelectorAll('#curves canvas')].find((c) => c.ariaLabel.endsWith(': {name}')).chart"
+            assert browser.run(f"[{chart}.say(0), {chart}.say({chart}.times.length - 1)]") == [f"1 s: {first}", f"5 s: {last}"]
     assert browser.errors == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
@@ -258,6 +259,26 @@ def test_a_worker_that_lies_spoils_no_file(part: TraceRows, tmp_path: Path) -> N
     recording = trace_file.SessionRecording({"workers": ["w0"], "ahead": [0.0]}, [part], [], 0.0, 2.0, "MainThread")
     trace_file.write(tmp_path / "out.json", [recording])
     trace_rules.check(tmp_path / "out.json")
+
+
+def test_threads_of_one_name_have_rows_of_their_own(tmp_path: Path) -> None:
+    """Their waits overlap, so that in one row the slices would not nest."""
+    waits = [spans.Span("wait", "loader", 0.1 * n, 0.1 * n + 0.15, {}, ident=n % 2) for n in range(1, 6)]
+    recording = trace_file.SessionRecording({}, [], waits, 0.0, 2.0, "MainThread", ident=7)
+    trace_file.write(tmp_path / "out.json", [recording])
+    client = of(trace_rules.check(tmp_path / "out.json"), "program")
+    assert {e["tid"]: e["name"] for e in client} == {0: "Python", 1: "wait", 2: "wait"} and len(client) == 6
+
+
+def test_spans_of_a_program_know_their_thread() -> None:
+    buffer = spans.SpanBuffer()
+    spans.add_sink(buffer)
+    try:
+        with spans.span("wait"):
+            pass
+    finally:
+        spans.remove_sink(buffer)
+    assert [(s.thread, s.ident) for s in buffer.spans] == [(threading.current_thread().name, threading.get_ident())]
 
 
 def test_a_trace_is_for_its_owner_alone(tmp_path: Path) -> None:

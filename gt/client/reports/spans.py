@@ -23,13 +23,14 @@ Sink = Callable[["Span"], None]
 
 
 class Span(NamedTuple):
-    """Seconds of the monotonic clock. thread: the name of the thread."""
+    """Seconds of the monotonic clock. thread: the name of the thread, which others may have too; ident: its number."""
 
     name: str
     thread: str
     start: float
     end: float
     args: dict[str, Any]
+    ident: int = 0
 
 
 class Spans:
@@ -41,7 +42,8 @@ class Spans:
     def add(self, name: str, start: float, **args: Any) -> None:
         """A span that ends now. It gets the line of the program that it is of, if there is one."""
         end, line = monotonic(), user_line()
-        span = Span(name, threading.current_thread().name, start, end, {**({"line": line} if line else {}), **args})
+        thread, about = threading.current_thread().name, {**({"line": line} if line else {}), **args}
+        span = Span(name, thread, start, end, about, threading.get_ident())
         for sink in list(self.sinks):
             sink(span)
 

@@ -270,6 +270,10 @@ export class Memory extends Panel {
 
 const MAX_CURVES = 8; // of a session's logged numbers: as many as its history has
 
+// Those of the history first: this language puts names such as "10" before others, the server does not.
+const curveNames = (kept, values) => [...new Set([...Object.keys(kept), ...Object.keys(values)])].slice(0, MAX_CURVES);
+const own = (values, name) => (Object.hasOwn(values, name) ? values[name] : null); // a program may log a number as "constructor"
+
 export class Curves extends Panel {
   constructor() {
     super("curves");
@@ -284,7 +288,7 @@ export class Curves extends Panel {
     for (const session of sessionsOf(store)) {
       const rows = store.samples.filter((s) => s.sessions[session.number]), of = (row) => row.sessions[session.number];
       const curves = [["ops a second", (row) => of(row).ops, theme.F, session.ops_per_second], ["steps a second", (row) => of(row).steps, theme.W, session.steps_per_second]];
-      for (const name of Object.keys(session.values).slice(0, MAX_CURVES)) curves.push([name, (row) => of(row).values[name] ?? null, theme.B, session.values[name]]);
+      for (const name of curveNames(rows.length ? of(rows[rows.length - 1]).values : {}, session.values)) curves.push([name, (row) => own(of(row).values, name), theme.B, own(session.values, name)]);
       for (const [n, [name, value, colour, now]] of curves.entries()) {
         const values = rows.map(value), logged = n > 1;
         if (!logged && name === "steps a second" && !values.some((v) => v !== null)) continue;

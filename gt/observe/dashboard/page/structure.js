@@ -183,7 +183,7 @@ export class Log extends Panel {
 
   missing(store) {
     if (!store.following) return "The server writes its instruction log for those who follow it: that takes some of its time, so nothing is written until then.";
-    return store.log.length ? "" : "No line yet: nothing was planned since.";
+    return store.log.length ? "" : "No line yet: lines come with the next records of the server, once something is planned.";
   }
 
   show(store) {
