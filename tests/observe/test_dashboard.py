@@ -429,11 +429,13 @@ def test_a_cookie_of_quotes_costs_nothing() -> None:
         assert time.process_time() - before < limit(2)
 
 
-def test_a_content_type_of_quotes_costs_nothing() -> None:
+def test_a_content_type_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library takes 8 s of CPU time for this one."""
+    read: list[int] = []
+    monkeypatch.setattr(http.client.HTTPMessage, "get_boundary", lambda *_: read.append(1))
     with synthetic() as (server, _, _):
-        before = time.process_time()
         assert get(server, "/", Content_Type="multipart/x" + ';"' + ";" * 60_000)[0] == 403
-        assert time.process_time() - before < limit(2)
+    assert not read
 
 
 def test_requests_that_a_library_takes_amiss_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
