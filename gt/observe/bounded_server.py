@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from http.client import HTTPMessage
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase
 from typing import Any
@@ -25,6 +26,7 @@ MAX_ADMITTED = 48  # of them: the others are for requests
 MAX_OWNED = 16  # of those that are admitted, one owner's
 REQUEST_SECONDS = 10.0  # from a connection to the end of its answer, unless it is admitted; for each write of those
 MAX_REQUEST_BYTES = 64 << 10  # with its headers
+MAX_ERRORS_LOGGED = 16  # of one server, or strangers whose requests a library takes amiss would fill its log
 POLL_SECONDS = 0.5  # between looks for requests that are late
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -40,6 +42,7 @@ class BoundedServer(ThreadingHTTPServer):
         self._asking: dict[socket.socket, float] = {}  # connections that are not admitted -> when they began, oldest first
         self._admitted: dict[socket.socket, str] = {}  # connection -> its owner, oldest first
         self._lock = threading.Lock()
+        self._errors = 0
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), handler)
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": POLL_SECONDS}, name=name)
@@ -102,9 +105,14 @@ class BoundedServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser has gone, or was too slow: its connection ends, and nothing else. Another error is ours."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            log.exception("an HTTP request failed")
+        """A browser has gone, or was too slow: its connection ends, and nothing else. Another error is ours, or a library's."""
+        if isinstance(sys.exc_info()[1], OSError):
+            return
+        with self._lock:
+            self._errors += 1
+            number = self._errors
+        if number <= MAX_ERRORS_LOGGED:
+            log.exception("an HTTP request failed%s", "; later ones are not logged" if number == MAX_ERRORS_LOGGED else "")
 
 
 class BoundedRequest:
@@ -122,10 +130,18 @@ class BoundedRequest:
         return line
 
 
+class RequestHeaders(HTTPMessage):
+    """Headers of a request without a body. Its type is not read: the library takes seconds for some of 64 KiB."""
+
+    def get_content_type(self) -> str:
+        return "text/plain"
+
+
 class BoundedHandler(BaseHTTPRequestHandler):
     """One request of a BoundedServer, without a body. HTTP/1.0: a connection each, so that none waits idle."""
 
     server: BoundedServer
+    MessageClass = RequestHeaders
     timeout = REQUEST_SECONDS
     server_version, sys_version = "gt", ""
 

@@ -11,36 +11,66 @@ _NUMBERS = (int(_signal.SIGINT), int(_signal.SIGTERM))
 
 
 class uninterrupted:
-    """`with uninterrupted():` the program's handlers run at the end of the block. Other threads than the main one run none."""
+    """`with uninterrupted():` the program's handlers run at the end of the block. Other threads than the main one run none.
 
-    __slots__ = ("_before", "_seen")
+    No signal is lost: all handlers run and are put back, whatever one of them raises meanwhile.
+    """
+
+    __slots__ = ("_before", "_ended", "_seen")
 
     def __enter__(self) -> None:
         self._before: list[tuple[int, Any]] = []
         self._seen: list[tuple[int, Any]] = []
+        self._ended = False
         if threading.get_ident() != threading.main_thread().ident:
             return
         try:
             for number in _NUMBERS:
                 before = _get(number)
                 if getattr(before, "__func__", None) is uninterrupted._note:
-                    return  # an outer block delays them
+                    if not before.__self__._ended:
+                        return  # an outer block delays them
+                    before = before.__self__._handler(number)
                 if callable(before):
                     self._before.append((number, before))
                     _set(number, self._note)
         except BaseException:
-            self._restore()
+            self.__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
-        for number, frame in self._seen:
-            handler = next(before for mine, before in self._before if mine == number)
-            handler(number, frame)
+        self._ended = True
+        try:
+            self._restore()
+        finally:
+            if self._seen:
+                self._deliver()
 
     def _note(self, number: int, frame: Any) -> None:
-        self._seen.append((number, frame))
+        if self._ended:  # the handler could not be put back: another one raised
+            self._handler(number)(number, frame)
+        else:
+            self._seen.append((number, frame))
+
+    def _handler(self, number: int) -> Any:
+        return next(before for mine, before in self._before if mine == number)
 
     def _restore(self) -> None:
+        raised: BaseException | None = None
         for number, before in self._before:
-            _set(number, before)
+            try:
+                _set(number, before)
+            except BaseException as error:  # of a handler: the system calls it before it sets another
+                raised = error
+        if raised is not None:
+            for number, before in self._before:
+                _set(number, before)
+            raise raised
+
+    def _deliver(self) -> None:
+        number, frame = self._seen.pop(0)
+        try:
+            self._handler(number)(number, frame)
+        finally:
+            if self._seen:
+                self._deliver()

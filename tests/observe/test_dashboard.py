@@ -18,7 +18,14 @@ import torch
 
 import gt
 from gt.observe import bounded_server
-from gt.observe.bounded_server import MAX_CONNECTIONS, MAX_REQUEST_BYTES, names_this
+from gt.observe.bounded_server import (
+    MAX_CONNECTIONS,
+    MAX_ERRORS_LOGGED,
+    MAX_REQUEST_BYTES,
+    BoundedHandler,
+    BoundedServer,
+    names_this,
+)
 from gt.observe.dashboard import feed as feed_module
 from gt.observe.dashboard.feed import Feed, encoded
 from gt.observe.dashboard.history import MAX_SAMPLES, History
@@ -324,7 +331,7 @@ def test_predicted_actions_are_beside_the_measured_ones() -> None:
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 
 
-def stranger_to(server: PageServer) -> socket.socket:
+def stranger_to(server: BoundedServer) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.server_port), limit(20))
 
 
@@ -420,6 +427,31 @@ def test_a_cookie_of_quotes_costs_nothing() -> None:
         before = time.process_time()
         assert get(server, "/", Cookie='a="' + '\\"' * 30_000 + '"')[0] == 403
         assert time.process_time() - before < limit(2)
+
+
+def test_a_content_type_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library takes 8 s of CPU time for this one."""
+    read: list[int] = []
+    monkeypatch.setattr(http.client.HTTPMessage, "get_boundary", lambda *_: read.append(1))
+    with synthetic() as (server, _, _):
+        assert get(server, "/", Content_Type="multipart/x" + ';"' + ";" * 60_000)[0] == 403
+    assert not read
+
+
+def test_requests_that_a_library_takes_amiss_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    class Handler(BoundedHandler):
+        def do_GET(self) -> None:
+            raise ValueError("as urllib's for http://[")
+
+    server = BoundedServer("127.0.0.1", 0, Handler, "test-http")
+    try:
+        for _ in range(2 * MAX_ERRORS_LOGGED):
+            with stranger_to(server) as stranger:
+                stranger.sendall(b"GET http://[ HTTP/1.0\r\n\r\n")
+                assert ends(stranger)
+    finally:
+        server.close()
+    assert len(caplog.records) == MAX_ERRORS_LOGGED
 
 
 def test_names_of_this_machine() -> None:

@@ -23,7 +23,7 @@ from gt.dispatcher.events import Malformed, PeerLost, Received, Send, Turn, Turn
 from gt.dispatcher.fairness.background import Background
 from gt.dispatcher.fairness.time_slices import Pace
 from gt.dispatcher.programs.fragment_pattern import MAX_NUMBERS
-from gt.dispatcher.programs.fragments import MAX_ALIKE
+from gt.dispatcher.programs.fragments import MAX_ALIKE, MAX_FRAGMENTS
 from gt.errors import ProtocolError
 from gt.ir import check
 from gt.ir.instr import DISCARD, DROP, END_FRAGMENT, FRAGMENT, FREE, LAUNCH, PARAM, RECORD
@@ -443,6 +443,27 @@ def fragments_that_are_alike() -> Loop:
         loop.ops(fragment(n, ops, [n]))
     loop.fresh()
     loop.ops(fragment(MAX_ALIKE, ops, [MAX_ALIKE]))
+    return loop
+
+
+@case
+def a_fragment_in_as_many_parts_as_can_be() -> Loop:
+    """Each op has a line of its own, behind which two earlier runs have parted. It is met, recorded, and launched."""
+    loop, ops = fragmented(64), MAX_NUMBERS // 4
+    lines = range(2, 2 + min(ops, MAX_FRAGMENTS - 2))
+    loop.ops([], [], [[line, "f", line, "a", False, -1] for line in lines])
+    names = itertools.count(3)
+    for first in range(0, len(lines), 128):
+        runs: list[int] = []
+        for line, last in itertools.product(lines[first : first + 128], lines[-2:]):
+            one, two = next(names), next(names)
+            runs += [FRAGMENT, 0, line, 0, 0, 0, 8, 17, line, 2, one, 17, last, one, two, END_FRAGMENT, 2, one, two]
+        loop.ops(runs)
+    loop.fresh()
+    for call in range(3):
+        outs = [next(names) for _ in lines]
+        rows = itertools.chain.from_iterable(zip(itertools.repeat(17), lines, [2, *outs], outs))
+        loop.ops([FRAGMENT, 0, call, 0, 0, 0, 4 * len(outs), *rows, END_FRAGMENT, len(outs), *outs])
     return loop
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gt.wire.process_settings import uncollected
+from gt.wire.process_settings import YOUNG, collect_less, uncollected
 
 
 class Node:
@@ -48,3 +48,22 @@ def test_a_program_without_the_collector_stays_without() -> None:
     with uncollected():
         pass
     assert not gc.isenabled()
+
+
+def test_a_pass_over_the_middle_generation_meets_few_objects():
+    """Each takes some 0.4 us, and all peers wait: a batch of a client's that makes many is met in parts."""
+    before, met = gc.get_threshold(), [0]
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 1:
+            met.append(len(gc.get_objects(generation=0)) + len(gc.get_objects(generation=1)))
+
+    collect_less()
+    gc.callbacks.append(note)
+    try:
+        kept = [[n] for n in range(10 * YOUNG)]
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*before)
+        gc.unfreeze()
+    assert len(kept) == 10 * YOUNG and len(met) > 1 and max(met) < 4 * YOUNG

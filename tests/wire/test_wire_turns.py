@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from gt.wire import codec
+from gt.wire import codec, signals
 from gt.wire.dealer import STEP_SECONDS, Dealer
 from gt.wire.messages import Ack, Fetch, Report, Stats, UploadChunk
 from gt.wire.router import Arrived, Router
@@ -219,3 +219,63 @@ def test_handlers_run_on_leaving():
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def terminations():
+    """SIGTERMs that a handler of the program's own has seen."""
+    seen: list[int] = []
+
+    def terminate(number: int, frame: object) -> None:
+        seen.append(number)
+
+    before = signal.signal(signal.SIGTERM, terminate), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield seen
+        assert signal.getsignal(signal.SIGTERM) is terminate
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+
+
+@pytest.mark.parametrize("at", range(4))  # of the changes of handlers: two on entering, two on leaving
+@pytest.mark.parametrize("late", [False, True])
+def test_ctrl_c_while_handlers_are_changed_loses_no_other(at, late, terminations, monkeypatch):
+    changes = iter(range(100))
+
+    def change(number: int, handler: object) -> None:
+        now = next(changes) == at
+        if now and not late:
+            signal.raise_signal(signal.SIGINT)
+        signals_set(number, handler)
+        if now and late:
+            signal.raise_signal(signal.SIGINT)
+
+    signals_set = signals._set
+    monkeypatch.setattr(signals, "_set", change)
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        pass
+    signal.raise_signal(signal.SIGTERM)
+    assert terminations == [signal.SIGTERM]
+
+
+def test_two_handlers_run_on_leaving_though_one_raises(terminations):
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert terminations == []
+    assert terminations == [signal.SIGTERM]
+
+
+def test_a_handler_that_is_not_put_back_delays_nothing_and_the_next_block_puts_it_back(terminations, monkeypatch):
+    with monkeypatch.context() as patch, uninterrupted():
+        patch.setattr(signals, "_set", lambda number, handler: None)  # as if Ctrl-C came at each change
+        left = signal.getsignal(signal.SIGTERM)
+    signals._set(signal.SIGTERM, left)
+    signal.raise_signal(signal.SIGTERM)
+    assert terminations == [signal.SIGTERM]
+    with uninterrupted():
+        signal.raise_signal(signal.SIGTERM)
+        assert terminations == [signal.SIGTERM]
+    assert terminations == [signal.SIGTERM] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,14 +76,28 @@ def _switches(switches: dict[str, Any]) -> None:
             raise ProtocolError(f"Hello.switches.{name:.40} is {value!r:.40}, which is no switch or no value of it")
 
 
-def shared_out(switches: dict[str, Any], used: frozenset[int], cluster: Cluster, worker: Worker) -> dict[str, Any]:
-    """A program's switches on one worker, its threads shared out among the workers it uses on one host.
+class SharedThreads:
+    """A program's switches on each worker, its threads shared out among the workers it uses on one host.
 
     Eight workers with all the cores' threads each spend their time in one another's way (seen: 30 times slower on two cores).
+    Hosts are counted anew only for a worker that has been replaced: each Run to each worker asks.
     """
-    on_host = sum(home(cluster.workers[index].info) == home(worker.info) for index in used)
-    threads = switches.get("threads", 0)
-    return {**switches, "threads": max(threads // on_host, 1)} if threads and on_host > 1 else switches
+
+    def __init__(self, switches: dict[str, Any], config: Config, cluster: Cluster) -> None:
+        self._switches, self._used, self._cluster = switches, used_workers(config), cluster
+        self._lives: dict[int, int] = {}  # of workers, as they were counted
+        self._on_host: Counter[str] = Counter()
+
+    def __call__(self, worker: Worker) -> dict[str, Any]:
+        threads = self._switches.get("threads", 0)
+        if not threads:
+            return self._switches
+        if self._lives.get(worker.index) != worker.lives:
+            workers = self._cluster.workers
+            self._lives = {one.index: one.lives for one in workers}
+            self._on_host = Counter(home(workers[index].info) for index in self._used)
+        on_host = self._on_host[home(worker.info)]
+        return {**self._switches, "threads": max(threads // on_host, 1)} if on_host > 1 else self._switches
 
 
 def check_links(config: Config, cluster: Cluster) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from gt.config.load import resolve
-from gt.dispatcher.cluster.admission import Admission, check_links, shared_out, used_workers
+from gt.dispatcher.cluster.admission import Admission, SharedThreads, check_links
 from gt.dispatcher.cluster.health import Survey
 from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared, Terms, Waiting, workers
 from gt.dispatcher.cluster.observers import Observers
@@ -166,7 +166,7 @@ class Membership:
         terms = SessionTerms(
             self._terms.memory,
             client.hello.switches.get("stall_timeout", STALL_SECONDS),
-            lambda worker: shared_out(switches, used_workers(config), cluster, worker),
+            SharedThreads(switches, config, cluster),
             self._core.pace,
             self._core.page if self._core.logging or self._observers.recent.wanted else None,
         )
