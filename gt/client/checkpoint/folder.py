@@ -45,7 +45,8 @@ def find(path: str | os.PathLike) -> Path:
 @contextlib.contextmanager
 def watched(where: Path) -> Iterator[Callable[[], bool]]:
     """Tells whether another file or folder has taken the place of `where` since: a save that replaced it."""
-    fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # while it is open, no other has its number
+    # While it is open, no other has its number. Where the system can, it is held without being opened: it may be a device
+    fd = os.open(where, getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK) | os.O_CLOEXEC)
 
     def replaced() -> bool:
         try:

@@ -71,15 +71,18 @@ def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mappin
 
 def open_file(path: Path) -> tuple[int, int]:
     """Descriptor and size of a regular file, opened to be read. CheckpointError for anything else."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO without a writer does not block then
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO without a writer does not block then
+        about = os.stat(path)  # first: to open some devices has effects
+        fd = os.open(path, flags) if stat.S_ISREG(about.st_mode) else None
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise CheckpointError(f"{path!s:.1000} cannot be read: {reason(error)}") from None
-    about = os.fstat(fd)
-    if not stat.S_ISREG(about.st_mode):
+    if fd is not None:
+        about = os.fstat(fd)  # another may have taken its place
+        if stat.S_ISREG(about.st_mode):
+            return fd, about.st_size
         os.close(fd)
-        raise CheckpointError(f"{path} is no regular file")
-    return fd, about.st_size
+    raise CheckpointError(f"{path} is no regular file")
 
 
 def read_header(fd: int, size: int, path: Path) -> tuple[dict[str, FileEntry], dict[str, str]]:

@@ -100,11 +100,15 @@ def test_a_file_shorter_than_its_header_is_refused(tmp_path, text):
         read(tmp_path / "x")
 
 
-def test_only_regular_files_are_opened(tmp_path):
+def test_only_regular_files_are_opened(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", tmp_path, "/dev/zero", "/dev/null"):
+    (tmp_path / "link").symlink_to("/dev/null")
+    opened, open_ = [], os.open
+    monkeypatch.setattr(os, "open", lambda path, *args: (opened.append(path), open_(path, *args))[1])
+    for path in (tmp_path / "pipe", tmp_path / "link", tmp_path, "/dev/zero", "/dev/null"):
         with pytest.raises(CheckpointError, match=r"no regular file|cannot be read"):
             open_file(path)
+    assert not opened, "to open some devices has effects"
     with pytest.raises(CheckpointError, match="cannot be read: no such file"):
         open_file(tmp_path / "none")
 
