@@ -211,10 +211,20 @@ def run(known, decision, values, scalars, size):
     return joined_outs
 
 
+BOUND: dict = {}  # text of a definition -> its function by a CPU engine: to compile it takes most of a call's time
+
+
+def bound(engine, definition):
+    key = type(engine), repr(definition)
+    if key not in BOUND:
+        BOUND[key] = engine.bind(definition)
+    return BOUND[key]
+
+
 def engine_call(engine, definition, tensors, scalars=()):
     """Every flat output of one `op` definition, those of kind `same` being operands; scalars are the recorded ones."""
     with engine.guard():
-        made = engine.bind(definition)(*tensors, *scalars)
+        made = bound(engine, definition)(*tensors, *scalars)
     made = iter(() if made is None else made if isinstance(made, (tuple, list)) else (made,))
     return [tensors[of] if kind == "same" else next(made) for kind, _, of in definition["outs"]]
 
