@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -40,6 +41,17 @@ def ours() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key.startswith("GT_")}
 
 
+def left_groups() -> list[str]:
+    """Signal groups that the test has left entered, which are left now: later tests would run in them."""
+    module = sys.modules.get("gt.client.groups.group_context")
+    if module is None or len(module.stack.names) == 1:
+        return []
+    names = module.stack.names[1:]
+    del module.stack.names[1:], module.stack.in_backward[1:]
+    module.stack.change_scope()
+    return names
+
+
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves a variable of ours, a thread or a process behind, other than the shared server's."""
@@ -47,6 +59,9 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if ours() != variables:
         pytest.fail(f"left the environment as {ours()}, it was {variables}")
+
+    if names := left_groups():
+        pytest.fail(f"left the signal groups {names} entered")
 
     def new_threads() -> list[threading.Thread]:
         return [t for t in threading.enumerate() if t not in threads and t.is_alive() and t.name.startswith("gt")]
