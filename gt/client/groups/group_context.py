@@ -84,10 +84,16 @@ class context(ContextDecorator):
         self.name = forward if backward is None else forward + BACKWARD + backward
 
     def __enter__(self) -> context:
-        stack.in_backward.append(torch._C._current_autograd_node() is not None)
-        outer = stack.names[-1]
-        stack.names.append(f"{outer}/{self.name}" if outer else self.name)
-        stack.change_scope()
+        depth = len(stack.names)
+        try:
+            stack.in_backward.append(torch._C._current_autograd_node() is not None)
+            outer = stack.names[-1]
+            stack.names.append(f"{outer}/{self.name}" if outer else self.name)
+            stack.change_scope()
+        except BaseException:  # Ctrl-C, after which nothing would leave the group
+            del stack.names[depth:], stack.in_backward[depth:]
+            stack.change_scope()
+            raise
         return self
 
     def __exit__(self, *error: Any) -> None:

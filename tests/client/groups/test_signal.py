@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import gt
+from gt.client.groups.group_context import GroupStack, stack
 from tests.helpers.planned import planned
 
 CONFIG = "a: {workers: [0, 1]}\nb: {workers: [2, 3]}\nc: {workers: [4, 5]}\n"
@@ -89,3 +90,19 @@ def test_the_ops_that_differentiate_run_in_the_backward_group(outer: str | None)
 def test_a_backward_group_is_a_name(name: object) -> None:
     with pytest.raises((TypeError, ValueError), match="signal group"):
         gt.signal.context("a", backward=name)  # type: ignore[arg-type]
+
+
+def test_ctrl_c_while_a_group_is_entered_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or all later cells of a notebook would run in it."""
+    change, calls = GroupStack.change_scope, []
+
+    def interrupted(stack: GroupStack) -> None:
+        change(stack)
+        if not calls:
+            calls.append(1)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(GroupStack, "change_scope", interrupted)
+    with pytest.raises(KeyboardInterrupt), gt.signal.context("a"):
+        raise AssertionError("the group was entered")
+    assert stack.names == [""] and stack.in_backward == [False] and stack.scope.group == ""
