@@ -42,25 +42,24 @@ def ours() -> dict[str, str]:
 
 
 def left_groups() -> list[str]:
-    """Signal groups that the test has left entered, which are left now: later tests would run in them."""
+    """Signal groups that a test has left entered. They are left here, or later tests would run in them."""
     module = sys.modules.get("gt.client.groups.group_context")
-    if module is None or len(module.stack.names) == 1:
-        return []
-    names = module.stack.names[1:]
-    del module.stack.names[1:], module.stack.in_backward[1:]
-    module.stack.change_scope()
+    names = [] if module is None else module.stack.names[1:]
+    if names:
+        module.stack.leave(1)
     return names
 
 
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that leaves a variable of ours, a thread or a process behind, other than the shared server's."""
+    """Fails a test that leaves a variable of ours, a signal group, a thread or a process behind, but the shared server's."""
     variables, threads, processes = ours(), set(threading.enumerate()), set(started())
     yield
     if ours() != variables:
         pytest.fail(f"left the environment as {ours()}, it was {variables}")
 
-    left_groups()
+    if names := left_groups():
+        pytest.fail(f"left the signal groups {names} entered")
 
     def new_threads() -> list[threading.Thread]:
         return [t for t in threading.enumerate() if t not in threads and t.is_alive() and t.name.startswith("gt")]

@@ -22,6 +22,7 @@ import torch
 
 import gt
 from gt import api
+from gt.client.groups.group_context import stack
 from gt.errors import GTError, OpFailed
 from tests.attacks.beside import START, Trainers
 from tests.helpers.limits import limit
@@ -251,6 +252,9 @@ class Engine:
         except KeyboardInterrupt:
             case.interrupted = True
         patiently(lambda: None)
+        # Ctrl-C at the very call of a context's __exit__, which no code of the context can catch, leaves its group entered
+        self.counts["groups left entered"] += len(stack.names) - 1
+        stack.leave(1)
         # Ctrl-C in torch.no_grad().__enter__ leaves this off, on every device
         self.counts["grad mode off"] += not torch.is_grad_enabled()
         torch.set_grad_enabled(True)

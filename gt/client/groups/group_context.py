@@ -54,6 +54,12 @@ class GroupStack(threading.local):
         self.scope = _scopes.get(key) or _scopes.setdefault(key, Scope(*key))
 
 
+    def leave(self, depth: int) -> None:
+        """Leave the groups beyond the first `depth` names. A second call, after Ctrl-C in the first, leaves no others."""
+        del self.names[depth:], self.in_backward[depth:]
+        self.change_scope()
+
+
 stack = GroupStack()
 BACKWARD = "\x1f"  # in a path, between a group's name and that of the group of its backward ops
 
@@ -91,12 +97,14 @@ class context(ContextDecorator):
             stack.names.append(f"{outer}/{self.name}" if outer else self.name)
             stack.change_scope()
         except BaseException:  # Ctrl-C, after which nothing would leave the group
-            del stack.names[depth:], stack.in_backward[depth:]
-            stack.change_scope()
+            stack.leave(depth)
             raise
         return self
 
     def __exit__(self, *error: Any) -> None:
-        stack.names.pop()
-        stack.in_backward.pop()
-        stack.change_scope()
+        outside = len(stack.names) - 1
+        try:
+            stack.leave(outside)
+        except BaseException:
+            stack.leave(outside)
+            raise

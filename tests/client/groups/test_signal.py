@@ -92,17 +92,19 @@ def test_a_backward_group_is_a_name(name: object) -> None:
         gt.signal.context("a", backward=name)  # type: ignore[arg-type]
 
 
-def test_ctrl_c_while_a_group_is_entered_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_ctrl_c_while_a_group_is_entered_or_left_leaves_it(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Or all later cells of a notebook would run in it."""
     change, calls = GroupStack.change_scope, []
 
     def interrupted(stack: GroupStack) -> None:
-        change(stack)
-        if not calls:
-            calls.append(1)
+        calls.append(1)
+        if len(calls) == number + 1:
             raise KeyboardInterrupt
+        change(stack)
 
-    monkeypatch.setattr(GroupStack, "change_scope", interrupted)
-    with pytest.raises(KeyboardInterrupt), gt.signal.context("a"):
-        raise AssertionError("the group was entered")
-    assert stack.names == [""] and stack.in_backward == [False] and stack.scope.group == ""
+    with gt.signal.context("outer"):
+        monkeypatch.setattr(GroupStack, "change_scope", interrupted)
+        with pytest.raises(KeyboardInterrupt), gt.signal.context("a"):
+            assert number, "it was entered"
+        assert stack.names == ["", "outer"] and stack.in_backward == [False] * 2 and stack.scope.group == "outer"
