@@ -34,10 +34,7 @@ def training(name: str, device: str, compiled: bool) -> tuple[Callable, dict, Ca
     model, batch = zoo.ZOO[name]()
     torch.set_default_dtype(torch.float32)
     batch = {key: value.float() if value.is_floating_point() else value for key, value in batch.items()}
-    if name == "whisper":
-        batch["input_features"] = batch["input_features"].bfloat16()
-    elif "pixel_values" in batch:
-        batch["pixel_values"] = batch["pixel_values"].bfloat16()
+    batch |= {key: batch[key].bfloat16() for key in ("input_features", "pixel_values", "input_values") if key in batch}
     model = model.train().to(device)
     weights = cases.Weights([*model.parameters(), *model.buffers()])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=device == "cuda")

@@ -277,9 +277,43 @@ def dlrm() -> Model:
     return Dlrm(), {"dense": torch.randn(batch, 13), "sparse": sparse, "clicked": torch.randint(2, (batch,)).float()}
 
 
+class WordModel(nn.Module):
+    """An LSTM language model."""
+
+    def __init__(self, wide: int = 1024, layers: int = 2) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(VOCABULARY, wide), nn.LSTM(wide, wide, layers)
+        self.head = nn.Linear(wide, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores = self.head(self.layers(self.embed(input_ids.t()))[0])
+        return F.cross_entropy(scores[:-1].flatten(0, 1).float(), labels.t()[1:].flatten())
+
+
+def lstm() -> Model:
+    return WordModel(), tokens(64, 128)
+
+
+def wav2vec2() -> Model:
+    import transformers as hf
+
+    config = hf.Wav2Vec2Config(
+        hidden_dropout=0.0, activation_dropout=0.0, attention_dropout=0.0, feat_proj_dropout=0.0, final_dropout=0.0,
+        layerdrop=0.0, apply_spec_augment=False, num_labels=16, classifier_proj_size=256,
+    )  # fmt: skip
+    batch = {"input_values": torch.randn(16, 64000), "labels": torch.randint(16, (16,))}
+    return hf.Wav2Vec2ForSequenceClassification(config), batch
+
+
+def efficientnet() -> Model:
+    import torchvision
+
+    return Classifier(torchvision.models.efficientnet_v2_s(stochastic_depth_prob=0.0, dropout=0.0)), images(64)
+
+
 ZOO: dict[str, Callable[[], Model]] = {
     "llama": llama, "llama-mha": lambda: llama(32), "gpt2-dropout": gpt2, "bert": bert, "t5": t5, "resnet50": resnet50,
     "qwen3-moe": qwen3_moe, "vit": vit, "convnext": convnext, "qwen3": qwen3, "gemma": gemma, "whisper": whisper, "unet": unet,
-    "mamba": mamba, "dlrm": dlrm,
+    "mamba": mamba, "dlrm": dlrm, "lstm": lstm, "wav2vec2": wav2vec2, "efficientnet": efficientnet,
 }  # fmt: skip
 RANDOM = frozenset({"gpt2-dropout", "whisper"})  # their losses depend on what dropout draws

@@ -45,6 +45,21 @@ GT_OPS = {
         "float dropout_p, bool is_causal, float? scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
         "its backward",
     ),
+    # Layers of nn.RNN, nn.GRU or nn.LSTM without dropout between them; shapes in ir.recurrent. batch_sizes: of packed rows,
+    # else empty. requires_grad: of input, hx and params in one list. keeps: a backward may follow. The third result is the
+    # cell state of an LSTM, and else empty
+    "gt.rnn.default": (
+        "(Tensor input, Tensor[] hx, Tensor[] params, str mode, bool has_biases, int num_layers, bool train, "
+        "bool bidirectional, int[] batch_sizes, bool[] requires_grad, bool keeps) -> (Tensor, Tensor, Tensor)",
+        "layers of a recurrent network, the worker picks the kernel",
+    ),
+    # gives the gradients of those operands that require one, in their order
+    "gt.rnn_backward.default": (
+        "(Tensor? grad, Tensor? grad_hy, Tensor? grad_cy, Tensor input, Tensor[] hx, Tensor[] params, Tensor out, str mode, "
+        "bool has_biases, int num_layers, bool train, bool bidirectional, int[] batch_sizes, bool[] requires_grad) "
+        "-> (Tensor[])",
+        "its backward",
+    ),
     # the operand on the mesh of the group's destination
     "gt.move.default": ("(Tensor self) -> (Tensor)", "a transfer to another mesh, at once"),
 }

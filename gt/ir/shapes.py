@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from gt.ir import recurrent
 from gt.ir.schema import OWN, Schema
 from gt.ir.spec import Spec
 from gt.ir.template import Arg, T
@@ -247,7 +248,22 @@ def _attended(call: OpArguments) -> bool:
     return min(len(q), len(k), len(v)) > 1 and q[-1] == k[-1] and k[-2] == v[-2]
 
 
+def _recurrent(call: OpArguments) -> bool:
+    """Layers of a recurrent network, or their backward with gradients of the results' shapes."""
+    if call["mode"] not in recurrent.GATES or not call.one_dtype():
+        return False
+    x, states = call["input"], call["hx"]
+    names = ("mode", "has_biases", "num_layers", "train", "bidirectional", "batch_sizes")
+    if not recurrent.fits(x, states, call["params"], recurrent.Stack(*(call[name] for name in names))):
+        return False
+    out = (*x[:-1], states[0][-1] * (1 + call["bidirectional"]))
+    if len(call["requires_grad"]) != 1 + len(states) + len(call["params"]):
+        return False
+    return call.each(out, "grad", "out") and call.each(states[0], "grad_hy") and call.each(states[-1], "grad_cy")
+
+
 RULES: dict[str, Rule] = {
+    **dict.fromkeys(("rnn", "rnn_backward"), ("want one dtype, and operands of the shapes that the layers have", _recurrent)),
     **dict.fromkeys(("sdpa", "sdpa_backward"), ("want query [..., L, E], key [..., S, E] and value [..., S, V]", _attended)),
     "_adaptive_avg_pool2d_backward": ("gradient and input want one batch and as many channels", _pooled(2)),
     "_adaptive_avg_pool3d_backward": ("gradient and input want one batch and as many channels", _pooled(3)),

@@ -119,6 +119,10 @@ TEMPLATES = [
     row("aten.embedding.default", [T0, T1], [F44, spec(3, dtype="int64")], [spec(3, 4)]),
     row("aten.nll_loss_forward.default", [T0, T1, None, 1, -100], [F44, spec(4, dtype="int64")], [spec(), spec()]),
     row("gt.sdpa.default", [T0, T1, T2, None, 0.0, True, None, False], [HEADS] * 3, [HEADS, spec(1, 2, 4)], 2),
+    row(
+        "gt.rnn.default", [T0, [T1], [T2, {"t": 3}], "gru", False, 1, True, False, [], [True] * 4, True],
+        [spec(3, 2, 4), spec(1, 2, 4), spec(12, 4), spec(12, 4)], [spec(3, 2, 4), spec(1, 2, 4), spec(0)],
+    ),
     row("aten.view.default", [T0, [1, 2, 4, 4]], [spec(8, 4)], [("view", HEADS, 0)]),
     row("gt.move.default", [T0], [F44], [F44]),
     [*row("aten.nonzero.default", [T0], [F44], [("new", None, -1)])[:7], True, False],

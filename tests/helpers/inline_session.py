@@ -14,6 +14,7 @@ from gt.client import current_session
 from gt.ir.instr import FREE, PARAM
 from gt.ir.spec import Spec
 from gt.ir.template import Const, T, Template, V
+from gt.worker.engine.torch.layers import recurrent
 
 
 class InlineSession:
@@ -162,7 +163,12 @@ def _seed(values: list) -> None:
 
 
 def _fill(template: Template, ins: list, values: list) -> list:
-    return [ins[a.index] if isinstance(a, T) else values[a.index] if isinstance(a, V) else a for a in template.args]
+    def filled(a: Any) -> Any:
+        if isinstance(a, (list, tuple)):
+            return list(map(filled, a))
+        return ins[a.index] if isinstance(a, T) else values[a.index] if isinstance(a, V) else a
+
+    return list(map(filled, template.args))
 
 
 def _flash(q: Any, mask: Any, p: float, causal: bool, gqa: bool) -> bool:
@@ -204,6 +210,7 @@ def _sdpa_backward(template: Template, ins: list, values: list) -> tuple:
 GT = {
     "gt.sdpa.default": _sdpa,
     "gt.sdpa_backward.default": _sdpa_backward,
+    **{name: lambda template, ins, values, run=run: run(*_fill(template, ins, values)) for name, run in recurrent.OPS.items()},
     "gt.move.default": lambda template, ins, values: ins[0].clone(),
 }
 

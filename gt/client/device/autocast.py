@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gt.client.device.remote_tensor import RemoteTensor, Shown
+from gt.ir.recurrent import GATES
 
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 LOWER = [
@@ -40,6 +41,7 @@ LOWER = [
     "rnn_tanh_cell",
     "rnn_relu_cell",
     "scaled_dot_product_attention",
+    *(f"{mode}.{form}" for mode in GATES for form in ("input", "data")),
 ]
 FLOAT32 = [
     "acos",

@@ -53,7 +53,6 @@ class GroupStack(threading.local):
         key = self.names[-1], self._micro
         self.scope = _scopes.get(key) or _scopes.setdefault(key, Scope(*key))
 
-
     def leave(self, depth: int) -> None:
         """Leave the groups beyond the first `depth` names. A second call, after Ctrl-C in the first, leaves no others."""
         del self.names[depth:], self.in_backward[depth:]

@@ -1,8 +1,12 @@
-"""GT's own ops on remote tensors: attention and moves. They have no torch overload, so callers state their outputs."""
+"""GT's own ops on remote tensors: attention, recurrent layers, moves.
+
+They have no torch overload, so callers state their outputs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,14 +30,18 @@ current_session.on_clear.append(_entries.clear)
 def record(name: str, args: tuple, outs: Callable[[], tuple[Meta, ...]], seeds: tuple[int, int] | None = None) -> tuple:
     """Record one of GT's own ops and return its outputs.
 
-    args: tensors and floats fill holes of the template, other values are its constants. outs: gives metas of the outputs; it is
-    called for a new kind of call only. seeds: seed and counter of a random op, drawn here if None.
+    args: tensors, lists of them and floats fill holes of the template, other values are its constants. outs: gives metas of the
+    outputs; it is called for a new kind of call only. seeds: seed and counter of a random op, drawn here if None.
     """
     recorder = Current.recorder or current_session.current()
     key: list = [name]
     ids: list[int] = []
     values: list[float] = []
-    for a in args:
+    operands = args
+    if list in map(type, args):
+        key += [len(a) if type(a) is list else -1 for a in args]
+        operands = tuple(chain.from_iterable(a if type(a) is list else (a,) for a in args))
+    for a in operands:
         if type(a) is RemoteTensor:
             ref = a._ref
             key.append(ref.meta)
@@ -47,7 +55,7 @@ def record(name: str, args: tuple, outs: Callable[[], tuple[Meta, ...]], seeds: 
             key.append(a)
     entry = _entries.get(tuple(key))
     if entry is None:
-        for a in args:
+        for a in operands:
             if isinstance(a, RemoteTensor):
                 current_session.check(a)
         output_metas = outs()
@@ -66,20 +74,21 @@ def record(name: str, args: tuple, outs: Callable[[], tuple[Meta, ...]], seeds: 
 
 
 def _template(name: str, args: tuple, outs: tuple[Meta, ...]) -> Template:
-    form: list[Any] = []
     ins: list[Spec] = []
-    values = 0
-    for a in args:
+    values = 2 * (name in RANDOM)
+
+    def argument(a: Any) -> Any:
+        nonlocal values
         if isinstance(a, RemoteTensor):
-            form.append(T(len(ins)))
             ins.append(a._ref.meta.spec)
-        elif isinstance(a, float):
-            form.append(V(values))
+            return T(len(ins) - 1)
+        if isinstance(a, float):
             values += 1
-        else:
-            form.append(constant(a))
-    values += 2 * (name in RANDOM)
-    return Template(name, tuple(form), (), tuple(ins), values, tuple(Out("new", m.spec) for m in outs))
+            return V(values - 1 - 2 * (name in RANDOM))
+        return list(map(argument, a)) if type(a) in (list, tuple) else constant(a)
+
+    form = tuple(map(argument, args))
+    return Template(name, form, (), tuple(ins), values, tuple(Out("new", m.spec) for m in outs))
 
 
 def _cloned(meta: Meta) -> Meta:

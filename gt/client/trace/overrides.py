@@ -15,6 +15,7 @@ from gt.client.current_session import Current
 from gt.client.device.random import draw
 from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, rebind
 from gt.client.trace import host_ops, library_ops, op_info, refusals, sparse_ops
+from gt.client.trace.composites import recurrent
 from gt.client.trace.composites.attention import attention, encoder_layer, multi_head
 from gt.client.trace.composites.linear import linear
 from gt.client.trace.dispatch import call, refuse_update
@@ -54,13 +55,20 @@ def itself(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
 
 def decompose(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     """A composite op that is dispatched whole, as in inference mode."""
-    if info.name == "aten.scaled_dot_product_attention.default":
-        return attention(*args, **kwargs)
+    if info.name in COMPOSITES:
+        return COMPOSITES[info.name](*args, **kwargs)
     if kwargs.get("layout") not in (None, torch.strided, torch.sparse_coo, torch.sparse_csr):
         raise UnsupportedOp(f"{info.name} makes a {kwargs['layout']} tensor; remote has COO, CSR and dense ones")
     with _views_tracked(info) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
         result = info.func.decompose(*args, **kwargs)
     return call(info, args, kwargs) if result is NotImplemented else result
+
+
+# Composite ops of which GT has its own form
+COMPOSITES: dict[str, Callable[..., Any]] = {
+    "aten.scaled_dot_product_attention.default": attention,
+    **{f"aten.{name}": kernel for name, kernel in recurrent.KERNELS.items()},
+}
 
 
 def _views_tracked(info: OpInfo) -> Any:

@@ -15,11 +15,13 @@ Shape = tuple[int, ...]
 _FACTORS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 _ATTENTION = {"gt.sdpa": (0, 1, 2, 4), "gt.sdpa_backward": (1, 2, 3, 10)}  # indices of q, k, v; operations a score and channel
 
+_RECURRENT = {"gt.rnn": 2, "gt.rnn_backward": 6}  # operations a row and weight; backward runs forward again at worst
+
 
 def heavy(op: str) -> bool:
     """True for ops that take more than a few operations an element."""
     name = op.removeprefix("aten.").rpartition(".")[0]
-    return name in _FACTORS or name in _ATTENTION or name in ("convolution", "convolution_backward")
+    return name in _FACTORS or name in _ATTENTION or name in _RECURRENT or name in ("convolution", "convolution_backward")
 
 
 def flops(op: str, ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
@@ -31,6 +33,9 @@ def flops(op: str, ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
     if name in _ATTENTION:
         q, k, _, each = _ATTENTION[name]
         return float(each * prod(ins[q]) * ins[k][-2])
+    if name in _RECURRENT:
+        rows = prod(outs[0][:-1])  # of the output, or of the input's gradient
+        return float(_RECURRENT[name] * rows * sum(prod(shape) for shape in ins if len(shape) == 2))
     if name in ("convolution", "convolution_backward"):
         backward = name != "convolution"
         weight, made = (ins[2], ins[0]) if backward else (ins[1], outs[0])

@@ -26,6 +26,7 @@ from gt.dispatcher.sharding.partial import adds_replicated_scalar, linear, same_
 from gt.dispatcher.sharding.views import RESHAPES, VIEWS, reshape_along, view
 from gt.ir.layout import P, Partial, Placement, R, Replicate, Shard
 from gt.ir.spec import Spec
+from gt.ir.template import T
 
 ELEMENTWISE = frozenset(
     {"copy_", "_to_copy", "clone", "fill_", "zero_", "where", "zeros_like", "ones_like", "empty_like", "full_like", "fill",
@@ -275,6 +276,25 @@ def attention(known: OpSchema, places: list[Place], size: int) -> Decision | Non
     return Decision(tuple(wants), (place,) * len(outs))
 
 
+def recurrent(known: OpSchema, places: list[Place], size: int) -> Decision | None:
+    """Layers of a recurrent network: the batch, dim 1, may be split. Gradients of parameters are sums then.
+
+    Rows of packed sequences are of all sequences of a step, so they stay whole.
+    """
+    backward = known.name == "gt.rnn_backward"
+    given = [hole for hole in known.template.args[:3] if isinstance(hole, T)] if backward else []
+    states, params, sizes = (known.arg(index) for index in ((4, 5, 12) if backward else (1, 2, 8)))
+    place = next((p for p in places if isinstance(p, Shard) and p.dim == 1 and p.parts == 1), None)
+    if place is None or sizes:
+        return whole(known)
+    moved: list[Placement] = [place] * (1 + len(states))
+    if backward:
+        grads: list[Placement] = [*moved, *[P] * len(params)]
+        wants = (*[place] * len(given), *moved, *[R] * len(params), place)
+        return Decision(wants, tuple(grad for grad, needed in zip(grads, known.arg(13)) if needed))
+    return Decision((*moved, *[R] * len(params)), (place, place, place if len(states) == 2 else R))
+
+
 def _alike(extents: set[int], size: int) -> bool:
     """True if chunks of these extents correspond (of grouped-query heads: if all split evenly)."""
     extents.discard(1)
@@ -345,6 +365,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv"), matmul),
     **dict.fromkeys(("native_layer_norm", "native_layer_norm_backward"), layer_norm),
     **dict.fromkeys(("gt.sdpa", "gt.sdpa_backward"), attention),
+    **dict.fromkeys(("gt.rnn", "gt.rnn_backward"), recurrent),
     "embedding": embedding,
     "embedding_dense_backward": embedding_backward,
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nll_loss),

@@ -163,6 +163,17 @@ def attention(op: Shapes) -> bool:
     return op.makes(q, k, v) if backward else [len(shape or ()) for shape in op.outs] == [rank, rank - 1]
 
 
+def recurrent(op: Shapes) -> bool:
+    """Layers of a recurrent network, whose operands the table's shape rule has checked."""
+    backward = op.name == "gt.rnn_backward"
+    count, states = len(op.arg(5 if backward else 2)), op.arg(4 if backward else 1)
+    if backward:
+        operands = op.ins[-2 - count - len(states) : -1]
+        return op.makes(*(shape for shape, needed in zip(operands, op.arg(13), strict=True) if needed))
+    x, *ends = op.ins[: 1 + len(states)]
+    return op.outs[0] is not None and op.outs[0][:-1] == x[:-1] and op.outs[1:] == [*ends, (0,)][:2]
+
+
 def embedding(op: Shapes) -> bool:
     table, index = op.ins
     return len(table) == 2 and op.makes((*index, table[1]))
@@ -322,6 +333,7 @@ FORMS: dict[str, Form] = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv"), matmul),
     **dict.fromkeys(("native_layer_norm", "native_layer_norm_backward"), layer_norm),
     **dict.fromkeys(("gt.sdpa", "gt.sdpa_backward"), attention),
+    **dict.fromkeys(("gt.rnn", "gt.rnn_backward"), recurrent),
     "embedding": embedding,
     "embedding_dense_backward": embedding_backward,
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nll_loss),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from gt.worker.engine.philox import Words, hits
-from gt.worker.engine.torch.attention import bind
+from gt.worker.engine.torch.layers.attention import bind
 
 SHAPES = [(1, 1, 4, 4, 8), (2, 4, 16, 16, 32), (2, 3, 65, 65, 64), (1, 2, 7, 13, 5), (2, 2, 130, 200, 16)]
 forward, backward = bind("gt.sdpa.default", None), bind("gt.sdpa_backward.default", None)

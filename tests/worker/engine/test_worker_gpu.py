@@ -12,10 +12,10 @@ from gt.ir.template import T
 from gt.wire.messages import Data
 from gt.worker.engine.philox import Words
 from gt.worker.engine.torch import TorchEngine
-from gt.worker.engine.torch.attention import bind, choice
-from gt.worker.engine.torch.attention_call import AttentionCall
 from gt.worker.engine.torch.gpu.cuda import Cuda
 from gt.worker.engine.torch.gpu.fused_attention import MATH
+from gt.worker.engine.torch.layers.attention import bind, choice
+from gt.worker.engine.torch.layers.attention_call import AttentionCall
 from gt.worker.instructions.pieces import as_boxes, local
 from tests.helpers.limits import limit
 from tests.helpers.worker_parts import Bench, new, op

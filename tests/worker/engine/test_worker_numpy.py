@@ -20,8 +20,9 @@ from gt.ir.template import Const, T, V
 from gt.wire.messages import Data
 from gt.worker.engine.numpy import NumpyEngine, arrays
 from gt.worker.engine.numpy.table import TABLE, resolve, supported
-from gt.worker.engine.torch import NAME, attention
+from gt.worker.engine.torch import NAME
 from gt.worker.engine.torch import random as torch_random
+from gt.worker.engine.torch.layers import attention, recurrent
 from tests.helpers import CONFIGS
 from tests.helpers.models import GPT, mini
 from tests.helpers.processes import started
@@ -193,7 +194,7 @@ def test_a_row_takes_the_arguments_of_its_op() -> None:
 def test_the_ops_of_the_engine_are_torchs() -> None:
     names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     found = supported([f"aten.{name}" if "." in name else f"aten.{name}.default" for name in names])
-    assert set(TABLE) - {"gt.move.default"} <= set(found)
+    assert {name for name in TABLE if name.startswith("aten.")} <= set(found)
     assert len(found) > 600
 
 
@@ -222,6 +223,36 @@ def test_attention_is_torchs(causal: bool, mask: str | None, gqa: bool, dropout:
         back = resolve("gt.sdpa_backward.default", None)(g, a, b, c, d, *got, *rest, **draw)
     for ours, theirs in zip((got[0], *back), (want[0], *grads), strict=True):
         close(ours, theirs, "attention", strides=False)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("mode", ["lstm", "projected", "gru", "rnn_tanh", "rnn_relu"])
+@pytest.mark.parametrize("sizes", [(), (3, 3, 2, 1)], ids=["padded", "packed"])
+@pytest.mark.parametrize("layers, both, biases", [(1, False, False), (2, True, True)])
+def test_recurrent_layers_are_torchs(mode: str, sizes: tuple, layers: int, both: bool, biases: bool) -> None:
+    kind = {"lstm": torch.nn.LSTM, "projected": torch.nn.LSTM, "gru": torch.nn.GRU}.get(mode, torch.nn.RNN)
+    width = 3 if mode == "projected" else 5
+    layer = kind(4, 5, layers, bidirectional=both, bias=biases, **({"proj_size": 3} if mode == "projected" else {}))
+    mode = "lstm" if mode == "projected" else mode
+    count = layers * (1 + both)
+    states = [torch.randn(count, 3, n) for n in ((width, 5) if mode == "lstm" else (width,))]
+    x, params = torch.randn(*((sum(sizes), 4) if sizes else (4, 3, 4))), [p.detach() for p in layer.parameters()]
+    stack, needs = (mode, biases, layers, True, both, sizes), [True] * (1 + len(states) + len(params))
+    forward, backward = (recurrent.OPS[f"gt.{name}.default"] for name in ("rnn", "rnn_backward"))
+    want = forward(x, states, params, *stack, needs, False)
+    given = [torch.randn_like(result) if result.numel() else None for result in want]
+    grads = backward(*given, x, states, params, want[0], *stack, needs)
+    memory = Arrays()
+
+    def arrays_of(tree: Any) -> Any:
+        return None if tree is None else [arrays_of(part) for part in tree] if isinstance(tree, list) else memory[tree]
+
+    operands = [arrays_of(part) for part in (x, states, params)]
+    with ENGINE.guard():
+        got = resolve("gt.rnn.default", None)(*operands, *stack, needs, False)
+        back = resolve("gt.rnn_backward.default", None)(*map(arrays_of, given), *operands, got[0], *stack, needs)
+    for ours, theirs in zip((*got, *back), (*want, *grads), strict=True):
+        close(ours, theirs, mode, strides=False)
 
 
 RANDOM_ARGUMENTS: dict[str, tuple] = {

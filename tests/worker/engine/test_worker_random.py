@@ -10,7 +10,8 @@ import torch
 
 from gt.ir.layout import Layout, Mesh, Replicate, Shard, boxes
 from gt.ir.ops import RANDOM
-from gt.worker.engine.torch import attention, random
+from gt.worker.engine.torch import random
+from gt.worker.engine.torch.layers import attention
 from gt.worker.engine.torch.random import Words, bind
 
 N = 200_000

@@ -20,6 +20,7 @@ from gt.worker.engine.numpy import (
     pointwise,
     products,
     random,
+    recurrent,
     reductions,
     views,
 )
@@ -35,6 +36,7 @@ TABLE: dict[str, Function] = {
         )
         for name, run in table.items()
     },
+    **recurrent.TABLE,
     "gt.move.default": lambda x: x.copy(),
 }  # fmt: skip
 _BY_BASE = {name.split(".")[1]: run for name, run in reversed(TABLE.items())}  # the first overload of each

@@ -20,7 +20,7 @@ from gt.ir.spec import Spec
 from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Combine, Compiler, HostLane
 from gt.worker.engine.codegen import Call, Source, fitting
-from gt.worker.engine.torch import attention, memory, norms, random
+from gt.worker.engine.torch import memory, random
 from gt.worker.engine.torch.bounds import CHECKS
 from gt.worker.engine.torch.dtypes import CONSTANTS, DTYPE, NAME, UNLESS, check_strides, check_view, conform
 from gt.worker.engine.torch.gpu.cuda import Cuda, Events
@@ -29,6 +29,7 @@ from gt.worker.engine.torch.gpu.graphs import Graphs
 from gt.worker.engine.torch.gpu.pinned import PinnedCopies
 from gt.worker.engine.torch.gpu.times import GpuTimes
 from gt.worker.engine.torch.inductor import Inductor
+from gt.worker.engine.torch.layers import attention, norms, recurrent
 from gt.worker.engine.torch.libraries import load
 from gt.worker.engine.torch.overloads import OVERLOADS
 from gt.worker.offload.host_ops import HostEngineLane
@@ -109,6 +110,8 @@ class TorchEngine:
             return attention.bind(name, payload["random"], self.seeds)
         if name in RANDOM:
             return random.bind(name, payload["random"], self.key)
+        if name in recurrent.OPS:
+            return recurrent.OPS[name]
         if name == "gt.move.default":
             return torch.ops.aten.clone.default
         op: Callable = OVERLOADS[name]._op

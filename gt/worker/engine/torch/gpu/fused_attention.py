@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import pad
 
 from gt.worker.engine.philox import Words
-from gt.worker.engine.torch.attention_call import AttentionCall
+from gt.worker.engine.torch.layers.attention_call import AttentionCall
 
 if TYPE_CHECKING:
     from gt.worker.engine.torch.gpu.attention_seeds import AttentionSeeds

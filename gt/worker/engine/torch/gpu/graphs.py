@@ -18,9 +18,9 @@ import torch
 
 from gt.ir.ops import RANDOM
 from gt.worker.engine.base import DeviceRecorder, ReplayedWork, RowRunner
-from gt.worker.engine.torch import attention
 from gt.worker.engine.torch.gpu.cuda import Device
 from gt.worker.engine.torch.inductor import UNFIT, Inductor
+from gt.worker.engine.torch.layers import attention
 from gt.worker.engine.torch.overloads import OVERLOADS
 from gt.worker.engine.torch.slots import (
     InputsMoved,

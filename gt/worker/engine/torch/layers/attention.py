@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from gt.worker.engine.philox import Words, hits
-from gt.worker.engine.torch.attention_call import AttentionCall
 from gt.worker.engine.torch.gpu import fused_attention
 from gt.worker.engine.torch.gpu.fused_attention import FUSED, MATH, Choice
+from gt.worker.engine.torch.layers.attention_call import AttentionCall
 
 if TYPE_CHECKING:
     from gt.worker.engine.torch.gpu.attention_seeds import AttentionSeeds

@@ -1,0 +1,1 @@
+"""Layers whose kernel depends on the device: attention, norms in half precision, recurrent layers."""
