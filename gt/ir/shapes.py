@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from gt.ir import recurrent
-from gt.ir.schema import OWN, Schema
+from gt.ir import arguments, recurrent
+from gt.ir.schema import OWN, TABLE, Schema
 from gt.ir.spec import Spec
-from gt.ir.template import Arg, T
+from gt.ir.template import Arg, T, Template
 
 Shape = tuple[int, ...]
+HALF = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,14 @@ class OpArguments:
 
 
 Rule = tuple[str, Callable[[OpArguments], bool]]  # a condition, in words and as a test
+
+
+def check_template(template: Template) -> None:
+    """ValueError names the rule that a client's template breaks; for the client itself, before it sends the template."""
+    space, base, _ = template.op.split(".")
+    if base in RULES and space in OWN:
+        named = dict(template.kwargs)
+        check(arguments.match(TABLE.find(template.op), template.args, named), template.args, named, template.ins)
 
 
 def check(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], specs: Sequence[Spec]) -> None:
@@ -122,12 +131,18 @@ def _chunked(call: OpArguments) -> bool:
 
 
 def _weighed(call: OpArguments) -> bool:
-    """Weight norm of v over all dims but the first or the last, with a norm for each index of that dim."""
+    """Weight norm of v over all dims but the first or the last, with a norm for each index of that dim.
+
+    Norms of half precision are float32.
+    """
     names = ("grad_w", "saved_v", "saved_g", "saved_norms") if "saved_v" in call.given else ("", "v", "g", "")
     grad, v, g, norms = (call[name] for name in names)
     dim = call["dim"] or 0
     sizes = {prod(shape) for shape in (g, norms) if shape is not None}
-    return call.one_dtype() and prod(v) > 0 and grad in (None, v) and dim in (0, len(v) - 1) and sizes == {v[dim]}
+    dtypes = [spec.dtype for spec in call.specs]
+    wide = dtypes.pop() if norms is not None else dtypes[0]
+    alike = set(dtypes) == {dtypes[0]} and wide in (dtypes[0], "float32" if dtypes[0] in HALF else dtypes[0])
+    return alike and prod(v) > 0 and grad in (None, v) and dim in (0, len(v) - 1) and sizes == {v[dim]}
 
 
 def _distances(call: OpArguments) -> bool:
@@ -287,7 +302,7 @@ RULES: dict[str, Rule] = {
     "_chunk_cat": ("want tensors with elements and with that dim, and at least one chunk", _chunked),
     **dict.fromkeys(
         ("_weight_norm_interface", "_weight_norm_interface_backward"),
-        ("want a norm for each index of the first or last dim, and one dtype", _weighed),
+        ("want a norm for each index of the first or last dim, and one dtype but for norms of half precision", _weighed),
     ),
     "native_layer_norm_backward": ("gradient, input, weights and statistics want shapes of one layer norm", _normalized),
     "_cdist_backward": ("want gradient and distances [P, R] of [P, M] and [R, M]", _distances),

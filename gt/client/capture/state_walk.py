@@ -7,6 +7,7 @@ are compared by value, objects are walked into, and of tensors only the identity
 from __future__ import annotations
 
 import datetime
+import dis
 import functools
 import pathlib
 import random
@@ -49,6 +50,7 @@ _GLOBAL_HOOKS = [
     for name, value in vars(module).items()
     if name.startswith("_global") and isinstance(value, dict)
 ]  # hooks of all modules and optimizers
+_GLOBAL_OPS = frozenset(name for name in dis.opmap if "GLOBAL" in name or name.endswith("_NAME")) - {"IMPORT_NAME"}
 _CONTAINERS = (dict, types.MappingProxyType, list, tuple, deque, set, frozenset, functools.partial)
 _CHILD_FIELDS = frozenset({"_parameters", "_buffers", "_modules"})
 _HOOK_FIELDS = frozenset(key for key in torch.nn.Module().__dict__ if key.startswith("_")) - _CHILD_FIELDS
@@ -293,7 +295,8 @@ class StateWalker:
         self.names |= names
         if names & _ENVIRONMENT:
             self._queue.append(("os.environ", env.every_variable()))
-        for name in sorted(names & function.__globals__.keys()):
+        named = names & function.__globals__.keys()
+        for name in sorted(named & _globals(function.__code__) if named else ()):
             self._add_item(name, function.__globals__, name, False, function.__globals__[name])
         package = function.__globals__.get("__package__") or ""
         for name in names:  # modules that it imports itself
@@ -374,6 +377,13 @@ def _names(code: types.CodeType) -> set[str]:
         elif isinstance(constant, tuple):  # of a class pattern
             names |= {name for name in constant if isinstance(name, str)}
     return names
+
+
+@functools.lru_cache(maxsize=4096)
+def _globals(code: types.CodeType) -> frozenset[str]:
+    """Those of the names that are globals, and not attributes: `model.x` does not read a global `x`."""
+    own = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in _GLOBAL_OPS}
+    return frozenset(own.union(*(_globals(part) for part in code.co_consts if isinstance(part, types.CodeType))))
 
 
 def fingerprint(thing: Any) -> Any:

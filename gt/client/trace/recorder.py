@@ -17,6 +17,7 @@ import torch
 from gt.client.device.remote_tensor import LiveTensors
 from gt.client.values.known_values import KnownValues
 from gt.client.values.uploaded_values import DTYPES, MAX_BYTES, UploadedValues
+from gt.ir import shapes
 from gt.ir.instr import FIRST, FREE, client_length
 from gt.ir.schema import Schemas
 from gt.ir.template import Template
@@ -68,7 +69,14 @@ class Recorder:
         session.on_idle = self.flush_stale
 
     def define(self, template: Template) -> int:
-        """Number of a new template, valid until the table is cleared."""
+        """Number of a new template, valid until the table is cleared.
+
+        RuntimeError for shapes that no worker takes: the dispatcher would end the session for them.
+        """
+        try:
+            shapes.check_template(template)
+        except ValueError as error:
+            raise RuntimeError(str(error)) from None
         if self._next_template - FIRST >= MAX_TEMPLATES:
             self.flush()
             self.on_clear()

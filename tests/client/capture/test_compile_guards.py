@@ -724,3 +724,23 @@ def test_looking_at_a_dictionary_runs_none_of_its_code() -> None:
     assert [step(torch.ones(1)).item() for _ in range(4)] == [2.0] * 4 and dict(table) == {"scale": 2.0}
     table["scale"] = 3.0
     assert step(torch.ones(1)).item() == 3.0
+
+
+projection = torch.ones(100_000)  # a large CPU tensor, by chance with the name of an attribute
+
+
+def test_an_attribute_is_not_the_global_of_its_name(one):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.projection = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.projection(x)
+
+    model = Model().to("remote")
+    step = gt.compile(lambda x: model(x).sum())
+    x = torch.randn(3, 4).to("remote")
+    for _ in range(4):
+        step(x).item()
+    assert "1 program" in step.explain() and "parts" not in step.explain() and "projection" not in step.explain()

@@ -173,3 +173,11 @@ def test_one_number_for_a_mask_may_have_another_dtype(session: Callable) -> None
     x = torch.ones(3, device="remote")
     x[x > 0] = torch.tensor(2)
     assert x.tolist() == [2, 2, 2]
+
+
+def test_shapes_that_no_worker_takes_are_refused_in_the_program(one):
+    """The dispatcher ends a session for them, since a client has checked them before."""
+    x = torch.randn(4, 4).to("remote")
+    with pytest.raises(RuntimeError, match=r"aten._pdist_backward.default of .* is refused: want gradient"):
+        torch.ops.aten._pdist_backward(x, x, 2.0, x)
+    assert (x - x).sum().item() == 0

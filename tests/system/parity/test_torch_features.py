@@ -206,6 +206,19 @@ def parametrized_where_it_is(d):
 
 
 @row
+def weight_norm_in_half_precision(d):
+    """Its norms are float32 then."""
+    results = []
+    for dtype in (torch.bfloat16, torch.float16):
+        torch.manual_seed(0)
+        layer = parametrizations.weight_norm(nn.Conv1d(4, 4, 5, padding=2), dim=2).to(dtype).to(d)
+        out = layer(torch.linspace(-1, 1, 24).view(1, 4, 6).to(dtype).to(d))
+        out.float().square().sum().backward()
+        results.append((out, gradients(layer)))
+    return results
+
+
+@row
 def hooks(d):
     seen = []
     model, (x, y) = network(d), data(d)

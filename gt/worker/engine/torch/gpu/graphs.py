@@ -20,7 +20,7 @@ from gt.ir.ops import RANDOM
 from gt.worker.engine.base import DeviceRecorder, ReplayedWork, RowRunner
 from gt.worker.engine.torch.gpu.cuda import Device
 from gt.worker.engine.torch.inductor import UNFIT, Inductor
-from gt.worker.engine.torch.layers import attention
+from gt.worker.engine.torch.layers import attention, recurrent
 from gt.worker.engine.torch.overloads import OVERLOADS
 from gt.worker.engine.torch.slots import (
     InputsMoved,
@@ -55,7 +55,7 @@ class Graphs:
     def records(self, payload: dict[str, Any]) -> bool:
         """True if an op only issues work, the same each time."""
         name = payload["op"]
-        if name in attention.OPS or self.draws(payload):
+        if name in attention.OPS or name in recurrent.OPS or self.draws(payload):
             return True
         return payload["random"] is None and name not in RANDOM and (self.fits(payload) or _issues(payload))
 
