@@ -19,10 +19,12 @@ from gt.dispatcher.programs.passes import bucket_reductions
 from gt.ir.template import T, V
 from gt.wire.messages import OpError
 from gt.worker.engine.numpy import NumpyEngine
+from gt.worker.engine.torch import TorchEngine
 from tests.helpers import CONFIGS
 from tests.helpers.compiled_parts import Script, inputs, program, replay, report, same
 from tests.helpers.models import GPT, accumulating, mini
 from tests.helpers.serving import serving, settled
+from tests.helpers.worker_parts import op
 
 HAVE = any(map(shutil.which, ("g++", "clang++")))
 compiler = pytest.mark.skipif(not HAVE, reason="no C++ compiler is found")
@@ -121,6 +123,24 @@ def test_ops_on_complex_numbers_end_segments_and_the_rest_is_compiled(graphs: li
     same(got, want)
     found = report(got)
     assert (found["segments"], found["compiled"], found["reasons"], len(graphs)) == (2, 2, [], 2)
+
+
+def test_an_index_by_numbers_is_compiled_with_what_surrounds_it(graphs: list) -> None:
+    """torch has one tag for it and for an index by masks, whose shape depends on values: that has no spec."""
+    held = {1: torch.randn(5, 4), 2: torch.tensor([3, -1, 0])}
+    script = Script(held)
+    (doubled,) = script.op("aten.add.Tensor", [T(0), T(1)], [1, 1])
+    (rows,) = script.op("aten.index.Tensor", [T(0), [T(1)]], [doubled, 2])
+    script.op("aten.tanh.default", [T(0)], [rows])
+    got, want = script.bench("inductor", held), script.bench("eager", held)
+    for _ in range(3):
+        replay(got)
+        replay(want)
+        same(got, want, rtol=0)
+    assert (report(got)["segments"], report(got)["compiled"], report(got)["reasons"]) == (1, 1, [])
+    engine = TorchEngine("cpu")
+    payload = {**op("aten.index.Tensor", [T(0), [T(1)]], 2, [["new", None, -1]])}
+    assert not engine.compiler("inductor")[0].fits(payload)  # type: ignore[union-attr]
 
 
 def test_ops_on_lists_begin_a_segment_of_their_own(graphs: list) -> None:

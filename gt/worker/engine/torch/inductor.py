@@ -38,6 +38,8 @@ log = logging.getLogger("gt.worker")
 MAX_COMPILED_GRAPHS = 1024  # that are kept
 _alone = threading.Lock()  # tracing keeps its state in globals
 UNFIT = frozenset({"inplace_view", "nondeterministic_seeded", "dynamic_output_shape", "data_dependent_output"})
+# Their shapes depend on values only where an index is a mask, and then the output has no spec
+BY_MASKS = frozenset({"aten.index.Tensor"})
 # Already one kernel over all parameters, in place; in a graph each parameter would be copied.
 ONE_KERNEL = ("aten._fused_",)
 
@@ -78,7 +80,7 @@ class Inductor:
             self._engine.resolve(payload)
         except UnsupportedOp:
             return False
-        return not ({tag.name for tag in OVERLOADS[name].tags} & UNFIT or (self._engine.host and name.split(".")[1] in BOUNDS))
+        return not (unfit_tags(name) or (self._engine.host and name.split(".")[1] in BOUNDS))
 
     def signature(self, inputs: Sequence[torch.Tensor]) -> InputSignature:
         specs = tuple((tuple(t.shape), t.stride(), t.dtype) for t in inputs)
@@ -180,6 +182,12 @@ class Inductor:
             raise ValueError("an op changes an input that its schema does not declare as written")
         _, outs, specs = results
         return Traced(graph, fakes, graph_inputs.given, outs, specs, changed)
+
+
+def unfit_tags(name: str) -> set[str]:
+    """Tags with which an op fits no segment and no graph. Its outputs have specs."""
+    tags = {tag.name for tag in OVERLOADS[name].tags} & UNFIT
+    return tags - {"dynamic_output_shape"} if name in BY_MASKS else tags
 
 
 def _refusal(segment: BoundSegment, error: Exception) -> str:

@@ -19,9 +19,8 @@ import torch
 from gt.ir.ops import RANDOM
 from gt.worker.engine.base import DeviceRecorder, ReplayedWork, RowRunner
 from gt.worker.engine.torch.gpu.cuda import Device
-from gt.worker.engine.torch.inductor import UNFIT, Inductor
+from gt.worker.engine.torch.inductor import Inductor, unfit_tags
 from gt.worker.engine.torch.layers import attention, recurrent
-from gt.worker.engine.torch.overloads import OVERLOADS
 from gt.worker.engine.torch.slots import (
     InputsMoved,
     Slot,
@@ -399,4 +398,4 @@ def _issues(payload: dict[str, Any]) -> bool:
     name = payload["op"]
     if any(out[0] == "new" and out[1] is None for out in payload["outs"]):
         return False
-    return name.startswith("aten.") and not {tag.name for tag in OVERLOADS[name].tags} & (UNFIT - {"inplace_view"})
+    return name.startswith("aten.") and not unfit_tags(name) - {"inplace_view"}
