@@ -93,9 +93,10 @@ def _extend_feature_lists() -> None:
             original = getattr(holder, getter, None)
             if original is not None:
                 setattr(holder, getter, wrapped.setdefault(id(original), _with_remote(original)))
-    # Clipping asks with the device that C++ knows. `foreach=True` is served; the default stays the loop over gradients
+    # Clipping asks with the device that C++ knows
     clipping: Any = torch.nn.utils.clip_grad
     clipping._device_has_foreach_support = _or_lazy(clipping._device_has_foreach_support)
+    clipping._has_foreach_support = _of_remote(clipping._has_foreach_support)
     for optimizer in ("asgd", "nadam", "radam"):
         module: Any = importlib.import_module(f"torch.optim.{optimizer}")
         module._default_to_fused_or_foreach = _loop_by_default(module._default_to_fused_or_foreach)
@@ -104,6 +105,11 @@ def _extend_feature_lists() -> None:
 def _or_lazy(original: Callable[[torch.device], bool]) -> Callable[[torch.device], bool]:
     """Return a test of devices that remote tensors pass too."""
     return lambda device: device.type == LAZY.type or original(device)
+
+
+def _of_remote(original: Callable[[list, torch.device], bool]) -> Callable[[list, torch.device], bool]:
+    """Return a test of lists of tensors that lists of remote tensors pass too."""
+    return lambda tensors, device: all(type(t) is RemoteTensor for t in tensors) or original(tensors, device)
 
 
 def _loop_by_default(original: Callable[..., tuple[bool, bool]]) -> Callable[..., tuple[bool, bool]]:
