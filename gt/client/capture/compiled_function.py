@@ -240,17 +240,15 @@ class CompiledFunction:
         backend = BACKENDS.index(self._chosen_backend())
         recorder.flush()
         self._fragment_calls += 1
-        recorder.tape = FragmentTape(
-            recorder, current_session.Current.origins, self._slot, self._fragment_calls, backend, self._cuts
-        )
+        tape = FragmentTape(recorder, current_session.Current.origins, self._slot, self._fragment_calls, backend, self._cuts)
         try:
-            return tree_map(detach, self.fn(*containers.args, **containers.kwargs))
-        finally:
-            containers.give_back()
             try:
-                recorder.flush()
+                recorder.tape = tape
+                return tree_map(detach, self.fn(*containers.args, **containers.kwargs))
             finally:
-                recorder.end_tape()
+                _end_fragments(recorder, containers)
+        finally:  # Ctrl-C may end a call at its first line, but prevents no assignment
+            recorder.ended_tape, recorder.tape = recorder.tape, None
 
     # ---- recording
 
@@ -539,6 +537,17 @@ class CompiledFunction:
         kind = _CHANGE.sub("", reason)
         others = [r for r in self._reasons if _CHANGE.sub("", r) != kind]
         self._reasons = [*others[1 - MAX_REASONS :], reason]
+
+
+def _end_fragments(recorder: Recorder, containers: Containers) -> None:
+    """A call that was run in fragments is over: hand over its last one."""
+    try:
+        containers.give_back()
+    finally:
+        try:
+            recorder.flush()
+        finally:
+            recorder.end_tape()
 
 
 def _leaf_arguments(leaves: list) -> dict[str, RemoteTensor]:
