@@ -597,7 +597,7 @@ def test_weights_that_rest_do_not_share_a_program_with_whole_values(stage: int, 
     assert same(got, wanted), (got, wanted)
 
 
-PARTS = ("compiled_function.py", "aliasing.py", "recorder.py", "fragment_tape.py", "signals.py")  # of the client, at a call's end
+PARTS = ("compiled_function.py", "aliasing.py", "recorder.py", "fragment_tape.py", "signals.py")  # that end a call
 
 
 def press_at(place: int, call: Callable[[threading.Event], Any]) -> bool:
