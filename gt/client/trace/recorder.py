@@ -64,6 +64,8 @@ class Recorder:
         self.tape: Any = None
         self.ended_tape: Any = None  # of a call that Ctrl-C has ended: the next hand-over has its last ops
         self.capturing = threading.RLock()  # held by the thread whose call has the tape; Ctrl-C may leave it held
+        # Held in a replay, and where a recording begins: another thread would fill the same inputs, or record the replay
+        self.turns = threading.RLock()
         self.when_watched: Callable[[], None] | None = None  # called after a batch while somebody observes the server
         self._lock = threading.Lock()
         session.on_idle = self.flush_stale
@@ -128,6 +130,14 @@ class Recorder:
             self._hand_over(asks)
         if self.when_watched is not None and getattr(self.session, "watched", False):
             self.when_watched()
+
+    def own_tape(self) -> Any:
+        """The tape, if this thread's call has it. That of another thread's call notes that this one is at work."""
+        tape = self.tape
+        if tape is None or tape.thread == threading.get_ident():
+            return tape
+        tape.shared = True
+        return None
 
     def end_tape(self) -> None:
         """The call is over, also if Ctrl-C has ended its last flush: what is left of it is handed over in the tape's form."""
