@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -119,6 +120,7 @@ def test_an_upload_waits_for_room_but_not_in_a_recorded_call(inline):  # noqa: F
         uploads=lambda code: code,
         take_batch=lambda code, frames, freed: (code, freed),
         most_held=0,
+        thread=threading.get_ident(),
     )
     torch.zeros(300, 300).to("remote")
     assert waits == [360_000]

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
 from gt.client import current_session
 from gt.client.capture import explain
@@ -74,6 +74,7 @@ log = logging.getLogger("gt")
 ARGUMENTS_DIFFER = "the function reads a value of its arguments, which differs from the call before"
 REBOUND = "the function changes memory, shape, requires_grad, hooks or .grad of argument"
 CHANGED = "the function changes a list or dictionary that it gets"
+BESIDE = "a call of another thread was recorded or run in parts at that time: that is done to one call at a time"
 _CHANGE = re.compile(r" from \S+ to \S+")
 _NUMBER = re.compile(r"-?\d[\d.e+-]*")
 
@@ -162,29 +163,29 @@ class CompiledFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recorder = current_session.current()
-        if recorder.tape is not None:  # inside another function's recording: its ops are part of that
-            return self.fn(*args, **kwargs)
         leaves, tree = _flat(args, kwargs)
+        if recorder.tape is not None:
+            return self._run_within(recorder, leaves, tree, (args, kwargs))
         key = (tree, *map(key_of, leaves), *modes())
         mismatch = viewed = ""
-        for n, program in enumerate(self._programs):
-            if program.recorder is not recorder or program.key != key:
-                continue
-            mismatch = program.mismatch(leaves)
-            if mismatch.startswith(VIEWED):
-                viewed = mismatch
-            if not mismatch:
-                if n:
-                    self._programs.insert(0, self._programs.pop(n))
-                if spans.current is None:
-                    return program.replay(leaves)
-                with spans.span(f"replay {self._name}", program=program.number):
-                    return program.replay(leaves)
+        with recorder.turns:
+            for n, program in enumerate(self._programs if recorder.tape is None else ()):
+                if program.recorder is not recorder or program.key != key:
+                    continue
+                mismatch = program.mismatch(leaves)
+                if mismatch.startswith(VIEWED):
+                    viewed = mismatch
+                if not mismatch:
+                    if n:
+                        self._programs.insert(0, self._programs.pop(n))
+                    if spans.current is None:
+                        return program.replay(leaves)
+                    with spans.span(f"replay {self._name}", program=program.number):
+                        return program.replay(leaves)
         if self._programs:
             self._why = mismatch or why_key_differs(self._programs[0].key, key)
-        if not recorder.capturing.acquire(blocking=False):  # another thread has begun a call that is recorded
-            args, kwargs = tree_unflatten(prepare_inputs(leaves, None)[0], tree)
-            return tree_map(detach, self.fn(*args, **kwargs))
+        if not recorder.capturing.acquire(blocking=False):
+            return self._run_within(recorder, leaves, tree, (args, kwargs))
         try:
             if viewed:
                 self._add_reason(viewed)
@@ -233,6 +234,19 @@ class CompiledFunction:
 
     # ---- calls whose Python runs
 
+    def _run_within(self, recorder: Recorder, leaves: list, tree: TreeSpec, given: tuple) -> Any:
+        """Call the function while a call is recorded: one of this thread, of which its ops are a part, or another's."""
+        prepared = prepare_inputs(leaves, None)[0]
+        containers = Containers(given, tree, leaves, prepared)
+        own = recorder.own_tape() is not None
+        if not own:
+            self._add_reason(BESIDE)
+        try:
+            results = self.fn(*containers.args, **containers.kwargs)
+            return results if own else tree_map(detach, results)
+        finally:
+            containers.give_back()
+
     def _run_in_fragments(self, recorder: Recorder, leaves: list, tree: TreeSpec, given: tuple) -> Any:
         """Call the function. Runs of its ops become programs; the rest of it is as in an eager call."""
         prepared = prepare_inputs(leaves, None)[0]
@@ -240,17 +254,16 @@ class CompiledFunction:
         backend = BACKENDS.index(self._chosen_backend())
         recorder.flush()
         self._fragment_calls += 1
-        recorder.tape = FragmentTape(
-            recorder, current_session.Current.origins, self._slot, self._fragment_calls, backend, self._cuts
-        )
+        tape = FragmentTape(recorder, current_session.Current.origins, self._slot, self._fragment_calls, backend, self._cuts)
         try:
-            return tree_map(detach, self.fn(*containers.args, **containers.kwargs))
-        finally:
-            containers.give_back()
             try:
-                recorder.flush()
+                with recorder.turns:
+                    recorder.tape = tape
+                return tree_map(detach, self.fn(*containers.args, **containers.kwargs))
             finally:
-                recorder.end_tape()
+                _end_fragments(recorder, containers)
+        finally:  # Ctrl-C may end a call at its first line, but prevents no assignment
+            recorder.ended_tape, recorder.tape = recorder.tape, None
 
     # ---- recording
 
@@ -275,9 +288,10 @@ class CompiledFunction:
             known=known, host_draws=draws,
         )  # fmt: skip
         try:
-            recorder.code.extend((RECORD, self._slot, deferral, len(filled), *[t._ref.id for t in filled]))
-            recorder.flush()
-            recorder.tape = tape
+            with recorder.turns:
+                recorder.code.extend((RECORD, self._slot, deferral, len(filled), *[t._ref.id for t in filled]))
+                recorder.flush()
+                recorder.tape = tape
             with OutputWatch() as watch, draws or contextlib.nullcontext():
                 results = tree_map(detach, self.fn(*containers.args, **containers.kwargs))
             gc.collect()  # frees tensors in reference cycles, which would seem to outlive the call
@@ -539,6 +553,17 @@ class CompiledFunction:
         kind = _CHANGE.sub("", reason)
         others = [r for r in self._reasons if _CHANGE.sub("", r) != kind]
         self._reasons = [*others[1 - MAX_REASONS :], reason]
+
+
+def _end_fragments(recorder: Recorder, containers: Containers) -> None:
+    """A call that was run in fragments is over: hand over its last one."""
+    try:
+        containers.give_back()
+    finally:
+        try:
+            recorder.flush()
+        finally:
+            recorder.end_tape()
 
 
 def _leaf_arguments(leaves: list) -> dict[str, RemoteTensor]:

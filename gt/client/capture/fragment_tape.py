@@ -7,6 +7,7 @@ of earlier calls, and needs no guards (gt/dispatcher/programs/fragments.py).
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -27,12 +28,14 @@ class FragmentTape:
     """One call of a function whose Python runs. slot, call: see ir.instr.FRAGMENT. cuts: place and reason -> count."""
 
     records = False  # values can be read
+    shared = False  # whether another thread used remote tensors meanwhile
     most_held = MAX_BATCH_NUMBERS  # numbers; as eager batches have, so that workers have work while Python goes on
 
     def __init__(
         self, recorder: Recorder, origins: Origins, slot: int, call: int, backend: int, cuts: Counter[tuple[str, str]]
     ) -> None:
         self.recorder, self.origins, self.cuts = recorder, origins, cuts
+        self.thread = threading.get_ident()
         self._header = FRAGMENT, slot, call, backend
         self._uploads: list = []
         self._random = random.initial_seed(), random._State.counter

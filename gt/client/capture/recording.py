@@ -5,6 +5,7 @@ The comparison renames tensors: to the op that made them, or to the path in Pyth
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from gt.ir.instr import client_ops
 from gt.ir.ops import RANDOM
 from gt.ir.template import T, to_wire
 
+SHARED = "another thread used remote tensors during the call: have it do so between two calls"
 SAME = "; have the function do the same ops at each call"
 
 if TYPE_CHECKING:
@@ -66,11 +68,13 @@ class CallRecording:
 
     def __post_init__(self) -> None:
         self.first = self.recorder.new_id()
+        self.thread = threading.get_ident()
         self._constants = Constants(self.known)
 
     # ---- during the call
 
     records = True  # values cannot be read, as in a CUDA graph's capture
+    shared = False  # whether another thread used remote tensors meanwhile
 
     @property
     def most_held(self) -> int:
@@ -153,7 +157,9 @@ class CallRecording:
     # ---- after the call
 
     def finish(self) -> None:
-        """End the call: CPU tensors that it uploaded and that are still alive prevent a program."""
+        """End the call: ops of other threads prevent a program, and CPU tensors that it uploaded and that are still alive."""
+        if self.shared:
+            self.prevents.insert(0, Difference("", SHARED))
         for source, where in self._sources:
             if not source.expired():
                 self.prevents.append(

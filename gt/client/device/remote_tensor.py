@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import operator
+import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -30,6 +32,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # so that autocast("remote") applies
 _base = torch._C.TensorBase
+_plain: weakref.WeakSet[type] = weakref.WeakSet()  # classes of users that were warned of
 new_tensor = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 
 
@@ -188,6 +191,18 @@ class RemoteTensor(torch.Tensor):
         return _base.to(
             self, dtype or self.dtype, non_blocking, duplicate, memory_format=memory_format or torch.preserve_format
         )
+
+    def as_subclass(self, cls: type) -> torch.Tensor:  # type: ignore[override]
+        """Itself: a tensor of the user's class is a plain one on workers, as after `x.to("remote")`. Warns once a class."""
+        if not (isinstance(cls, type) and issubclass(cls, torch.Tensor)) or isinstance(self, cls):
+            return _base.as_subclass(self, cls)
+        if cls not in _plain:
+            _plain.add(cls)
+            device, name = Shown.device.type, cls.__name__
+            text = f"a {device} tensor is a plain one and no {name}: call methods of {name} before .to({device!r}), or after .cpu()"
+            through_torch = sys._getframe(1).f_globals.get("__name__") == "torch._tensor"  # of a result, by the class's methods
+            warnings.warn(text, stacklevel=4 if through_torch else 2)
+        return self
 
     def numpy(self, *, force: bool = False) -> Any:
         return (self.detach() if force else self).cpu().numpy()

@@ -33,7 +33,7 @@ class _Here:
 
 def recording() -> bool:
     """True while a call of a compiled function is recorded: as in a CUDA graph's capture, values cannot be read."""
-    tape = None if Current.recorder is None else Current.recorder.tape
+    tape = None if Current.recorder is None else Current.recorder.own_tape()
     return tape is not None and tape.records
 
 

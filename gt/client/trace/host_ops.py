@@ -22,7 +22,7 @@ def fetch(tensor: RemoteTensor) -> torch.Tensor:
     """A tensor's values on the CPU, with the same strides if those are dense. Waits for the workers, if they decide them."""
     current_session.check(tensor)
     recorder = current_session.current()
-    tape = recorder.tape
+    tape = recorder.own_tape()
     known = recorder.known_value(tensor) if tape is None or not tape.records else None
     if known is None and tape is not None:
         constant = tape.constant(tensor)
@@ -81,8 +81,9 @@ def copy(info: OpInfo, args: tuple, kwargs: dict) -> torch.Tensor:
     if not target.numel() and source.shape == target.shape:
         return target
     source = source.detach()
-    if current_session.current().tape is not None:
-        current_session.current().tape.source(source)
+    tape = current_session.current().own_tape()
+    if tape is not None:
+        tape.source(source)
     if source.dtype != target.dtype:
         source = source.to(target.dtype)
     meta = target._ref.meta

@@ -63,7 +63,10 @@ class Recorder:
         self.cleared = 0  # times that the table was
         # A CallRecording or FragmentTape while a compiled function runs: it gets every batch, and says when one is long enough
         self.tape: Any = None
+        self.ended_tape: Any = None  # of a call that Ctrl-C has ended: the next hand-over has its last ops
         self.capturing = threading.RLock()  # held by the thread whose call has the tape; Ctrl-C may leave it held
+        # Held in a replay, and where a recording begins: another thread would fill the same inputs, or record the replay
+        self.turns = threading.RLock()
         self.when_watched: Callable[[], None] | None = None  # called after a batch while somebody observes the server
         self._lock = threading.Lock()
         session.on_idle = self.flush_stale
@@ -136,12 +139,22 @@ class Recorder:
         if self.when_watched is not None and getattr(self.session, "watched", False):
             self.when_watched()
 
+    def own_tape(self) -> Any:
+        """The tape, if this thread's call has it. That of another thread's call notes that this one is at work."""
+        tape = self.tape
+        if tape is None or tape.thread == threading.get_ident():
+            return tape
+        tape.shared = True
+        return None
+
     def end_tape(self) -> None:
         """The call is over, also if Ctrl-C has ended its last flush: what is left of it is handed over in the tape's form."""
         with uninterrupted(), self._lock:
-            if self.tape is not None and not self.session.failure:
-                self._hand_over()
-            self.tape = None
+            try:
+                if self.tape is not None and not self.session.failure:
+                    self._hand_over()
+            finally:
+                self.tape = None
 
     def end_batch(self) -> None:
         """Hand the buffer's batch over, unless it is a light one, or execution is deferred and more batches can be joined."""
@@ -198,7 +211,7 @@ class Recorder:
     def flush_ops(self, asks: bool = False) -> None:
         """Hand over all recorded ops. Ids that have ended are freed with the next batch. asks: see Session.submit."""
         # In this order: the I/O thread empties the code before the hand-over
-        if self.code or self._lock.locked() or self.tape is not None:
+        if self.code or self._lock.locked() or self.tape is not None or self.ended_tape is not None:
             self.flush(asks)
 
     def free_ended(self) -> None:
@@ -236,8 +249,9 @@ class Recorder:
         if self.uploaded:
             self.uploaded.handed_over(code, self.templates)
         self.values.handed_over(code, freed)
-        if self.tape is not None:
-            code, freed = self.tape.take_batch(code, frames, freed)
+        tape, self.ended_tape = self.ended_tape or self.tape, None
+        if tape is not None:
+            code, freed = tape.take_batch(code, frames, freed)
         if freed:
             code += [FREE, len(freed[:MAX_FREED_PER_BATCH]), *freed[:MAX_FREED_PER_BATCH]]
         if not code:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._prims_common import suggest_memory_format
+from torch.utils._pytree import tree_map
 
 from gt.client import current_session
 from gt.client.device import meta as metas
@@ -91,16 +92,29 @@ def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Ten
     return torch.empty_like(result, memory_format=last.pop()) if last else result
 
 
-def _as_input(name: str) -> Callable[..., torch.Tensor]:
-    """A meta kernel that gives the op's result the memory format of its input, as the CPU's kernel does."""
+def _as_operand(name: str, operand: int = 0) -> Callable[..., Any]:
+    """A meta kernel that gives the op's first result the memory format of an operand, as the CPU's kernel does."""
     op = getattr(torch.ops.aten, name).default
 
-    def meta(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        result = op(x, *rest)
-        last = x.dim() == 4 and suggest_memory_format(x) == torch.channels_last
-        return torch.empty_like(result, memory_format=torch.channels_last) if last else result
+    def meta(*args: Any) -> Any:
+        outputs = op(*args)
+        first, *rest = outputs if isinstance(outputs, tuple) else (outputs,)
+        if first is not None and args[operand].dim() > 1:
+            first = torch.empty_like(first, memory_format=suggest_memory_format(args[operand]))
+        return (first, *rest) if rest else first
 
     return meta
+
+
+def _contiguous(name: str) -> Callable[..., Any]:
+    """A meta kernel whose results are contiguous, as those of the CPU's kernel are."""
+    op = getattr(torch.ops.aten, name).default
+    return lambda *args: tree_map(lambda result: torch.empty_like(result, memory_format=torch.contiguous_format), op(*args))
+
+
+def _elu_backward(grad: torch.Tensor, alpha: Any, scale: Any, rate: Any, is_result: bool, x: torch.Tensor) -> torch.Tensor:
+    """Strides as of `_as_mul`."""
+    return torch.mul(grad, x)
 
 
 def _ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, inputs: Any, lengths: Any, *rest: Any) -> tuple:
@@ -113,13 +127,23 @@ def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) 
     return log_probs.new_empty(log_probs.shape)
 
 
+# Ops whose results are laid out as an input is, and those whose results are contiguous: torch's meta kernels say otherwise
+_PADS = [f"{kind}_pad{dims}d" for kind in ("reflection", "replication") for dims in (2, 3)]
+_AS_INPUT = ("pixel_shuffle", "channel_shuffle", "max_unpool2d", "native_batch_norm", *_PADS)
+_AS_SECOND = ("native_batch_norm_backward", *(f"{name}_backward" for name in _PADS))
+_MADE_CONTIGUOUS = (
+    "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "glu_backward", "log_sigmoid_forward",
+)  # fmt: skip
 # Ops whose meta kernels differ from their real ones, or are missing
 _META: dict[str, Callable] = {
     "aten._grouped_mm.default": _grouped_mm,
     "aten.convolution.default": _convolution,
     "aten._ctc_loss.default": _ctc_loss,
     **dict.fromkeys(("aten._ctc_loss_backward.default", "aten._ctc_loss_backward.Tensor"), _ctc_loss_backward),
-    **{f"aten.{name}.default": _as_input(name) for name in ("pixel_shuffle", "reflection_pad2d", "replication_pad2d")},
+    **{f"aten.{name}.default": _as_operand(name) for name in _AS_INPUT},
+    **{f"aten.{name}.default": _as_operand(name, 1) for name in _AS_SECOND},
+    **{f"aten.{name}.default": _contiguous(name) for name in _MADE_CONTIGUOUS},
+    "aten.elu_backward.default": _elu_backward,
     **dict.fromkeys(
         (f"aten.{name}_backward.default" for name in ("softplus", "hardswish", "hardtanh", "hardsigmoid", "logit")), _as_mul
     ),

@@ -31,7 +31,8 @@ _TAKES_NUMBER = frozenset(f"aten.{op}_.Tensor" for op in ("add", "sub", "mul", "
 def upload(host: torch.Tensor) -> RemoteTensor:
     """Upload a host tensor: a remote tensor with the same values, row-major. Does not wait."""
     recorder = current_session.current()
-    if recorder.tape is not None and (filled := recorder.tape.upload(host)) is not None:
+    tape = recorder.own_tape()
+    if tape is not None and (filled := tape.upload(host)) is not None:
         return filled
     meta = metas.contiguous(tuple(host.shape), host.dtype)
     template = _template(recorder, meta)
@@ -96,8 +97,9 @@ def upload_operands(info: OpInfo, args: tuple, kwargs: dict) -> tuple[tuple, dic
         if a.device.type != "cpu" or not (a.dim() == 0 or index):
             raise mixed_devices(info, a)
         if a.dim() == 0 and info.name in _TAKES_NUMBER and not a.is_complex():
-            if current_session.current().tape is not None:
-                current_session.current().tape.source(a)
+            tape = current_session.current().own_tape()
+            if tape is not None:
+                tape.source(a)
             return a.item()
         return upload(a)
 

@@ -5,6 +5,7 @@ import copy
 import io
 import logging
 import re
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -594,3 +595,57 @@ def test_weights_that_rest_do_not_share_a_program_with_whole_values(stage: int, 
     wanted, got = run(lambda step: step), run(gt.compile)
     assert wanted[1] == ["[S(0)]"] * 12
     assert same(got, wanted), (got, wanted)
+
+
+PARTS = ("compiled_function.py", "aliasing.py", "recorder.py", "fragment_tape.py", "signals.py")  # that end a call
+
+
+def press_at(place: int, call: Callable[[threading.Event], Any]) -> bool:
+    """Call, and press Ctrl-C at this place of PARTS behind the last read of a value. Returns whether the call got so far.
+
+    Places are those where the interpreter delivers it: the begin of a function, and a return from one that is not Python's.
+    """
+    left, read = place, threading.Event()
+
+    def trace(frame: Any, event: str, argument: Any) -> None:
+        nonlocal left
+        if event in ("call", "c_return") and read.is_set() and frame.f_code.co_filename.endswith(PARTS):
+            left -= 1
+            if left == 0:
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(trace)
+    try:
+        call(read)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    return left <= 0
+
+
+@pytest.mark.usefixtures("one")
+def test_an_interrupt_anywhere_at_the_end_of_a_call_ends_its_recording() -> None:
+    from gt.client.current_session import current
+
+    w = torch.zeros(4, device="remote")
+
+    def step(read: threading.Event) -> None:
+        w.add_(torch.ones(4).to("remote"))
+        w.sum().item()
+        w.add_(torch.arange(4.0).to("remote"))
+        read.set()
+
+    run = gt.compile(step)
+    for _ in range(3):
+        run(threading.Event())
+    place, more, before = 0, True, w.cpu()
+    while more:
+        place += 1
+        more = press_at(place, run)
+        assert current().tape is None, place
+        first, second = before + 1, before + 1 + torch.arange(4.0)
+        before = w.cpu()
+        assert torch.equal(before, second) or torch.equal(before, first), place  # what is queued may be dropped
+    assert place > 20, run.explain()

@@ -780,3 +780,19 @@ def test_dlpack_says_what_to_do(share: Callable, inline: InlineSession) -> None:
 def test_linearize_names_its_replacement(inline: InlineSession) -> None:  # noqa: F811
     with pytest.raises(gt.UnsupportedOp, match=r"use torch\.func\.jvp"):
         torch.func.linearize(torch.sin, base("remote"))
+
+
+class Labelled(torch.Tensor):
+    """A user's class of tensors, without kernels of its own."""
+
+
+def test_a_tensor_of_a_users_class_is_a_plain_one_on_remote(inline: InlineSession) -> None:  # noqa: F811
+    host = torch.arange(3.0).as_subclass(Labelled)
+    with pytest.warns(UserWarning, match=r"a remote tensor is a plain one and no Labelled") as warned:
+        moved = host.to("remote")
+    assert warned[0].filename == __file__
+    moved = moved + torch.ones(3).as_subclass(Labelled).to("remote")
+    assert type(moved) is type(moved.as_subclass(torch.Tensor)) is type(torch.ones(1, device="remote"))
+    assert moved.as_subclass(Labelled) is moved and moved.tolist() == [1.0, 2.0, 3.0]
+    with pytest.raises(TypeError):
+        moved.as_subclass(int)
