@@ -43,11 +43,12 @@ class ServerRecord(Record):
 class WorkerRecord(Record):
     """A worker. state: "idle", "busy", "silent" (it has not answered in time), "free" (of no session), "restarting" or "lost".
 
-    age: seconds since it told its counters, -1 for never; then the counters are 0. busy_seconds: its thread executed Runs, and
-    waited within them; cpu_seconds: CPU time of its process. memory: bytes by use; {"sessions": {number: bytes of live
-    tensors}, "uses": {number: bytes by USES}, "arena": for exchange with other workers, "peak": of a GPU, "process": that a CPU
-    worker has taken}. "uses" lacks sessions that have not told the roles of their tensors. limit: bytes, 0 for none. current:
-    [session, op, file, line, group, kind] of the instruction under way, [] for none.
+    age: seconds since it told its counters, -1 for never; then the counters are 0. clock: the moment of the counters, in
+    seconds of its process's own clock, for rates. busy_seconds: its thread executed Runs, and waited within them; cpu_seconds:
+    CPU time of its process. memory: bytes by use; {"sessions": {number: bytes of live tensors}, "uses": {number: bytes by
+    USES}, "arena": for exchange with other workers, "peak": of a GPU, "process": that a CPU worker has taken}. "uses" lacks
+    sessions that have not told the roles of their tensors. limit: bytes, 0 for none. current: [session, op, file, line, group,
+    kind] of the instruction under way, [] for none.
     """
 
     name: str
@@ -60,6 +61,7 @@ class WorkerRecord(Record):
     reason: str
     sessions: list
     age: float
+    clock: float
     instructions: int
     busy_seconds: float
     cpu_seconds: float

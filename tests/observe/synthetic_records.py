@@ -73,7 +73,8 @@ class SyntheticStream:
             live = (64 << 20) + int((32 << 20) * math.sin(moment / 3 + n) ** 2)
             uses = {"weights": 20 << 20, "optimizer": 30 << 20, "gradients": 4 << 20, "activations": live - (54 << 20)}
             memory = {"sessions": {"0": live}, "uses": {"0": uses}, "arena": 1 << 20, "process": 2 * live}
-            about = (named("a-host"), 100 + n, "torch", "cpu", "shm", "busy" if moment % 2 else "idle", "", [0], 0.0)
+            state = "busy" if moment % 2 else "idle"
+            about = (named("a-host"), 100 + n, "torch", "cpu", "shm", state, "", [0], 0.0, float(moment))
             listed.append(WorkerRecord(worker, *about, moment * 100, moment * 0.7, moment * 0.8, 40, live, memory, 0, where))
             for m, other in enumerate(workers):
                 if m != n:

@@ -315,7 +315,7 @@ SAME = {
                             "uploaded": "tensor_bytes_uploaded", "fetched": "tensor_bytes_fetched"},
 }  # fmt: skip
 BETWEEN = {
-    records.WorkerRecord: {"cpu_seconds": "cpu_seconds"},
+    records.WorkerRecord: {"cpu_seconds": "cpu_seconds", "clock": "clock"},
     records.ServerRecord: {"messages_sent": "messages_sent", "messages_received": "messages_received"},
 }
 # Fields that gt.stats() does not have: names and states, what the program said, times, and what the test compares by itself
