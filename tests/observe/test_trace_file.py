@@ -245,7 +245,7 @@ def test_clocks_of_other_hosts_are_set_right() -> None:
 
 
 def test_what_began_before_the_trace_is_cut_off(tmp_path: Path) -> None:
-    """Workers answer that they record before the trace begins, and a thread may wait already. Perfetto has no negative times."""
+    """Workers record before the trace begins, and a thread may wait already. Perfetto has no negative times."""
     answer = {"workers": ["w0"], "ahead": [5.0], "dispatcher": 0.0}
     parts = [
         rows(0, [16, 7, 14.0, 14.5, 16, 8, 14.8, 15.5], [[16, "op", "x", 1, []]], counters=[14.9, 1, 0, 0, 15.1, 2, 0, 0]),
