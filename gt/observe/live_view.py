@@ -126,8 +126,9 @@ def _schedule(record: ScheduleRecord) -> dict[str, Any]:
 
 
 def _layouts(record: LayoutRecord) -> dict[str, Any]:
-    names = ("name", "spec", "layout", "mesh", "bytes", "boxes")
-    return {"number": record.number, "more": record.more, "tensors": [dict(zip(names, row)) for row in record.tensors]}
+    names = ("spec", "layout", "mesh", "bytes", "boxes")
+    splits = [dict(zip(names, row)) for row in record.splits]
+    return {"number": record.number, "more": record.more, "tensors": record.tensors, "splits": splits}
 
 
 def _session_memory(workers: list[dict[str, Any]], session: str) -> dict[str, int] | None:

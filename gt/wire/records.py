@@ -122,12 +122,14 @@ class ScheduleRecord(Record):
 class LayoutRecord(Record):
     """Layouts of a session's parameters. number: from 1, another one for other layouts.
 
-    tensors: [name, spec, layout, mesh, bytes, {worker: boxes of its piece}]. more: parameters that are left out.
+    tensors: [name, place in splits]: many are split in one way. splits: [spec, layout, mesh, bytes, {worker: boxes of its
+    piece}]. more: parameters that are left out.
     """
 
     session: int
     number: int
     tensors: list
+    splits: list
     more: int
 
 

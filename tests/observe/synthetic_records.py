@@ -114,8 +114,6 @@ class SyntheticStream:
         named, half = self.name.format, {"w0": [[[0, 512], [0, 256]]], "w1": [[[0, 512], [256, 512]]]}
         split = {named(worker): boxes for worker, boxes in half.items()}
         copies = {named(f"w{n}"): [[[0, 512]]] for n in range(2)}
-        rows = []
-        for n in range(self.layouts):
-            rows.append([named(f"blocks.{n}.weight"), "f32[512,512]", "[S(1)]", "tp=2", 1 << 20, split])
-            rows.append([named(f"blocks.{n}.bias"), "f32[512]", "[R]", "tp=2", 2048, copies])
-        return LayoutRecord(0, 1, rows, 0)
+        splits = [["f32[512,512]", "[S(1)]", "tp=2", 1 << 20, split], ["f32[512]", "[R]", "tp=2", 2048, copies]]
+        rows = [[named(f"blocks.{n}.{kind}"), k] for n in range(self.layouts) for k, kind in enumerate(("weight", "bias"))]
+        return LayoutRecord(0, 1, rows, splits, 0)

@@ -212,7 +212,7 @@ def test_another_server_in_the_place_of_the_first_tells_all_anew(monkeypatch: py
         streams[1].release()
         while "state" not in events or not events["state"]["workers"][0]["name"].startswith("second"):
             events = dict(server.feed.events(shown) or [])
-        assert events["layouts"]["tensors"][0]["name"].startswith("second") and "schedule" in events and "history" in events
+        assert events["layouts"]["tensors"][0][0].startswith("second") and "schedule" in events and "history" in events
         streams[1].stop()
 
 
@@ -240,7 +240,7 @@ def test_a_page_that_asks_while_the_link_is_made_anew_has_the_second_servers_lay
         events: dict[str, Any] = {}
         while "state" not in events or not events["state"]["workers"][0]["name"].startswith("second"):
             events = dict(server.feed.events(shown) or [])
-        assert events["layouts"]["tensors"][0]["name"].startswith("second") and "schedule" in events
+        assert events["layouts"]["tensors"][0][0].startswith("second") and "schedule" in events
         second.stop()
 
 

@@ -210,6 +210,33 @@ def test_a_redraw_of_8_stages_with_32_micro_batches_takes_few_milliseconds(brows
     assert frames[-1] <= limit(REDRAW_MS), f"the longest frames took {frames[-5:]} ms"
 
 
+def test_a_model_of_5000_parameters_is_drawn_and_found(browser: Browser) -> None:
+    browser.errors.clear()
+    last = "document.querySelector('#layouts .params').lastElementChild.innerText"
+    with synthetic(stages=8, micro_batches=32, layouts=2500) as (_, links, stream):
+        browser.resize(1280, 3000)
+        browser.open(links[0])
+        browser.wait(ready("layouts", "loading"))
+
+        def act() -> None:
+            stream.release(3)
+            browser.wait(ready("layouts"))
+            browser.wait("document.querySelector('#layouts .params').childElementCount >= 20")
+
+        rows = browser.traced(act)
+        longest = max(row.get("tdur", row["dur"]) / 1000 for row in rows if row["name"] == "FireAnimationFrame")
+        assert longest <= limit(REDRAW_MS), f"a frame took {longest:.1f} ms"
+        assert "5000 of 5000 parameters, 2.4 GiB" in text(browser, "layouts")
+        browser.run("document.querySelector('#layouts .params').focus()")
+        browser.send("Input.dispatchKeyEvent", type="rawKeyDown", key="End", code="End", windowsVirtualKeyCode=35)
+        browser.wait(f"document.querySelector('#layouts .params').childElementCount > 48 && {last}.includes('blocks.')")
+        find = "f.value = 'BLOCKS.2499.'; f.dispatchEvent(new Event('input'))"
+        browser.run(f"{{const f = document.querySelector('#layouts input'); {find}}}")
+        browser.wait("document.querySelector('#layouts .params').childElementCount === 2")
+        assert "blocks.2499.bias" in browser.run(last) and "2 of 5000 parameters" in text(browser, "layouts")
+    assert browser.errors == []
+
+
 @pytest.mark.parametrize("name", ["{}", "\u05e9\u05dc\u05d5\u05dd" + "a_very_long_name_" * 14 + "{}"], ids=["short", "long"])
 @pytest.mark.parametrize("width", [390, 320, 820, 1280])
 def test_nothing_is_wider_than_the_screen(browser: Browser, width: int, name: str) -> None:

@@ -134,6 +134,31 @@ def test_the_rate_is_bounded_by_the_time_that_counting_takes() -> None:
     assert len(field.told(Query, b"w0")) == asked + 2
 
 
+def test_many_tensors_make_looks_rare_and_no_observer_wait() -> None:
+    """45,000 tensors took 0.17 s to count: `gt top --once` heard nothing for 30 s, and gave up."""
+    field = Observed()
+
+    def look(seconds: float, **numbers: int) -> None:
+        field.tick(seconds)
+        for name in (b"w0", b"w1"):
+            field.answer(name, took=0.17)
+        for peer, seen in numbers.items():
+            field.observe(peer.encode(), seen)
+
+    field.observe()
+    for n in range(4):
+        look(MAX_PAUSE_SECONDS + 0.1, o=n + 1)
+    assert len(field.told(Records)) == 4  # each 10 s at least
+    field.observe(b"new")
+    look(0.5)
+    look(0.5, new=2)
+    assert len(field.told(Records, b"new")) == 2
+    asked = len(field.told(Query, b"w0"))
+    for _ in range(8):
+        field.tick(1.0)
+    assert len(field.told(Query, b"w0")) == asked
+
+
 def test_a_worker_that_does_not_answer_holds_up_nobody() -> None:
     field = Observed()
     field.observe()
@@ -457,8 +482,8 @@ def test_roles_are_checked_and_give_bytes_and_layouts() -> None:
                 if memory is not None and memory["optimizer"] >= 2 * 32 * 64 * 4 and layouts is not None:
                     break
             where = gt.inspect(model.weight)
-            (weight,) = layouts["tensors"]
-            assert (weight["name"], weight["spec"], weight["bytes"]) == ("weight", "f32[64,32]", 32 * 64 * 4)
+            (weight,) = layouts["splits"]
+            assert layouts["tensors"] == [["weight", 0]] and (weight["spec"], weight["bytes"]) == ("f32[64,32]", 32 * 64 * 4)
             assert (
                 memory["weights"] == sum(piece["bytes"] for piece in where["pieces"]) and memory["gradients"] <= 2 * 32 * 64 * 4
             )

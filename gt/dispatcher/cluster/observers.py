@@ -13,7 +13,7 @@ from typing import Protocol
 
 from gt.dispatcher.cluster.admission import Admission
 from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared, Terms
-from gt.dispatcher.cluster.look_budget import LookBudget
+from gt.dispatcher.cluster.look_budget import MAX_PAUSE_SECONDS, LookBudget
 from gt.dispatcher.cluster.observation import (
     Answers,
     WorkerAnswer,
@@ -180,7 +180,9 @@ class Observers:
         self._asked = {}
         leases = self._core.lending.leases
         count = sum(len(lease.cluster.workers) for lease in leases)
-        self._next = now + max(MIN_INTERVAL_SECONDS, WORKER_SECONDS * count, IDLE_SHARE * self._cost)
+        new = any(o.interval and not o.sent for o in self.peers.values())  # it gets two: rates take two
+        counting = 0.0 if new else min(IDLE_SHARE * self._cost, MAX_PAUSE_SECONDS)
+        self._next = now + max(MIN_INTERVAL_SECONDS, WORKER_SECONDS * count, counting)
         self._cost = self._counting = 0.0
         for lease in leases:
             shown = self._shown(lease)
