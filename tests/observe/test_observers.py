@@ -452,6 +452,38 @@ def test_the_log_is_written_while_an_observer_wants_it() -> None:
     assert all(s.emitter.scribe is None for s in field.core.sessions.values()) and not field.core.observers.recent.wanted
 
 
+def test_the_first_lines_of_the_log_do_not_wait_for_a_pause() -> None:
+    """Looks of a run that does little are 10 s apart, and an observer with a long interval is sent Records seldom."""
+    field = Observed()
+    field.observe(interval=60_000)
+    for _ in range(2):
+        field.tick(60.0)
+        for name in (b"w0", b"w1"):
+            field.answer(name)
+        field.observe(seen=len(field.told(Records)), interval=60_000)
+    count = len(field.told(Records))
+    field.tick(1.0)
+    field.give(b"o", Observe(count, 60_000, True))
+    field.core.log_line("ERROR", "w0", "a line")
+    field.tick(0.5)
+    for name in (b"w0", b"w1"):
+        field.answer(name)
+    (lines,) = field.records(records.LogRecord)
+    assert len(field.told(Records)) == count + 1 and "a line" in lines.lines[0]
+
+
+def test_a_server_is_told_at_once_that_its_log_is_wanted() -> None:
+    """Records may be a minute apart."""
+    with serving(1) as server, RecordStream(server.address, interval=60.0) as stream:
+        stream.next()
+        stream.next()
+        stream.log = True
+        gt.connect(server.address, config="")
+        gt.ones(3).sum().item()
+        assert any(isinstance(record, records.LogRecord) for record in stream.next())
+        gt.shutdown()
+
+
 def test_lines_that_are_too_many_are_counted() -> None:
     recent = RecentRecords()
     recent.add_lines("".join(f"{MARK} line {n}\n" for n in range(MAX_SENT_LINES + 7)), 1.5)

@@ -138,6 +138,8 @@ class Observers:
         if observer.log != message.log:
             observer.log, observer.lines = message.log, self.recent.next_line
             self._follow_log()
+            if message.log:  # its first lines do not wait for a pause
+                observer.due, self._next = 0.0, min(self._next, max(self._core.now, self._began) + MIN_INTERVAL_SECONDS)
         if not observer.sent:  # its first Records do not wait for a pause
             self._next = min(self._next, self._began + MIN_INTERVAL_SECONDS)
         if not was:

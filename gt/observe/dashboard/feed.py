@@ -80,13 +80,20 @@ class Feed:
         page = Page(log)
         with self._changed:
             self._pages.add(page)
+            self._ask_for_log()
             self._changed.notify_all()
         return page
 
     def leave(self, page: Page) -> None:
         with self._changed:
             self._pages.discard(page)
+            self._ask_for_log()
             self._changed.notify_all()
+
+    def _ask_for_log(self) -> None:
+        """At once: the thread that observes may wait for Records meanwhile."""
+        if self._stream is not None:
+            self._stream.log = self._log_wanted()
 
     def events(self, page: Page) -> list[Event] | None:
         """Events that are new to a page: waits for them; [] as a sign of life, None at the end."""
