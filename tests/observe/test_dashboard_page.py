@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import gt
+from gt.dispatcher.cluster import look_budget, observers
 from gt.observe.dashboard import feed as feed_module
 from gt.observe.dashboard.feed import Page
 from gt.observe.record_stream import RecordStream
@@ -52,9 +54,9 @@ def ready(panel: str, state: str = "ready") -> str:
 
 
 def size(nbytes: int) -> str:
-    """Bytes as the page shows them, below 1 MiB."""
-    kib = nbytes / 1024
-    return f"{nbytes} B" if kib < 1 else f"{kib:.1f} KiB" if kib < 10 else f"{kib:.0f} KiB"
+    """Bytes as the page shows them."""
+    unit, by = next(((unit, 1 << bits) for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)) if nbytes >> bits), ("B", 1))
+    return f"{nbytes / by:.{int(by > 1 and nbytes < 10 * by)}f} {unit}"
 
 
 def text(browser: Browser, panel: str) -> str:
@@ -383,34 +385,110 @@ def test_charts_answer_the_keyboard(browser: Browser) -> None:
         assert browser.run("[...document.querySelectorAll('canvas')].every((c) => c.getAttribute('aria-label'))") is True
 
 
-def test_a_programs_figures_on_the_page_are_those_of_stats(browser: Browser) -> None:
-    def figures() -> list[Any]:
-        return browser.run(
-            "[...document.querySelectorAll('#sessions tbody tr')].map((r) => [...r.cells].map((c) => c.innerText))"
-        )
+TWO_STAGES = "stage0: {workers: [0]}\nstage1: {workers: [1]}\n"
+CELLS = "[...document.querySelectorAll('#{} tbody tr')].map((r) => [...r.cells].map((c) => c.innerText.trim()))"
+# What charts say of each figure that they draw
+SAID = {
+    "actions": """(() => { const c = document.querySelector('#pipeline canvas').chart, said = [];
+        for (let key = 'Home', lane = 0; lane < 2; lane += 1) { c.chosen = {lane, at: 0}; said.push(c.step('Home'));
+            for (let n = 0, text; n < 99 && (text = c.step('ArrowRight')) !== said.at(-1); n += 1) said.push(text); }
+        return said; })()""",
+    "memory": "[...document.querySelectorAll('#memory canvas')].map((c) => c.chart.say(c.chart.times.length - 1))",
+    "curves": """Object.fromEntries([...document.querySelectorAll('#curves canvas')]
+        .map((c) => [c.ariaLabel.split(': ')[1], c.chart.say(c.chart.times.length - 1).split(': ')[1]]))""",
+    "traffic": """(() => { const c = document.querySelector('#traffic canvas').chart, said = [];
+        for (const key of ['Home', 'ArrowRight', 'ArrowDown', 'ArrowLeft']) said.push(c.step(key));
+        return said; })()""",
+    "layouts": """[...document.querySelectorAll('#layouts .params li')].map((li) => [li.querySelector('.name').innerText,
+        li.querySelector('.how').innerText, li.querySelector('.tensor').ariaLabel])""",
+}  # fmt: skip
 
+
+def seconds(value: float) -> str:
+    """Seconds as the page shows them, below a minute: three digits of s, ms or \u00b5s."""
+    unit, by = ("s", 1.0) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("\u00b5s", 1e6)
+    return f"{float(f'{value * by:.3g}'):g} {unit}"
+
+
+def pipelined(first: torch.nn.Module, second: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()])
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros((), device=gt.device)
+        for part in gt.microbatches(x, 4):
+            with gt.signal.context("stage0"):
+                hidden = torch.relu(first(part))
+            with gt.signal.context("stage1"):
+                loss = second(hidden).square().mean()
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return gt.compile(step, schedule="1f1b")
+
+
+def test_every_figure_of_every_panel_is_that_of_stats(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observers, "PATIENCE_SECONDS", limit(60))
+    monkeypatch.setattr(look_budget, "IDLE_SHARE", 1.0)  # looks may be frequent
+    monkeypatch.setattr(look_budget, "MAX_SHARE", 1.0)
     with serving(2) as served:
-        gt.connect(served.address, name=False, config="")
+        gt.connect(served.address, name=False, config=TWO_STAGES)
         with page(lambda log: RecordStream(served.address, "", 0.5)) as (_, links):
+            browser.resize(1280, 3000)
             browser.open(links[0])
-            model = torch.nn.Linear(64, 64).to(gt.device)
             browser.wait(ready("sessions"))
-            for _ in range(3):
-                model(torch.ones(8, 64, device=gt.device)).sum().item()
-            while not browser.run("Boolean(document.querySelector('#sessions .bar'))"):  # roles are told with a batch of ops
-                model(torch.ones(8, 64, device=gt.device)).sum().item()
-            gt.log(loss=0.125)
+            first, second = torch.nn.Linear(64, 32, bias=False).to(gt.device), torch.nn.Linear(32, 8).to(gt.device)
+            step, x = pipelined(first, second), torch.randn(16, 64, device=gt.device)
+            looks = "document.querySelector('#memory canvas').chart.times.length"
+            for _ in range(5):
+                step(x).item()
+            told_roles = f"document.querySelectorAll('#layouts .params li').length === 3 && {SAID['memory']}"
+            while not browser.run(f"{told_roles}.every((said) => said.includes('optimizer'))"):  # told with a batch of ops
+                step(x).item()
+            gt.log(loss=0.125, rate=3)
+            gc.collect()
             stats = settled()
-            ops = f"{stats['dispatcher']['ops_planned']:,}"
-            browser.wait(f"document.querySelector('#sessions tbody').rows[0].cells[5].innerText === '{ops}'")
-            browser.wait("document.querySelector('#sessions').innerText.includes('loss=0.125')")
-            live = sum(worker["live_bytes"] for worker in stats["workers"])
-            tensors = browser.run("document.querySelector('[data-figure=tensors]').innerText")
-            assert (
-                tensors.startswith(f"{round(live / 1024)} KiB")
-                and str(sum(w["live_tensors"] for w in stats["workers"])) in tensors
-            )
-            row = figures()[0]
-            assert row[6] == size(stats["dispatcher"]["tensor_bytes_uploaded"])
-            assert row[7] == size(stats["dispatcher"]["tensor_bytes_fetched"])
+            seen = browser.run(looks)
+            browser.wait(f"{looks} >= {seen} + 2")
+            shown = {name: browser.run(script) for name, script in SAID.items()}
+            tables = {name: browser.run(CELLS.format(name)) for name in ("workers", "sessions", "lines")}
+            tiles = browser.run("Object.fromEntries([...document.querySelectorAll('#tiles dd')]"
+                                ".map((d) => [d.dataset.figure, d.innerText]))")  # fmt: skip
+            title = browser.run("document.querySelector('#pipeline h3').innerText")
+            titles = browser.run("[...document.querySelectorAll('#memory h3')].map((h) => h.innerText)")
+            assert settled()["dispatcher"]["ops_planned"] == stats["dispatcher"]["ops_planned"]
+            where = [gt.inspect(p) for p in (first.weight, second.weight, second.bias)]
         gt.shutdown()
+    workers, told, schedule = stats["workers"], stats["dispatcher"], stats["schedule"]
+    live, sent = sum(w["live_bytes"] for w in workers), {w["name"]: w["bytes_sent"] for w in workers}
+    assert tiles["workers"] == "2 0 busy" and tiles["sessions"].strip() == "1"
+    assert tiles["tensors"] == f"{size(live)} {sum(w['live_tensors'] for w in workers)} alive"
+    assert tiles["sent between workers"].endswith(size(sum(sum(to.values()) for to in sent.values())))
+    for row, worker in zip(tables["workers"], workers, strict=True):
+        assert [row[n] for n in (0, 2, 3, 6, 7, 8)] == [
+            worker["name"], worker["device"], "idle", size(worker["live_bytes"]), size(worker["memory_used"]),
+            size(worker["memory_limit"]) if worker["memory_limit"] else "none",
+        ]  # fmt: skip
+    (row,) = tables["sessions"]
+    counts = [size(told[f"tensor_bytes_{moved}"]) for moved in ("uploaded", "fetched")]
+    assert row[5:8] == [f"{told['ops_planned']:,}", *counts] and row[9] == size(live)
+    assert row[10] == "loss=0.125 rate=3" and (shown["curves"]["loss"], shown["curves"]["rate"]) == ("0.125", "3")
+    assert titles == [f"{w['name']} \u00b7 {size(w['live_bytes'])}" for w in workers]
+    for text_, worker, nbytes in zip(shown["memory"], workers, (64 * 32 * 4, 32 * 8 * 4 + 8 * 4), strict=True):
+        assert f": {size(worker['live_bytes'])}; weights {size(nbytes)}, optimizer {size(2 * nbytes)}" in text_
+    between = [size(sent["w0"]["w1"]), size(sent["w1"]["w0"])]
+    assert [said.split(": ")[-1] for said in (shown["traffic"][1], shown["traffic"][3])] == between
+    for part in ("measured", "predicted"):
+        assert f"{schedule[part]['idle']:.1%} {part}" in title
+    assert f" {seconds(schedule['measured']['makespan'])} " in title and f"replay {told['replays']}" in title
+    begin = min(start for w in workers for _, start, _ in w["actions"])
+    assert shown["actions"][0].startswith("w0") and len(shown["actions"]) == sum(len(w["actions"]) for w in workers)
+    every = [(w["name"], *action) for w in workers for action in w["actions"]]
+    for said, (name, action, start, end) in zip(shown["actions"], every, strict=True):
+        assert said.startswith(f"{name} \u00b7 {action} ") and f" {seconds(end - start)}, from" in said
+        assert said.endswith(f"from {seconds(start - begin)} to {seconds(end - begin)}")
+    for (_, how, boxes), about in zip(shown["layouts"], where, strict=True):
+        assert how.startswith(f"f32{about['shape']}".replace(" ", "")) and boxes.count("has") == len(about["pieces"])
+        assert all(f"{piece['worker']} has" in boxes for piece in about["pieces"])
