@@ -102,7 +102,8 @@ class SessionRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class ScheduleRecord(Record):
-    """The last replay of a session in a schedule. replays: of the session, by which a new one is known.
+    """The last replay of a session in a schedule. replays: of the session. A look within a replay has a part of its actions:
+    see `replay_mark`.
 
     predicted, measured, rows, costs: as of gt.stats()["schedule"]; rows is "" where they are too long. actions: by worker
     [action, start, end] in seconds of the machine's monotonic clock.
@@ -199,6 +200,11 @@ _ROWS: RowTypes[Record] = RowTypes(
 )
 # Codes of records that are sent once: the others are sent anew each time
 ONCE = frozenset(map(RECORDS.index, (ScheduleRecord, LayoutRecord, ErrorRecord, LogRecord)))
+
+
+def replay_mark(replays: int, measured: dict[str, Any]) -> tuple:
+    """Differs between two replays, and between parts of one: some workers may answer before its end."""
+    return replays, measured.get("makespan"), measured.get("idle"), *(measured.get("bubble") or ())
 
 
 def as_dict(record: Record) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -404,6 +403,10 @@ SAID = {
 }  # fmt: skip
 
 
+FRAMES = """new Promise((done) => { let left = 15;
+    const next = () => { left -= 1; left ? requestAnimationFrame(next) : done(); }; next(); })"""
+
+
 def seconds(value: float) -> str:
     """Seconds as the page shows them, below a minute: three digits of s, ms or \u00b5s."""
     unit, by = ("s", 1.0) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("\u00b5s", 1e6)
@@ -452,6 +455,7 @@ def test_every_figure_of_every_panel_is_that_of_stats(browser: Browser, monkeypa
             stats = settled()
             seen = browser.run(looks)
             browser.wait(f"{looks} >= {seen} + 2")
+            browser.run(FRAMES)  # one for each panel
             shown = {name: browser.run(script) for name, script in SAID.items()}
             tables = {name: browser.run(CELLS.format(name)) for name in ("workers", "sessions", "lines")}
             tiles = browser.run("Object.fromEntries([...document.querySelectorAll('#tiles dd')]"
@@ -461,7 +465,9 @@ def test_every_figure_of_every_panel_is_that_of_stats(browser: Browser, monkeypa
             assert settled()["dispatcher"]["ops_planned"] == stats["dispatcher"]["ops_planned"]
             where = [gt.inspect(p) for p in (first.weight, second.weight, second.bias)]
         gt.shutdown()
-    workers, told, schedule = stats["workers"], stats["dispatcher"], stats["schedule"]
+    stages, told, schedule = stats["workers"], stats["dispatcher"], stats["schedule"]
+    held = {stages[0]["name"]: 64 * 32 * 4, stages[1]["name"]: 32 * 8 * 4 + 8 * 4}  # bytes of weights
+    workers = sorted(stages, key=lambda w: w["name"])  # either may have joined first
     live, sent = sum(w["live_bytes"] for w in workers), {w["name"]: w["bytes_sent"] for w in workers}
     assert tiles["workers"] == "2 0 busy" and tiles["sessions"].strip() == "1"
     assert tiles["tensors"] == f"{size(live)} {sum(w['live_tensors'] for w in workers)} alive"
@@ -476,7 +482,8 @@ def test_every_figure_of_every_panel_is_that_of_stats(browser: Browser, monkeypa
     assert row[5:8] == [f"{told['ops_planned']:,}", *counts] and row[9] == size(live)
     assert row[10] == "loss=0.125 rate=3" and (shown["curves"]["loss"], shown["curves"]["rate"]) == ("0.125", "3")
     assert titles == [f"{w['name']} \u00b7 {size(w['live_bytes'])}" for w in workers]
-    for text_, worker, nbytes in zip(shown["memory"], workers, (64 * 32 * 4, 32 * 8 * 4 + 8 * 4), strict=True):
+    for text_, worker in zip(shown["memory"], workers, strict=True):
+        nbytes = held[worker["name"]]
         assert f": {size(worker['live_bytes'])}; weights {size(nbytes)}, optimizer {size(2 * nbytes)}" in text_
     between = [size(sent["w0"]["w1"]), size(sent["w1"]["w0"])]
     assert [said.split(": ")[-1] for said in (shown["traffic"][1], shown["traffic"][3])] == between
@@ -484,8 +491,8 @@ def test_every_figure_of_every_panel_is_that_of_stats(browser: Browser, monkeypa
         assert f"{schedule[part]['idle']:.1%} {part}" in title
     assert f" {seconds(schedule['measured']['makespan'])} " in title and f"replay {told['replays']}" in title
     begin = min(start for w in workers for _, start, _ in w["actions"])
-    assert shown["actions"][0].startswith("w0") and len(shown["actions"]) == sum(len(w["actions"]) for w in workers)
-    every = [(w["name"], *action) for w in workers for action in w["actions"]]
+    assert shown["actions"][0].startswith(stages[0]["name"]) and len(shown["actions"]) == sum(len(w["actions"]) for w in workers)
+    every = [(w["name"], *action) for w in stages for action in w["actions"]]
     for said, (name, action, start, end) in zip(shown["actions"], every, strict=True):
         assert said.startswith(f"{name} \u00b7 {action} ") and f" {seconds(end - start)}, from" in said
         assert said.endswith(f"from {seconds(start - begin)} to {seconds(end - begin)}")

@@ -192,6 +192,17 @@ def test_a_lost_worker_has_no_tensors_and_keeps_its_counters() -> None:
     assert kept.instructions == lost.instructions == 7
 
 
+def test_a_replay_that_was_met_before_its_end_is_told_again() -> None:
+    """One worker had answered before its last actions: the page kept such a replay where no other followed."""
+    field = Observed()
+    field.observe()
+    observers_, observer = field.core.observers, field.core.observers.peers[b"o"]
+    for idle, told in ((0.9, 1), (0.9, 0), (0.25, 1), (0.25, 0)):
+        measured = {"makespan": 1.0, "idle": idle, "bubble": [idle, idle]}
+        observers_._schedules = {0: records.ScheduleRecord(0, 4, "1f1b", {}, measured, {}, "", {})}
+        assert len(observers_._new_records(observer)) == told
+
+
 def test_a_slow_observer_is_dropped_and_the_others_go_on() -> None:
     field = Observed()
     field.observe(b"slow")
