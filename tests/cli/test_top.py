@@ -105,6 +105,18 @@ def test_a_worker_that_tells_nothing_any_more_has_no_rates(gone: str) -> None:
     assert row.split()[:4] == ["w0", gone, "-", "-"]
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_figures_of_a_worker_that_has_not_answered_are_unknown(width: int) -> None:
+    """It had 0 B of tensors and no limit. A lost one has no tensors, as is known."""
+    blank = {"age": -1.0, "live_bytes": 0, "limit": 0, "memory": {}}
+    rows = moment(1.0)
+    rows[1:3] = [replace(rows[1], **blank), replace(rows[2], **blank, state="lost")]
+    shown = top_view.lines(LiveView().update(rows), width=width)
+    new, lost = [row.split() for row in shown if row.startswith(("w0 ", "w1 "))][:2]  # a pipeline's bars follow
+    assert new[2:7] == ["-"] * (5 if width == 80 else 2)
+    assert lost[2:8] == (["-", "-", "0", "B", "-", "-"] if width == 80 else ["-", "0", "B"])
+
+
 def test_shares_are_by_the_clock_of_the_worker_and_never_more_than_whole() -> None:
     """The server takes an answer late, and the next one in time: by its clock a busy worker was busy for longer."""
     view = LiveView()

@@ -8,6 +8,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from gt.dispatcher.cluster import look_budget, observers
 from gt.observe.dashboard import feed as feed_module
 from gt.observe.dashboard.feed import Page
 from gt.observe.record_stream import RecordStream
-from gt.wire.records import Record, ServerRecord, SessionRecord
+from gt.wire.records import Record, ServerRecord, SessionRecord, WorkerRecord
 from tests.helpers.limits import limit
 from tests.helpers.serving import serving, settled
 from tests.observe.browser import Browser, chromium
@@ -357,6 +358,24 @@ def test_numbers_of_any_name_have_their_curve(browser: Browser) -> None:
             chart = f"[...document.querySelectorAll('#curves canvas')].find((c) => c.ariaLabel.endsWith(': {name}')).chart"
             assert browser.run(f"[{chart}.say(0), {chart}.say({chart}.times.length - 1)]") == [f"1 s: {first}", f"5 s: {last}"]
     assert browser.errors == []
+
+
+def test_figures_of_a_worker_that_has_not_answered_are_unknown(browser: Browser) -> None:
+    with synthetic(stages=2, micro_batches=4) as (_, links, stream):
+        records, blank = stream.records, {"age": -1.0, "live_bytes": 0, "limit": 0, "memory": {}}
+
+        def told(moment: int) -> list[Record]:
+            return [replace(r, **blank) if isinstance(r, WorkerRecord) and r.name == "w1" else r for r in records(moment)]
+
+        stream.records = told  # type: ignore[method-assign]
+        browser.open(links[0])
+        stream.release(3)
+        browser.wait(DRAWN)
+        browser.wait("document.querySelectorAll('#workers tbody tr').length === 2")
+        answered, other = browser.run(CELLS.format("workers"))
+        assert "MiB" in answered[6] and answered[8] == "none" and other[6:9] == [NONE] * 3
+        titles = browser.run("[...document.querySelectorAll('#memory figure')].map((f) => f.innerText)")
+        assert "MiB" in titles[0] and f"w1 \u00b7 {NONE}" in titles[1] and "no figures yet" in titles[1]
 
 
 def test_charts_answer_the_keyboard(browser: Browser) -> None:
