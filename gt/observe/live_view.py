@@ -1,7 +1,7 @@
 """The state of a running server as one dictionary, from the records that observers receive. Pure.
 
-Rates are differences of the last two records of one process; a rate that is not known yet is None. Counters are those of
-gt.stats().
+Rates are differences of the last two counts of one process, a worker's by its own clock. A rate that nobody knows is None:
+before the second count, and of a worker that tells nothing any more. Counters are those of gt.stats().
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ WHERE = ("session", "op", "file", "line", "group", "kind")  # fields of a record
 WORKER_RATES = {"instructions": "ops_per_second", "busy_seconds": "busy_share", "cpu_seconds": "cpu_share"}
 SESSION_RATES = {"ops": "ops_per_second", "replays": "replays_per_second", "steps": "logged_per_second"}
 LINK_RATES = {"bytes": "bytes_per_second"}
+MUTE = frozenset(("lost", "silent"))  # states of workers that tell nothing any more
 
 
 class LiveView:
     """`update` takes all records of one moment and returns the state; samples of lines are counted over all updates."""
 
     def __init__(self) -> None:
-        self._before: dict[tuple, tuple[float, dict[str, Any]]] = {}  # key -> (time of its counters, row)
-        self._now: dict[tuple, tuple[float, dict[str, Any]]] = {}
+        # key -> (time of its counters, counters, rates)
+        self._before: dict[tuple, tuple[float, dict[str, Any], dict[str, float | None]]] = {}
+        self._now: dict[tuple, tuple[float, dict[str, Any], dict[str, float | None]]] = {}
         self._samples: Counter[tuple] = Counter()  # (session, file, line, op) -> workers seen at it, over all updates
         # By session, sent once for each replay or change
         self._schedules: dict[int, dict[str, Any]] = {}
@@ -55,18 +57,19 @@ class LiveView:
         self._layouts.update({r.session: _layouts(r) for r in records if isinstance(r, LayoutRecord)})
         self._errors.extend(as_dict(record) for record in records if isinstance(record, ErrorRecord))
         state["errors"] = list(self._errors)
-        ages = {record.name: record.age for record in records if isinstance(record, WorkerRecord)}
+        workers = {record.name: record for record in records if isinstance(record, WorkerRecord)}
         for record in records:
             row = as_dict(record) if not isinstance(record, (ScheduleRecord, LayoutRecord)) else {}
             if isinstance(record, ServerRecord):
                 state["server"] = row
             elif isinstance(record, WorkerRecord):
-                state["workers"].append(self._worker(row, at))
+                state["workers"].append(self._worker(row))
             elif isinstance(record, SessionRecord):
                 state["sessions"].append(self._session(row, at))
             elif isinstance(record, LinkRecord):
-                told = at - max(ages.get(record.source, 0.0), 0.0)
-                state["links"].append({**row, **self._rates(("link", record.source, record.target), row, told, LINK_RATES)})
+                source, key = workers.get(record.source), ("link", record.source, record.target)
+                told, mute = (at, False) if source is None else (source.clock, source.state in MUTE)
+                state["links"].append({**row, **self._rates(key, row, told, LINK_RATES, mute)})
             elif isinstance(record, QueueRecord):
                 state["queue"].append(row)
             elif isinstance(record, HostRecord):
@@ -80,12 +83,12 @@ class LiveView:
         self._before = self._now
         return state
 
-    def _worker(self, row: dict[str, Any], at: float) -> dict[str, Any]:
+    def _worker(self, row: dict[str, Any]) -> dict[str, Any]:
         current = row["current"] = dict(zip(WHERE, row["current"]))
         if current and len(self._samples) < MAX_LINES:
             self._samples[current["session"], current["file"], current["line"], current["op"]] += 1
-        told = at - max(row["age"], 0.0)
-        return {**row, **self._rates(("worker", row["name"], row["pid"]), row, told, WORKER_RATES)}
+        key, mute = ("worker", row["name"], row["pid"]), row["state"] in MUTE
+        return {**row, **self._rates(key, row, row["clock"], WORKER_RATES, mute)}
 
     def _session(self, row: dict[str, Any], at: float) -> dict[str, Any]:
         row["current"] = dict(zip(WHERE, row["current"]))
@@ -95,13 +98,19 @@ class LiveView:
         return {**row, **rates, "steps_per_second": steps, "schedule": self._schedules.get(row["number"]),
                 "layouts": self._layouts.get(row["number"])}  # fmt: skip
 
-    def _rates(self, key: tuple, row: dict[str, Any], at: float, rates: dict[str, str]) -> dict[str, float | None]:
-        self._now[key] = at, row
-        before, old = self._before.get(key, (at, row))
+    def _rates(
+        self, key: tuple, row: dict[str, Any], at: float, rates: dict[str, str], mute: bool = False
+    ) -> dict[str, float | None]:
+        """at: time of the row's counters. Where it is that of the row before, whoever counts has not answered in time."""
+        unknown: dict[str, float | None] = dict.fromkeys(rates.values())
+        before, old, last = self._before.get(key, (at, row, unknown))
         seconds = at - before
-        if seconds <= 0:
-            return dict.fromkeys(rates.values())
-        return {rate: round(max(0.0, (row[name] - old[name]) / seconds), 4) for name, rate in rates.items()}
+        if mute or seconds < 0:
+            last = unknown
+        elif seconds > 0:
+            last = {rate: round(max(0.0, (row[name] - old[name]) / seconds), 4) for name, rate in rates.items()}
+        self._now[key] = at, {name: row[name] for name in rates}, last
+        return last
 
     def _lines(self, alive: set[int]) -> list[dict[str, Any]]:
         """Lines of live sessions, by the number of times that a worker was seen at them."""
@@ -117,8 +126,9 @@ def _schedule(record: ScheduleRecord) -> dict[str, Any]:
 
 
 def _layouts(record: LayoutRecord) -> dict[str, Any]:
-    names = ("name", "spec", "layout", "mesh", "bytes", "boxes")
-    return {"number": record.number, "more": record.more, "tensors": [dict(zip(names, row)) for row in record.tensors]}
+    names = ("spec", "layout", "mesh", "bytes", "boxes")
+    splits = [dict(zip(names, row)) for row in record.splits]
+    return {"number": record.number, "more": record.more, "tensors": record.tensors, "splits": splits}
 
 
 def _session_memory(workers: list[dict[str, Any]], session: str) -> dict[str, int] | None:

@@ -22,13 +22,14 @@ MAX_KEPT = 64  # rows sent once, of Records that nobody took in time
 class RecordStream:
     """A context manager that observes the server at "host:port".
 
-    interval: seconds between two Records, at least. wait: seconds to try for. log: lines of the instruction log are wanted.
-    Both may be changed at any time. Raises Refused or DispatcherLost.
+    interval: seconds between two Records, at least. wait: seconds to try for. log: lines of the instruction log are wanted,
+    which may be changed at any time. Raises Refused or DispatcherLost.
     """
 
     def __init__(self, address: str, token: str = "", interval: float = 0.5, wait: float = 10.0, log: bool = False) -> None:
-        self.address, self.log = address, log
+        self.address, self._log = address, log
         self.interval = interval
+        self._acknowledged = -1  # number of the last Records, 0 before them, -1 before the subscription
         self._changed = threading.Condition()
         self._newest: RecordsMessage | None = None
         self._kept: deque[list] = deque(maxlen=MAX_KEPT)
@@ -42,6 +43,19 @@ class RecordStream:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    @property
+    def log(self) -> bool:
+        return self._log
+
+    @log.setter
+    def log(self, wanted: bool) -> None:
+        """The server is told at once: its next Records may come much later."""
+        with self._changed:
+            if wanted != self._log:
+                self._log = wanted
+                if self._acknowledged >= 0:
+                    self._subscribe(self._acknowledged)
 
     def next(self) -> list[Record]:
         """Records that were not taken before; waits for them. DispatcherLost if none arrive, or the link has ended.
@@ -81,10 +95,11 @@ class RecordStream:
 
     def _receive(self, message: Message, frames: tuple) -> None:
         if isinstance(message, Welcome):
-            self._link.send(Observe(0, int(self.interval * 1000), self.log))
-        elif isinstance(message, RecordsMessage):
-            self._link.send(Observe(message.number, int(self.interval * 1000), self.log))
             with self._changed:
+                self._subscribe(0)
+        elif isinstance(message, RecordsMessage):
+            with self._changed:
+                self._subscribe(message.number)
                 if self._newest is not None and self._fresh():
                     self._kept.extend(row for row in self._newest.rows if type(row) is list and row[:1] in ONCE_ROWS)
                 self._newest = message
@@ -96,6 +111,11 @@ class RecordStream:
                 self._fail(error)
         elif isinstance(message, Exit):
             self._fail(DispatcherLost(f"the server at {self.address} has ended the connection: {message.reason}"))
+
+    def _subscribe(self, seen: int) -> None:
+        """Under the lock, so that numbers are sent in order."""
+        self._acknowledged = seen
+        self._link.send(Observe(seen, int(self.interval * 1000), self._log))
 
     def _lost(self, reason: str) -> None:
         self._fail(DispatcherLost(reason))

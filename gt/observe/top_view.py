@@ -100,7 +100,7 @@ def _workers(workers: Sequence[Row], hosts: bool, width: int) -> list[str]:
 def _narrow_worker(w: Row, hosts: bool, width: int) -> list[str]:
     at = f"on {w['host']}" if hosts else ""
     now = f"at {_op(w['current']['op'])} {_place(w['current'])}" if w["current"] else w["reason"]
-    first = f"{column(w['name'], 8)}{w['state']:11}{_share(w['busy_share']):>5}{_size(w['live_bytes']):>9}"
+    first = f"{column(w['name'], 8)}{w['state']:11}{_share(w['busy_share']):>5}{_tensors(w):>9}"
     return [first, *_under(", ".join(filter(None, (at, now))), width)]
 
 
@@ -115,9 +115,16 @@ def _worker(w: Row, hosts: bool) -> str:
     host = column(w['host'], 8) if hosts else ""
     return (
         f"{column(w['name'], 8)}{host}{w['state']:11}{_share(w['busy_share']):>5}{_rate(w['ops_per_second']):>8}"
-        f"{_size(w['live_bytes']):>9}{UNKNOWN if taken is None else _size(taken):>9}"
-        f"{_size(w['limit']) if w['limit'] else 'none':>9}  {now}"
+        f"{_tensors(w):>9}{UNKNOWN if taken is None else _size(taken):>9}{_limit(w):>9}  {now}"
     )
+
+
+def _tensors(w: Row) -> str:
+    return UNKNOWN if w["age"] < 0 and w["state"] != "lost" else _size(w["live_bytes"])
+
+
+def _limit(w: Row) -> str:
+    return UNKNOWN if w["age"] < 0 else _size(w["limit"]) if w["limit"] else "none"
 
 
 def _sessions(sessions: Sequence[Row], width: int) -> list[str]:

@@ -1,6 +1,7 @@
 """A trace of a program as a Chrome trace: every process's slices on one clock, with lines, arrows of transfers and counters.
 
-Workers sent numbers and times, the dispatcher numbers and lines: both are joined here. Neither is trusted.
+Workers sent numbers and times, the dispatcher numbers and lines: both are joined here. Neither is trusted. The part of a
+slice before the trace began is cut off, as Perfetto drops events of negative times.
 """
 
 from __future__ import annotations
@@ -99,10 +100,11 @@ class SessionRecording:
         for row in self.rows:
             if 0 <= row.worker < len(workers):
                 worker, clock = workers[row.worker], ahead[row.worker] if row.worker < len(ahead) else 0.0
-                worker.host += _slices(row.events, clock)
+                worker.host += _slices(row.events, clock, self.begin)
                 for stream, found in _by_stream(row).items():
-                    worker.device.setdefault(stream, []).extend(_slices(found, clock))
-                worker.samples += [(t - clock, int(a), int(b), int(c)) for t, a, b, c in _sections(row.counters)]
+                    worker.device.setdefault(stream, []).extend(_slices(found, clock, self.begin))
+                samples = ((t - clock, int(a), int(b), int(c)) for t, a, b, c in _sections(row.counters))
+                worker.samples += [sample for sample in samples if sample[0] >= self.begin]
                 worker.names.update(_names(row.names))
         return workers
 
@@ -164,6 +166,8 @@ def _client(recording: SessionRecording, pid: int, since: float) -> Iterator[dic
     main = (recording.thread, recording.ident)
     threads: dict[tuple[str, int], list[Span]] = {main: []}  # threads of one name are apart: their slices do not nest
     for span in recording.spans:
+        if span.end < recording.begin:
+            continue
         threads.setdefault((span.thread, span.ident), []).append(span)
     for tid, (thread, rows) in enumerate(threads.items()):
         yield _meta("thread_name", pid, tid, name=thread[0])
@@ -172,7 +176,8 @@ def _client(recording: SessionRecording, pid: int, since: float) -> Iterator[dic
             for start, end in _gaps(rows, recording.begin, recording.end):
                 yield _slice("Python", "client", pid, tid, (start - since, end - since), {})
         for span in rows:
-            yield _slice(span.name, "client", pid, tid, (span.start - since, span.end - since), span.args)
+            start = max(span.start, recording.begin)
+            yield _slice(span.name, "client", pid, tid, (start - since, span.end - since), span.args)
 
 
 def _gaps(rows: list[Span], begin: float, end: float) -> Iterator[tuple[float, float]]:
@@ -195,9 +200,9 @@ def _dispatcher(recording: SessionRecording, pid: int, since: float) -> Iterator
     for part in recording.rows:
         if part.worker < 0:
             kinds = next((row[1] for row in part.names if row and row[0] == "event"), kinds)
-            for kind, _, start, end in _sections(part.events):
-                name = kinds[int(kind)] if 0 <= kind < len(kinds) else "event"
-                yield _slice(name, "dispatcher", pid, 0, (start - clock - since, end - clock - since), {})
+            for row in _slices(part.events, clock, recording.begin):
+                name = kinds[row.number] if 0 <= row.number < len(kinds) else "event"
+                yield _slice(name, "dispatcher", pid, 0, (row.start - since, row.end - since), {})
 
 
 def _worker(
@@ -283,8 +288,14 @@ def _sections(numbers: list, size: int = SECTION) -> Iterable[tuple]:
     return (row for row in rows if all(abs(number) < MAX_NUMBER for number in row))
 
 
-def _slices(numbers: list, clock: float) -> list[Slice]:
-    return [Slice(int(n), int(seq), start - clock, end - clock) for n, seq, start, end in _sections(numbers) if end >= start]
+def _slices(numbers: list, clock: float, begin: float) -> list[Slice]:
+    """clock: seconds that it is ahead of the client's; begin: of the trace, by the client's."""
+    begin += clock
+    return [
+        Slice(int(n), int(seq), max(start, begin) - clock, end - clock)
+        for n, seq, start, end in _sections(numbers)
+        if end >= start and end >= begin
+    ]
 
 
 def _names(rows: list) -> Iterator[tuple[int, tuple[str, str, int, list[int]]]]:

@@ -43,11 +43,12 @@ class ServerRecord(Record):
 class WorkerRecord(Record):
     """A worker. state: "idle", "busy", "silent" (it has not answered in time), "free" (of no session), "restarting" or "lost".
 
-    age: seconds since it told its counters, -1 for never; then the counters are 0. busy_seconds: its thread executed Runs, and
-    waited within them; cpu_seconds: CPU time of its process. memory: bytes by use; {"sessions": {number: bytes of live
-    tensors}, "uses": {number: bytes by USES}, "arena": for exchange with other workers, "peak": of a GPU, "process": that a CPU
-    worker has taken}. "uses" lacks sessions that have not told the roles of their tensors. limit: bytes, 0 for none. current:
-    [session, op, file, line, group, kind] of the instruction under way, [] for none.
+    age: seconds since it told its counters, -1 for never; then the counters are 0. clock: the moment of the counters, in
+    seconds of its process's own clock, for rates. busy_seconds: its thread executed Runs, and waited within them; cpu_seconds:
+    CPU time of its process. memory: bytes by use; {"sessions": {number: bytes of live tensors}, "uses": {number: bytes by
+    USES}, "arena": for exchange with other workers, "peak": of a GPU, "process": that a CPU worker has taken}. "uses" lacks
+    sessions that have not told the roles of their tensors. limit: bytes, 0 for none. current: [session, op, file, line, group,
+    kind] of the instruction under way, [] for none.
     """
 
     name: str
@@ -60,6 +61,7 @@ class WorkerRecord(Record):
     reason: str
     sessions: list
     age: float
+    clock: float
     instructions: int
     busy_seconds: float
     cpu_seconds: float
@@ -100,7 +102,8 @@ class SessionRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class ScheduleRecord(Record):
-    """The last replay of a session in a schedule. replays: of the session, by which a new one is known.
+    """The last replay of a session in a schedule. replays: of the session. A look within a replay has a part of its actions:
+    see `replay_mark`.
 
     predicted, measured, rows, costs: as of gt.stats()["schedule"]; rows is "" where they are too long. actions: by worker
     [action, start, end] in seconds of the machine's monotonic clock.
@@ -120,12 +123,14 @@ class ScheduleRecord(Record):
 class LayoutRecord(Record):
     """Layouts of a session's parameters. number: from 1, another one for other layouts.
 
-    tensors: [name, spec, layout, mesh, bytes, {worker: boxes of its piece}]. more: parameters that are left out.
+    tensors: [name, place in splits]: many are split in one way. splits: [spec, layout, mesh, bytes, {worker: boxes of its
+    piece}]. more: parameters that are left out.
     """
 
     session: int
     number: int
     tensors: list
+    splits: list
     more: int
 
 
@@ -195,6 +200,11 @@ _ROWS: RowTypes[Record] = RowTypes(
 )
 # Codes of records that are sent once: the others are sent anew each time
 ONCE = frozenset(map(RECORDS.index, (ScheduleRecord, LayoutRecord, ErrorRecord, LogRecord)))
+
+
+def replay_mark(replays: int, measured: dict[str, Any]) -> tuple:
+    """Differs between two replays, and between parts of one: some workers may answer before its end."""
+    return replays, measured.get("makespan"), measured.get("idle"), *(measured.get("bubble") or ())
 
 
 def as_dict(record: Record) -> dict[str, Any]:

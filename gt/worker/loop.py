@@ -99,7 +99,7 @@ class Loop:
         self._home = liveness.home() or bsd.gethostname()
         self.link: Dealer | None = None
         self.done = self._running = -1  # the last Run carried out (on a GPU: issued), and the one under way
-        self._busy_seconds = self._run_began = 0.0  # in Runs, and when the one under way began, 0.0 for none
+        self._ran = 0.0, 0.0  # seconds in Runs, and when the one under way began, 0.0 for none; one value, for other threads
         self._unreported = 0  # Runs carried out that no Done has reported
         self._pieces: list[tuple[int, memoryview | bytes]] = []  # small ones, whole, which the next Done takes along
         self._completions: Completions[Done] = Completions(self.send)
@@ -234,11 +234,11 @@ class Loop:
         self.lost(reason)
 
     def _usage(self) -> dict[str, float]:
-        """Seconds that this process was busy, and of CPU time. By any thread."""
-        busy, began = self._busy_seconds, self._run_began
+        """Seconds that this process was busy, and of CPU time, with the moment on its own clock. By any thread."""
+        (busy, began), clock = self._ran, time.monotonic()
         if began:
-            busy += time.monotonic() - began
-        return {"busy_seconds": round(busy, 6), "cpu_seconds": round(time.process_time(), 6)}
+            busy += max(0.0, clock - began)
+        return {"busy_seconds": round(busy, 6), "cpu_seconds": round(time.process_time(), 6), "clock": round(clock, 6)}
 
     def _own(self, world: World) -> int:
         return next((row[0] for row in world.workers if row[1] == self.name), -1)
@@ -303,14 +303,13 @@ class Loop:
                 continue
             assert isinstance(message, Run)
             self._running, began = message.seq, time.monotonic()
-            self._run_began = began
+            self._ran = self._ran[0], began
             self.executor.downloads.copy_unsent()
             if message.defines:
                 self.executor.define(message.defines)
             self.executor.run(message.code, message.base, epoch, message.timed)
-            self.done, self._run_began = message.seq, 0.0
-            took = time.monotonic() - began
-            self._busy_seconds += took
+            self.done, took = message.seq, time.monotonic() - began
+            self._ran = self._ran[0] + took, 0.0
             self._unreported += 1
             if self._shared:
                 self._send_done(message.base + (message.code[1] if message.code else 0), self._engine.progress.fence())

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -48,7 +49,7 @@ def moment(at: float, more: int = 0, life: str = "life") -> list[Record]:
     memory = {"sessions": {"3": 1 << 20}, "uses": uses, "arena": 1 << 20, "process": 3 << 20}
     workers = [
         WorkerRecord(
-            name, "a-host-with-a-name", 5, "torch", "cpu", "shm", state, "", [3] if busy else [], 0.0, 10 + more,
+            name, "a-host-with-a-name", 5, "torch", "cpu", "shm", state, "", [3] if busy else [], 0.0, at, 10 + more,
             busy + more / 40, 1.0, 3, nbytes, memory, 0, where if busy else [],
         )
         for name, state, busy, nbytes in (("w0", "busy", 1.0, 1 << 20), ("w1", "idle", 0.0, 2 << 20))
@@ -83,6 +84,46 @@ def test_each_table_is_seen_in_a_few_rows(height: int) -> None:
     assert [row for row in text if row in heads(whole)] == heads(whole)
     assert any(row.startswith("and ") and row.endswith(" rows more") for row in text)
     assert top_view.lines(shown, height=len(whole)) == whole
+
+
+@pytest.mark.parametrize("gone", ["lost", "silent"])
+def test_a_worker_that_tells_nothing_any_more_has_no_rates(gone: str) -> None:
+    """Its age is rounded, so that by the server's clock some microseconds had passed since its last count: 0% busy."""
+    view = LiveView()
+    view.update(moment(1.0))
+    view.update(moment(2.0, more=20))
+    late = [
+        replace(r, clock=2.0, age=1.0004, state=gone if r.name == "w0" else "idle") if isinstance(r, WorkerRecord) else r
+        for r in moment(3.0, more=20)
+    ]
+    now = view.update(late)
+    mute, slow = now["workers"]
+    assert [mute[rate] for rate in ("busy_share", "ops_per_second", "cpu_share")] == [None] * 3
+    assert slow["busy_share"] == 0.5 and slow["ops_per_second"] == 20  # it has not answered in time: its last figures
+    assert now["links"][0]["bytes_per_second"] is None
+    row = next(row for row in top_view.lines(now) if row.startswith("w0"))
+    assert row.split()[:4] == ["w0", gone, "-", "-"]
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_figures_of_a_worker_that_has_not_answered_are_unknown(width: int) -> None:
+    """It had 0 B of tensors and no limit. A lost one has no tensors, as is known."""
+    blank = {"age": -1.0, "live_bytes": 0, "limit": 0, "memory": {}}
+    rows = moment(1.0)
+    rows[1:3] = [replace(rows[1], **blank), replace(rows[2], **blank, state="lost")]
+    shown = top_view.lines(LiveView().update(rows), width=width)
+    new, lost = [row.split() for row in shown if row.startswith(("w0 ", "w1 "))][:2]  # a pipeline's bars follow
+    assert new[2:7] == ["-"] * (5 if width == 80 else 2)
+    assert lost[2:8] == (["-", "-", "0", "B", "-", "-"] if width == 80 else ["-", "0", "B"])
+
+
+def test_shares_are_by_the_clock_of_the_worker_and_never_more_than_whole() -> None:
+    """The server takes an answer late, and the next one in time: by its clock a busy worker was busy for longer."""
+    view = LiveView()
+    for at, clock in ((1.0, 10.0), (1.5, 10.9)):
+        rows = [replace(r, clock=clock, busy_seconds=clock) if isinstance(r, WorkerRecord) else r for r in moment(at)]
+        shown = view.update(rows)
+    assert [worker["busy_share"] for worker in shown["workers"]] == [1.0, 1.0]
 
 
 def heads(rows: list[str]) -> list[str]:

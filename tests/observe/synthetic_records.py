@@ -73,7 +73,8 @@ class SyntheticStream:
             live = (64 << 20) + int((32 << 20) * math.sin(moment / 3 + n) ** 2)
             uses = {"weights": 20 << 20, "optimizer": 30 << 20, "gradients": 4 << 20, "activations": live - (54 << 20)}
             memory = {"sessions": {"0": live}, "uses": {"0": uses}, "arena": 1 << 20, "process": 2 * live}
-            about = (named("a-host"), 100 + n, "torch", "cpu", "shm", "busy" if moment % 2 else "idle", "", [0], 0.0)
+            state = "busy" if moment % 2 else "idle"
+            about = (named("a-host"), 100 + n, "torch", "cpu", "shm", state, "", [0], 0.0, float(moment))
             listed.append(WorkerRecord(worker, *about, moment * 100, moment * 0.7, moment * 0.8, 40, live, memory, 0, where))
             for m, other in enumerate(workers):
                 if m != n:
@@ -113,8 +114,6 @@ class SyntheticStream:
         named, half = self.name.format, {"w0": [[[0, 512], [0, 256]]], "w1": [[[0, 512], [256, 512]]]}
         split = {named(worker): boxes for worker, boxes in half.items()}
         copies = {named(f"w{n}"): [[[0, 512]]] for n in range(2)}
-        rows = []
-        for n in range(self.layouts):
-            rows.append([named(f"blocks.{n}.weight"), "f32[512,512]", "[S(1)]", "tp=2", 1 << 20, split])
-            rows.append([named(f"blocks.{n}.bias"), "f32[512]", "[R]", "tp=2", 2048, copies])
-        return LayoutRecord(0, 1, rows, 0)
+        splits = [["f32[512,512]", "[S(1)]", "tp=2", 1 << 20, split], ["f32[512]", "[R]", "tp=2", 2048, copies]]
+        rows = [[named(f"blocks.{n}.{kind}"), k] for n in range(self.layouts) for k, kind in enumerate(("weight", "bias"))]
+        return LayoutRecord(0, 1, rows, splits, 0)

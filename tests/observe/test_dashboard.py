@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -212,7 +213,7 @@ def test_another_server_in_the_place_of_the_first_tells_all_anew(monkeypatch: py
         streams[1].release()
         while "state" not in events or not events["state"]["workers"][0]["name"].startswith("second"):
             events = dict(server.feed.events(shown) or [])
-        assert events["layouts"]["tensors"][0]["name"].startswith("second") and "schedule" in events and "history" in events
+        assert events["layouts"]["tensors"][0][0].startswith("second") and "schedule" in events and "history" in events
         streams[1].stop()
 
 
@@ -240,7 +241,7 @@ def test_a_page_that_asks_while_the_link_is_made_anew_has_the_second_servers_lay
         events: dict[str, Any] = {}
         while "state" not in events or not events["state"]["workers"][0]["name"].startswith("second"):
             events = dict(server.feed.events(shown) or [])
-        assert events["layouts"]["tensors"][0]["name"].startswith("second") and "schedule" in events
+        assert events["layouts"]["tensors"][0][0].startswith("second") and "schedule" in events
         second.stop()
 
 
@@ -257,6 +258,21 @@ def test_a_page_that_asks_seldom_misses_no_sample() -> None:
                 continue
         told += [sample["at"] for sample in dict(server.feed.events(shown) or [])["sample"]]
         assert told == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_page_has_the_whole_of_a_replay_that_was_met_before_its_end() -> None:
+    """Records of one replay, of which the first lack a worker's last actions."""
+    stream = SyntheticStream(2, 4)
+    with page(lambda log: stream) as (server, _):
+        shown, whole = server.feed.open(), stream._schedule(1)
+        rows = {name: actions[:-2] for name, actions in whole.actions.items()}
+        parts = [replace(whole, actions=rows, measured={**whole.measured, "makespan": 0.1}), whole]
+        stream._schedule = lambda moment: parts[moment - 1]  # type: ignore[method-assign]
+        for part in parts:
+            stream.release()
+            while "schedule" not in (events := dict(server.feed.events(shown) or [])):
+                continue
+            assert [len(actions) for actions in events["schedule"]["actions"].values()] == [*map(len, part.actions.values())]
 
 
 def test_figures_are_those_of_stats() -> None:

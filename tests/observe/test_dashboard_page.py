@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import gt
+from gt.dispatcher.cluster import look_budget, observers
 from gt.observe.dashboard import feed as feed_module
 from gt.observe.dashboard.feed import Page
 from gt.observe.record_stream import RecordStream
-from gt.wire.records import Record, ServerRecord, SessionRecord
+from gt.wire.records import Record, ServerRecord, SessionRecord, WorkerRecord
 from tests.helpers.limits import limit
 from tests.helpers.serving import serving, settled
 from tests.observe.browser import Browser, chromium
@@ -52,9 +54,9 @@ def ready(panel: str, state: str = "ready") -> str:
 
 
 def size(nbytes: int) -> str:
-    """Bytes as the page shows them, below 1 MiB."""
-    kib = nbytes / 1024
-    return f"{nbytes} B" if kib < 1 else f"{kib:.1f} KiB" if kib < 10 else f"{kib:.0f} KiB"
+    """Bytes as the page shows them."""
+    unit, by = next(((unit, 1 << bits) for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)) if nbytes >> bits), ("B", 1))
+    return f"{nbytes / by:.{int(by > 1 and nbytes < 10 * by)}f} {unit}"
 
 
 def text(browser: Browser, panel: str) -> str:
@@ -210,6 +212,33 @@ def test_a_redraw_of_8_stages_with_32_micro_batches_takes_few_milliseconds(brows
     assert frames[-1] <= limit(REDRAW_MS), f"the longest frames took {frames[-5:]} ms"
 
 
+def test_a_model_of_5000_parameters_is_drawn_and_found(browser: Browser) -> None:
+    browser.errors.clear()
+    last = "document.querySelector('#layouts .params').lastElementChild.innerText"
+    with synthetic(stages=8, micro_batches=32, layouts=2500) as (_, links, stream):
+        browser.resize(1280, 3000)
+        browser.open(links[0])
+        browser.wait(ready("layouts", "loading"))
+
+        def act() -> None:
+            stream.release(3)
+            browser.wait(ready("layouts"))
+            browser.wait("document.querySelector('#layouts .params').childElementCount >= 20")
+
+        rows = browser.traced(act)
+        longest = max(row.get("tdur", row["dur"]) / 1000 for row in rows if row["name"] == "FireAnimationFrame")
+        assert longest <= limit(REDRAW_MS), f"a frame took {longest:.1f} ms"
+        assert "5000 of 5000 parameters, 2.4 GiB" in text(browser, "layouts")
+        browser.run("document.querySelector('#layouts .params').focus()")
+        browser.send("Input.dispatchKeyEvent", type="rawKeyDown", key="End", code="End", windowsVirtualKeyCode=35)
+        browser.wait(f"document.querySelector('#layouts .params').childElementCount > 48 && {last}.includes('blocks.')")
+        find = "f.value = 'BLOCKS.2499.'; f.dispatchEvent(new Event('input'))"
+        browser.run(f"{{const f = document.querySelector('#layouts input'); {find}}}")
+        browser.wait("document.querySelector('#layouts .params').childElementCount === 2")
+        assert "blocks.2499.bias" in browser.run(last) and "2 of 5000 parameters" in text(browser, "layouts")
+    assert browser.errors == []
+
+
 @pytest.mark.parametrize("name", ["{}", "\u05e9\u05dc\u05d5\u05dd" + "a_very_long_name_" * 14 + "{}"], ids=["short", "long"])
 @pytest.mark.parametrize("width", [390, 320, 820, 1280])
 def test_nothing_is_wider_than_the_screen(browser: Browser, width: int, name: str) -> None:
@@ -331,6 +360,24 @@ def test_numbers_of_any_name_have_their_curve(browser: Browser) -> None:
     assert browser.errors == []
 
 
+def test_figures_of_a_worker_that_has_not_answered_are_unknown(browser: Browser) -> None:
+    with synthetic(stages=2, micro_batches=4) as (_, links, stream):
+        records, blank = stream.records, {"age": -1.0, "live_bytes": 0, "limit": 0, "memory": {}}
+
+        def told(moment: int) -> list[Record]:
+            return [replace(r, **blank) if isinstance(r, WorkerRecord) and r.name == "w1" else r for r in records(moment)]
+
+        stream.records = told  # type: ignore[method-assign]
+        browser.open(links[0])
+        stream.release(3)
+        browser.wait(DRAWN)
+        browser.wait("document.querySelectorAll('#workers tbody tr').length === 2")
+        answered, other = browser.run(CELLS.format("workers"))
+        assert "MiB" in answered[6] and answered[8] == "none" and other[6:9] == [NONE] * 3
+        titles = browser.run("[...document.querySelectorAll('#memory figure')].map((f) => f.innerText)")
+        assert "MiB" in titles[0] and f"w1 \u00b7 {NONE}" in titles[1] and "no figures yet" in titles[1]
+
+
 def test_charts_answer_the_keyboard(browser: Browser) -> None:
     with synthetic(stages=4, micro_batches=4) as (_, links, stream):
         browser.open(links[0])
@@ -356,34 +403,117 @@ def test_charts_answer_the_keyboard(browser: Browser) -> None:
         assert browser.run("[...document.querySelectorAll('canvas')].every((c) => c.getAttribute('aria-label'))") is True
 
 
-def test_a_programs_figures_on_the_page_are_those_of_stats(browser: Browser) -> None:
-    def figures() -> list[Any]:
-        return browser.run(
-            "[...document.querySelectorAll('#sessions tbody tr')].map((r) => [...r.cells].map((c) => c.innerText))"
-        )
+TWO_STAGES = "stage0: {workers: [0]}\nstage1: {workers: [1]}\n"
+CELLS = "[...document.querySelectorAll('#{} tbody tr')].map((r) => [...r.cells].map((c) => c.innerText.trim()))"
+# What charts say of each figure that they draw
+SAID = {
+    "actions": """(() => { const c = document.querySelector('#pipeline canvas').chart, said = [];
+        for (let key = 'Home', lane = 0; lane < 2; lane += 1) { c.chosen = {lane, at: 0}; said.push(c.step('Home'));
+            for (let n = 0, text; n < 99 && (text = c.step('ArrowRight')) !== said.at(-1); n += 1) said.push(text); }
+        return said; })()""",
+    "memory": "[...document.querySelectorAll('#memory canvas')].map((c) => c.chart.say(c.chart.times.length - 1))",
+    "curves": """Object.fromEntries([...document.querySelectorAll('#curves canvas')]
+        .map((c) => [c.ariaLabel.split(': ')[1], c.chart.say(c.chart.times.length - 1).split(': ')[1]]))""",
+    "traffic": """(() => { const c = document.querySelector('#traffic canvas').chart, said = [];
+        for (const key of ['Home', 'ArrowRight', 'ArrowDown', 'ArrowLeft']) said.push(c.step(key));
+        return said; })()""",
+    "layouts": """[...document.querySelectorAll('#layouts .params li')].map((li) => [li.querySelector('.name').innerText,
+        li.querySelector('.how').innerText, li.querySelector('.tensor').ariaLabel])""",
+}  # fmt: skip
 
+
+FRAMES = """new Promise((done) => { let left = 15;
+    const next = () => { left -= 1; left ? requestAnimationFrame(next) : done(); }; next(); })"""
+
+
+def seconds(value: float) -> str:
+    """Seconds as the page shows them, below a minute: three digits of s, ms or \u00b5s."""
+    unit, by = ("s", 1.0) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("\u00b5s", 1e6)
+    return f"{float(f'{value * by:.3g}'):g} {unit}"
+
+
+def pipelined(first: torch.nn.Module, second: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()])
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros((), device=gt.device)
+        for part in gt.microbatches(x, 4):
+            with gt.signal.context("stage0"):
+                hidden = torch.relu(first(part))
+            with gt.signal.context("stage1"):
+                loss = second(hidden).square().mean()
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return gt.compile(step, schedule="1f1b")
+
+
+def test_every_figure_of_every_panel_is_that_of_stats(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observers, "PATIENCE_SECONDS", limit(60))
+    monkeypatch.setattr(look_budget, "IDLE_SHARE", 1.0)  # looks may be frequent
+    monkeypatch.setattr(look_budget, "MAX_SHARE", 1.0)
     with serving(2) as served:
-        gt.connect(served.address, name=False, config="")
+        gt.connect(served.address, name=False, config=TWO_STAGES)
         with page(lambda log: RecordStream(served.address, "", 0.5)) as (_, links):
+            browser.resize(1280, 3000)
             browser.open(links[0])
-            model = torch.nn.Linear(64, 64).to(gt.device)
             browser.wait(ready("sessions"))
-            for _ in range(3):
-                model(torch.ones(8, 64, device=gt.device)).sum().item()
-            while not browser.run("Boolean(document.querySelector('#sessions .bar'))"):  # roles are told with a batch of ops
-                model(torch.ones(8, 64, device=gt.device)).sum().item()
-            gt.log(loss=0.125)
+            first, second = torch.nn.Linear(64, 32, bias=False).to(gt.device), torch.nn.Linear(32, 8).to(gt.device)
+            step, x = pipelined(first, second), torch.randn(16, 64, device=gt.device)
+            looks = "document.querySelector('#memory canvas').chart.times.length"
+            for _ in range(5):
+                step(x).item()
+            told_roles = f"document.querySelectorAll('#layouts .params li').length === 3 && {SAID['memory']}"
+            while not browser.run(f"{told_roles}.every((said) => said.includes('optimizer'))"):  # told with a batch of ops
+                step(x).item()
+            gt.log(loss=0.125, rate=3)
+            gc.collect()
             stats = settled()
-            ops = f"{stats['dispatcher']['ops_planned']:,}"
-            browser.wait(f"document.querySelector('#sessions tbody').rows[0].cells[5].innerText === '{ops}'")
-            browser.wait("document.querySelector('#sessions').innerText.includes('loss=0.125')")
-            live = sum(worker["live_bytes"] for worker in stats["workers"])
-            tensors = browser.run("document.querySelector('[data-figure=tensors]').innerText")
-            assert (
-                tensors.startswith(f"{round(live / 1024)} KiB")
-                and str(sum(w["live_tensors"] for w in stats["workers"])) in tensors
-            )
-            row = figures()[0]
-            assert row[6] == size(stats["dispatcher"]["tensor_bytes_uploaded"])
-            assert row[7] == size(stats["dispatcher"]["tensor_bytes_fetched"])
+            seen = browser.run(looks)
+            browser.wait(f"{looks} >= {seen} + 2")
+            browser.run(FRAMES)  # one for each panel
+            shown = {name: browser.run(script) for name, script in SAID.items()}
+            tables = {name: browser.run(CELLS.format(name)) for name in ("workers", "sessions", "lines")}
+            tiles = browser.run("Object.fromEntries([...document.querySelectorAll('#tiles dd')]"
+                                ".map((d) => [d.dataset.figure, d.innerText]))")  # fmt: skip
+            title = browser.run("document.querySelector('#pipeline h3').innerText")
+            titles = browser.run("[...document.querySelectorAll('#memory h3')].map((h) => h.innerText)")
+            assert settled()["dispatcher"]["ops_planned"] == stats["dispatcher"]["ops_planned"]
+            where = [gt.inspect(p) for p in (first.weight, second.weight, second.bias)]
         gt.shutdown()
+    stages, told, schedule = stats["workers"], stats["dispatcher"], stats["schedule"]
+    held = {stages[0]["name"]: 64 * 32 * 4, stages[1]["name"]: 32 * 8 * 4 + 8 * 4}  # bytes of weights
+    workers = sorted(stages, key=lambda w: w["name"])  # either may have joined first
+    live, sent = sum(w["live_bytes"] for w in workers), {w["name"]: w["bytes_sent"] for w in workers}
+    assert tiles["workers"] == "2 0 busy" and tiles["sessions"].strip() == "1"
+    assert tiles["tensors"] == f"{size(live)} {sum(w['live_tensors'] for w in workers)} alive"
+    assert tiles["sent between workers"].endswith(size(sum(sum(to.values()) for to in sent.values())))
+    for row, worker in zip(tables["workers"], workers, strict=True):
+        assert [row[n] for n in (0, 2, 3, 6, 7, 8)] == [
+            worker["name"], worker["device"], "idle", size(worker["live_bytes"]), size(worker["memory_used"]),
+            size(worker["memory_limit"]) if worker["memory_limit"] else "none",
+        ]  # fmt: skip
+    (row,) = tables["sessions"]
+    counts = [size(told[f"tensor_bytes_{moved}"]) for moved in ("uploaded", "fetched")]
+    assert row[5:8] == [f"{told['ops_planned']:,}", *counts] and row[9] == size(live)
+    assert row[10] == "loss=0.125 rate=3" and (shown["curves"]["loss"], shown["curves"]["rate"]) == ("0.125", "3")
+    assert titles == [f"{w['name']} \u00b7 {size(w['live_bytes'])}" for w in workers]
+    for text_, worker in zip(shown["memory"], workers, strict=True):
+        nbytes = held[worker["name"]]
+        assert f": {size(worker['live_bytes'])}; weights {size(nbytes)}, optimizer {size(2 * nbytes)}" in text_
+    between = [size(sent["w0"]["w1"]), size(sent["w1"]["w0"])]
+    assert [said.split(": ")[-1] for said in (shown["traffic"][1], shown["traffic"][3])] == between
+    for part in ("measured", "predicted"):
+        assert f"{schedule[part]['idle']:.1%} {part}" in title
+    assert f" {seconds(schedule['measured']['makespan'])} " in title and f"replay {told['replays']}" in title
+    begin = min(start for w in workers for _, start, _ in w["actions"])
+    every = [(w["name"], *action) for w in stages for action in w["actions"]]
+    for said, (name, action, start, end) in zip(shown["actions"], every, strict=True):
+        assert said.startswith(f"{name} \u00b7 {action} ") and f" {seconds(end - start)}, from" in said
+        assert said.endswith(f"from {seconds(start - begin)} to {seconds(end - begin)}")
+    for (_, how, boxes), about in zip(shown["layouts"], where, strict=True):
+        assert how.startswith(f"f32{about['shape']}".replace(" ", "")) and boxes.count("has") == len(about["pieces"])
+        assert all(f"{piece['worker']} has" in boxes for piece in about["pieces"])

@@ -63,7 +63,7 @@ def test_gradients_need_no_optimizer(session: Callable) -> None:
 
 def test_offloaded_state_is_not_on_the_device() -> None:
     table = RoleTable()
-    table._rows, table._layouts = [(1, "weights", "")], LayoutRecord(0, 1, [], 0)
+    table._rows, table._layouts = [(1, "weights", "")], LayoutRecord(0, 1, [], [], 0)
     table._bytes = {"w0": Counter(weights=100, optimizer=200, gradients=50)}
     assert table.uses("w0", 400) == {"weights": 100, "optimizer": 200, "gradients": 50, "activations": 50}
     assert table.uses("w0", 190, away=200) == {"weights": 100, "optimizer": 0, "gradients": 50, "activations": 40}

@@ -134,6 +134,31 @@ def test_the_rate_is_bounded_by_the_time_that_counting_takes() -> None:
     assert len(field.told(Query, b"w0")) == asked + 2
 
 
+def test_many_tensors_make_looks_rare_and_no_observer_wait() -> None:
+    """45,000 tensors took 0.17 s to count: `gt top --once` heard nothing for 30 s, and gave up."""
+    field = Observed()
+
+    def look(seconds: float, **numbers: int) -> None:
+        field.tick(seconds)
+        for name in (b"w0", b"w1"):
+            field.answer(name, took=0.17)
+        for peer, seen in numbers.items():
+            field.observe(peer.encode(), seen)
+
+    field.observe()
+    for n in range(4):
+        look(MAX_PAUSE_SECONDS + 0.1, o=n + 1)
+    assert len(field.told(Records)) == 4  # each 10 s at least
+    field.observe(b"new")
+    look(0.5)
+    look(0.5, new=2)
+    assert len(field.told(Records, b"new")) == 2
+    asked = len(field.told(Query, b"w0"))
+    for _ in range(8):
+        field.tick(1.0)
+    assert len(field.told(Query, b"w0")) == asked
+
+
 def test_a_worker_that_does_not_answer_holds_up_nobody() -> None:
     field = Observed()
     field.observe()
@@ -165,6 +190,17 @@ def test_a_lost_worker_has_no_tensors_and_keeps_its_counters() -> None:
     kept, lost = field.records(records.WorkerRecord)
     assert (kept.live_bytes, lost.state, lost.live_bytes, lost.memory) == (64, "lost", 0, {"arena": 0})
     assert kept.instructions == lost.instructions == 7
+
+
+def test_a_replay_that_was_met_before_its_end_is_told_again() -> None:
+    """One worker had answered before its last actions: the page kept such a replay where no other followed."""
+    field = Observed()
+    field.observe()
+    observers_, observer = field.core.observers, field.core.observers.peers[b"o"]
+    for idle, told in ((0.9, 1), (0.9, 0), (0.25, 1), (0.25, 0)):
+        measured = {"makespan": 1.0, "idle": idle, "bubble": [idle, idle]}
+        observers_._schedules = {0: records.ScheduleRecord(0, 4, "1f1b", {}, measured, {}, "", {})}
+        assert len(observers_._new_records(observer)) == told
 
 
 def test_a_slow_observer_is_dropped_and_the_others_go_on() -> None:
@@ -315,7 +351,7 @@ SAME = {
                             "uploaded": "tensor_bytes_uploaded", "fetched": "tensor_bytes_fetched"},
 }  # fmt: skip
 BETWEEN = {
-    records.WorkerRecord: {"cpu_seconds": "cpu_seconds"},
+    records.WorkerRecord: {"cpu_seconds": "cpu_seconds", "clock": "clock"},
     records.ServerRecord: {"messages_sent": "messages_sent", "messages_received": "messages_received"},
 }
 # Fields that gt.stats() does not have: names and states, what the program said, times, and what the test compares by itself
@@ -427,6 +463,38 @@ def test_the_log_is_written_while_an_observer_wants_it() -> None:
     assert all(s.emitter.scribe is None for s in field.core.sessions.values()) and not field.core.observers.recent.wanted
 
 
+def test_the_first_lines_of_the_log_do_not_wait_for_a_pause() -> None:
+    """Looks of a run that does little are 10 s apart, and an observer with a long interval is sent Records seldom."""
+    field = Observed()
+    field.observe(interval=60_000)
+    for _ in range(2):
+        field.tick(60.0)
+        for name in (b"w0", b"w1"):
+            field.answer(name)
+        field.observe(seen=len(field.told(Records)), interval=60_000)
+    count = len(field.told(Records))
+    field.tick(1.0)
+    field.give(b"o", Observe(count, 60_000, True))
+    field.core.log_line("ERROR", "w0", "a line")
+    field.tick(0.5)
+    for name in (b"w0", b"w1"):
+        field.answer(name)
+    (lines,) = field.records(records.LogRecord)
+    assert len(field.told(Records)) == count + 1 and "a line" in lines.lines[0]
+
+
+def test_a_server_is_told_at_once_that_its_log_is_wanted() -> None:
+    """Records may be a minute apart."""
+    with serving(1) as server, RecordStream(server.address, interval=60.0) as stream:
+        stream.next()
+        stream.next()
+        stream.log = True
+        gt.connect(server.address, config="")
+        gt.ones(3).sum().item()
+        assert any(isinstance(record, records.LogRecord) for record in stream.next())
+        gt.shutdown()
+
+
 def test_lines_that_are_too_many_are_counted() -> None:
     recent = RecentRecords()
     recent.add_lines("".join(f"{MARK} line {n}\n" for n in range(MAX_SENT_LINES + 7)), 1.5)
@@ -457,8 +525,8 @@ def test_roles_are_checked_and_give_bytes_and_layouts() -> None:
                 if memory is not None and memory["optimizer"] >= 2 * 32 * 64 * 4 and layouts is not None:
                     break
             where = gt.inspect(model.weight)
-            (weight,) = layouts["tensors"]
-            assert (weight["name"], weight["spec"], weight["bytes"]) == ("weight", "f32[64,32]", 32 * 64 * 4)
+            (weight,) = layouts["splits"]
+            assert layouts["tensors"] == [["weight", 0]] and (weight["spec"], weight["bytes"]) == ("f32[64,32]", 32 * 64 * 4)
             assert (
                 memory["weights"] == sum(piece["bytes"] for piece in where["pieces"]) and memory["gradients"] <= 2 * 32 * 64 * 4
             )

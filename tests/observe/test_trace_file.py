@@ -244,6 +244,23 @@ def test_clocks_of_other_hosts_are_set_right() -> None:
     assert all(e["args"]["line"] == "a.py:3" for e in events if e["ph"] == "X" and e["cat"] in ("send", "recv"))
 
 
+def test_what_began_before_the_trace_is_cut_off(tmp_path: Path) -> None:
+    """Workers record before the trace begins, and a thread may wait already. Perfetto has no negative times."""
+    answer = {"workers": ["w0"], "ahead": [5.0], "dispatcher": 0.0}
+    parts = [
+        rows(0, [16, 7, 14.0, 14.5, 16, 8, 14.8, 15.5], [[16, "op", "x", 1, []]], counters=[14.9, 1, 0, 0, 15.1, 2, 0, 0]),
+        rows(-1, [0, 0, 9.0, 9.5, 0, 0, 9.75, 10.25], [["event", ["Ops"]]]),
+    ]
+    waits = [spans.Span("before", "loader", 9.0, 9.5, {}), spans.Span("wait", "loader", 9.5, 11.0, {})]
+    recording = trace_file.SessionRecording(answer, parts, waits, 10.0, 12.0, "MainThread")
+    trace_file.write(tmp_path / "out.json", [recording])
+    shown = [(e["name"], e["ts"], e.get("dur")) for e in trace_rules.check(tmp_path / "out.json") if e["ph"] in "XC"]
+    memory, moved = "memory of tensors [bytes]", "moved [bytes]"
+    assert [row for row in shown if row[0] != "Python"] == [
+        ("wait", 0.0, 1e6), ("Ops", 0.0, 0.25e6), ("x", 0.0, 0.5e6), (memory, 0.1e6, None), (moved, 0.1e6, None)
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "part",
     [

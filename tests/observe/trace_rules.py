@@ -20,6 +20,7 @@ def check(path: Path) -> list[dict[str, Any]]:
     slices = defaultdict(list)
     for event in events:
         assert event["ph"] in ("X", "M", "C", "s", "f"), event
+        assert event["ph"] == "M" or event["ts"] >= 0, f"Perfetto drops {event}"
         assert type(event["pid"]) is int and type(event["tid"]) is int and event["pid"] in processes
         if event["ph"] == "X":
             assert event["dur"] >= 0 and (event["pid"], event["tid"]) in named and event["name"]

@@ -16,6 +16,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ from gt.client.capture.recording import SAME, CallRecording, Difference, differe
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor, is_leaf, make, memory_id
-from gt.client.reports import spans
+from gt.client.reports import progress, spans
 from gt.client.reports.html import TextReport
 from gt.client.trace.recorder import Recorder
 from gt.client.trace.uploads import upload
@@ -292,7 +293,7 @@ class CompiledFunction:
                 recorder.code.extend((RECORD, self._slot, deferral, len(filled), *[t._ref.id for t in filled]))
                 recorder.flush()
                 recorder.tape = tape
-            with OutputWatch() as watch, draws or contextlib.nullcontext():
+            with self._bar() as tape.tick, OutputWatch() as watch, draws or contextlib.nullcontext():
                 results = tree_map(detach, self.fn(*containers.args, **containers.kwargs))
             gc.collect()  # frees tensors in reference cycles, which would seem to outlive the call
             recorder.flush()
@@ -327,6 +328,9 @@ class CompiledFunction:
             if memory is not None:
                 write_back(leaves, inputs, written_inputs(leaves, inputs, memory), memory.required)
         return program.copy_results(leaves) if program is not None else in_arguments(results, leaves, inputs, memory)
+
+    def _bar(self) -> AbstractContextManager[progress.Tick]:
+        return progress.bar(f"recording {self._name}", unit=" ops")
 
     def _enter(self, recorder: Recorder, key: tuple, roots: dict) -> tuple[StateSnapshot, RecordedCall | None]:
         """The Python state before a recorded call, and the last call if this one may be compared with it."""

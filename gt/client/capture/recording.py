@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gt.client.capture.constants import ArgumentRead, Constants
 from gt.client.capture.recorded_op import RecordedOp
+from gt.client.reports import progress
 from gt.client.trace import recorder as recorders
 from gt.ir.instr import client_ops
 from gt.ir.ops import RANDOM
@@ -55,6 +56,7 @@ class CallRecording:
     deferred: bool = False  # workers execute nothing of the call before its end
     strict: bool = False  # libraries are told that no value may be read
     strict_next: bool = False  # the next recording has to be strict
+    tick: progress.Tick = progress.nothing  # told how many ops are recorded
     host_draws: HostDraws | None = None  # the tape of its draws on the CPU
     known: dict[int, tuple[int, torch.Tensor]] = field(default_factory=dict)
     argument_reads: list[ArgumentRead] = field(default_factory=list)
@@ -87,6 +89,7 @@ class CallRecording:
 
     def take_batch(self, code: list, frames: list, freed: list[int]) -> tuple[list, list[int]]:
         """Parse a batch of the op stream. Returns the batch, and the ids among `freed` that may be freed now."""
+        before = len(self.ops)
         for template, at in client_ops(code, self.recorder.templates):
             origin, ins = code[at + 1], at + 2
             scalars = ins + len(template.ins)
@@ -97,6 +100,7 @@ class CallRecording:
                 if code[scalars] < 0:
                     self.refuse("the function uploads more than 256 KiB of data; pass the data as an argument", origin)
             self.ops.append(RecordedOp(template, origin, code[ins:scalars], values, code[outs : outs + template.results]))
+        self.tick(len(self.ops) - before)
         return code, self.defer(freed)
 
     def defer(self, freed: list[int]) -> list[int]:

@@ -16,7 +16,7 @@ DELAY_SECONDS = 1.0  # seconds until a bar is shown
 Tick = Callable[[int], object]
 
 
-def _nothing(count: int) -> None:
+def nothing(count: int) -> None:
     """Progress that nobody sees."""
 
 
@@ -57,7 +57,7 @@ def bar(text: str, total: int | None = None, unit: str = "B") -> Iterator[Tick]:
     """
     kind = opened() if shown() else None
     if kind is None:
-        yield _nothing
+        yield nothing
         return
     with kind(
         total=total,

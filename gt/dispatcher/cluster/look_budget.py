@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from gt.dispatcher.cluster.observation import Answers
 
-PROCESS_SECONDS = 1e-3  # of CPU time that a look takes for each worker: in both processes, its counting apart
-OBSERVER_SECONDS = 3e-3  # for each observer: its Records are packed, sent, read and shown
+PROCESS_SECONDS = 1.5e-3  # of CPU time that a look takes for each worker: in both processes, its counting apart
+OBSERVER_SECONDS = 6e-3  # for each observer: its Records are packed, sent, read and shown. Measured on a loaded machine
 OP_SECONDS = 1e-5  # that an op takes in a program and the dispatcher, at least: workers' time is known, theirs is not
 MAX_SHARE = 0.006  # of a run's CPU time
 IDLE_CORES = 0.05  # a server whose workers take less does nothing,

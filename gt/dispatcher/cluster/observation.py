@@ -60,7 +60,7 @@ def lease_records(lease: Lease, answers: Answers, now: float, silent: float) -> 
 def idle_record(name: str, info: dict, restarting: bool) -> WorkerRecord:
     """A worker of an exclusive server that no session has."""
     state = "restarting" if restarting else "free"
-    return WorkerRecord(name, *_about(info), "", state, "", [], -1, 0, 0.0, 0.0, 0, 0, {}, 0, [])
+    return WorkerRecord(name, *_about(info), "", state, "", [], -1, 0.0, 0, 0.0, 0.0, 0, 0, {}, 0, [])
 
 
 def host_records(workers: list[WorkerRecord]) -> Iterator[HostRecord]:
@@ -115,6 +115,7 @@ def _worker(lease: Lease, worker: Worker, answer: WorkerAnswer | None, where: li
         _text(worker.lost),
         [s.number for s in lease.sessions.values() if worker.index in s.emitter.used],
         round(age, 3),
+        _seconds(stats, "clock"),
         _count(stats, "instructions"),
         _seconds(stats, "busy_seconds"),
         _seconds(stats, "cpu_seconds"),

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from gt.dispatcher.cluster.admission import Admission
 from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared, Terms
-from gt.dispatcher.cluster.look_budget import LookBudget
+from gt.dispatcher.cluster.look_budget import MAX_PAUSE_SECONDS, LookBudget
 from gt.dispatcher.cluster.observation import (
     Answers,
     WorkerAnswer,
@@ -33,7 +33,7 @@ from gt.dispatcher.state.records import Logged
 from gt.errors import GTError, ProtocolError, Refused
 from gt.logs import plain
 from gt.wire.messages import MAX_VALUES, Hello, Message, Metrics, Observe, Query, Records, Report, Watched, Welcome
-from gt.wire.records import LayoutRecord, Record, ScheduleRecord, ServerRecord, WorkerRecord, rows
+from gt.wire.records import LayoutRecord, Record, ScheduleRecord, ServerRecord, WorkerRecord, replay_mark, rows
 
 log = logging.getLogger("gt.dispatcher")
 
@@ -67,7 +67,7 @@ class ObserversHost(Protocol):
 class Observer:
     """sent, seen: numbers of the last Records sent and acknowledged. interval: seconds, 0 before it has subscribed.
 
-    replays, layouts: by session, the numbers of the newest schedule and layouts that it was sent. errors, lines: numbers of the
+    replays, layouts: by session, the marks of the newest schedule and layouts that it was sent. errors, lines: numbers of the
     last error, and of the next line of the log; log: it wants these.
     """
 
@@ -75,7 +75,7 @@ class Observer:
     sent: int = 0
     seen: int = 0
     due: float = 0.0
-    replays: dict[int, int] = field(default_factory=dict)
+    replays: dict[int, tuple] = field(default_factory=dict)
     layouts: dict[int, int] = field(default_factory=dict)
     errors: int = 0
     lines: int = 0
@@ -138,6 +138,8 @@ class Observers:
         if observer.log != message.log:
             observer.log, observer.lines = message.log, self.recent.next_line
             self._follow_log()
+            if message.log:  # its first lines do not wait for a pause
+                observer.due, self._next = 0.0, min(self._next, max(self._core.now, self._began) + MIN_INTERVAL_SECONDS)
         if not observer.sent:  # its first Records do not wait for a pause
             self._next = min(self._next, self._began + MIN_INTERVAL_SECONDS)
         if not was:
@@ -180,7 +182,9 @@ class Observers:
         self._asked = {}
         leases = self._core.lending.leases
         count = sum(len(lease.cluster.workers) for lease in leases)
-        self._next = now + max(MIN_INTERVAL_SECONDS, WORKER_SECONDS * count, IDLE_SHARE * self._cost)
+        new = any(o.interval and not o.sent for o in self.peers.values())  # it gets two: rates take two
+        counting = 0.0 if new else min(IDLE_SHARE * self._cost, MAX_PAUSE_SECONDS)
+        self._next = now + max(MIN_INTERVAL_SECONDS, WORKER_SECONDS * count, counting)
         self._cost = self._counting = 0.0
         for lease in leases:
             shown = self._shown(lease)
@@ -241,8 +245,9 @@ class Observers:
 
     def _new_records(self, observer: Observer) -> list[Record]:
         """Schedules, layouts, errors and lines that an observer has not been sent: they are large, and change seldom."""
-        schedules = [record for record in self._schedules.values() if observer.replays.get(record.session) != record.replays]
-        observer.replays = {record.session: record.replays for record in self._schedules.values()}
+        marks = {number: replay_mark(r.replays, r.measured) for number, r in self._schedules.items()}
+        schedules = [record for number, record in self._schedules.items() if observer.replays.get(number) != marks[number]]
+        observer.replays = marks
         told = [record for s in self._core.sessions.values() if (record := s.roles.layouts) is not None]
         layouts: list[LayoutRecord] = [r for r in told if observer.layouts.get(r.session) != r.number]
         observer.layouts = {record.session: record.number for record in told}

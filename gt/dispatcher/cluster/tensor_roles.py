@@ -19,7 +19,7 @@ from gt.wire.records import GRADIENTS, OPTIMIZER, USES, WEIGHTS, LayoutRecord
 
 KINDS = frozenset(USES[:3])
 MAX_NAME_CHARACTERS = 200
-MAX_SHOWN_TENSORS, MAX_SHOWN_BOXES = 1024, 16384  # of one LayoutRecord
+MAX_SHOWN_TENSORS, MAX_SHOWN_BOXES = 8192, 16384  # of one LayoutRecord
 MAX_SPLITS = 32768  # pieces that are computed at once: a tensor beyond them is left out
 RENEWAL_SECONDS = 10.0  # a tensor may have moved
 MIN_SECONDS = 0.4  # between two computations, however often a client tells
@@ -82,17 +82,23 @@ class RoleTable:
     def _show(self, weights: list[tuple[str, Tensor]], workers: list[Worker], session: int) -> None:
         """Note the layouts of parameters, under another number if they are others."""
         shown: list[list] = []
+        places: dict[tuple[Spec, Layout], int] = {}
+        splits: list[list] = []
         left, before = MAX_SHOWN_BOXES, self._layouts
         for name, tensor in weights[:MAX_SHOWN_TENSORS]:
             assert tensor.layout is not None
-            pieces = self._split(tensor.spec, tensor.layout)
-            left -= sum(len(parts) for *_, parts in pieces)
-            if left < 0:
-                break
-            shown.append(_layout_row(name or f"%{tensor.id}", tensor, workers, pieces))
-        more = len(weights) - len(shown)
-        if before is None or before.tensors != shown or before.more != more:
-            self._layouts = LayoutRecord(session, before.number + 1 if before is not None else 1, shown, more)
+            how = tensor.spec, tensor.layout
+            if how not in places:
+                pieces = self._split(*how)
+                left -= sum(len(parts) for *_, parts in pieces)
+                if left < 0:
+                    break
+                places[how] = len(splits)
+                splits.append(_split_row(*how, workers, pieces))
+            shown.append([name or f"%{tensor.id}", places[how]])
+        more, number = len(weights) - len(shown), before.number + 1 if before is not None else 1
+        if before is None or (before.tensors, before.splits, before.more) != (shown, splits, more):
+            self._layouts = LayoutRecord(session, number, shown, splits, more)
 
     def uses(self, worker: str, live: int, away: int = 0) -> dict[str, int] | None:
         """Bytes on a worker by use, of so many bytes that are alive; None before the client has told.
@@ -137,8 +143,6 @@ class RoleTable:
         return pieces
 
 
-def _layout_row(name: str, tensor: Tensor, workers: list[Worker], pieces: list[tuple[int, int, list]]) -> list[Any]:
-    layout, spec = tensor.layout, tensor.spec
-    assert layout is not None
+def _split_row(spec: Spec, layout: Layout, workers: list[Worker], pieces: list[tuple[int, int, list]]) -> list[Any]:
     mesh = " ".join(f"{axis}={size}" for axis, size in layout.mesh.axes)
-    return [name, spec.text(), str(layout), mesh, spec.nbytes, {workers[index].name: parts for index, _, parts in pieces}]
+    return [spec.text(), str(layout), mesh, spec.nbytes, {workers[index].name: parts for index, _, parts in pieces}]

@@ -16,7 +16,7 @@ from gt.observe.dashboard.history import History
 from gt.observe.dashboard.predicted_schedule import PredictedSchedules
 from gt.observe.live_view import LiveView
 from gt.observe.record_stream import RecordStream
-from gt.wire.records import LogRecord, Record
+from gt.wire.records import LogRecord, Record, replay_mark
 
 LINGER_SECONDS = 60.0  # without a page, until the server is no longer observed
 RETRY_SECONDS = 2.0  # after a link has ended
@@ -37,7 +37,7 @@ class Page:
         self.epoch: object = None  # of the history that it has
         self.samples = 0  # of that history
         self.life = ""  # of the server that the two below are of: another one's sessions have the same numbers
-        self.replays: dict[int, int] = {}  # by session
+        self.replays: dict[int, tuple] = {}  # by session: marks
         self.layouts: dict[int, int] = {}
 
     def follow(self, life: str) -> None:
@@ -80,13 +80,20 @@ class Feed:
         page = Page(log)
         with self._changed:
             self._pages.add(page)
+            self._ask_for_log()
             self._changed.notify_all()
         return page
 
     def leave(self, page: Page) -> None:
         with self._changed:
             self._pages.discard(page)
+            self._ask_for_log()
             self._changed.notify_all()
+
+    def _ask_for_log(self) -> None:
+        """At once: the thread that observes may wait for Records meanwhile."""
+        if self._stream is not None:
+            self._stream.log = self._log_wanted()
 
     def events(self, page: Page) -> list[Event] | None:
         """Events that are new to a page: waits for them; [] as a sign of life, None at the end."""
@@ -126,8 +133,8 @@ class Feed:
         page.follow(self._state["server"].get("life", ""))
         for session in self._state["sessions"]:
             number, layouts, order = session["number"], session["layouts"], self._schedules.get(session["number"])
-            if order is not None and page.replays.get(number) != order["replays"]:
-                page.replays[number] = order["replays"]
+            if order is not None and page.replays.get(number) != (mark := _mark(order)):
+                page.replays[number] = mark
                 events.append(("schedule", {"session": number, **order}))
             if layouts is not None and page.layouts.get(number) != layouts["number"]:
                 page.layouts[number] = layouts["number"]
@@ -175,7 +182,7 @@ class Feed:
                 self._life, self._schedules = life, {}
         schedules = {
             s["number"]: self._predicted.beside(s["number"], s["schedule"])
-            if self._schedules.get(s["number"], {}).get("replays") != s["schedule"]["replays"]
+            if s["number"] not in self._schedules or _mark(self._schedules[s["number"]]) != _mark(s["schedule"])
             else self._schedules[s["number"]]
             for s in state["sessions"]
             if s["schedule"] is not None
@@ -193,6 +200,10 @@ class Feed:
     def _bump(self) -> None:
         self._version += 1
         self._changed.notify_all()
+
+
+def _mark(order: dict[str, Any]) -> tuple:
+    return replay_mark(order["replays"], order["measured"])
 
 
 def _small(state: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import fcntl
 import io
 import os
 import pty
+import re
 import struct
 import sys
 import termios
@@ -170,3 +171,24 @@ def test_the_first_replay_shows_that_workers_may_compile(session: Any, monkeypat
     for _ in range(5):
         assert step(x).item() == 512.0
     assert ("first replay of a captured step" in stream.getvalue()) is terminal
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_recording_shows_its_ops(session: Any, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    """The bar is no output of the function, for which its calls would not be captured."""
+    session()
+    stream = shown_on(monkeypatch) if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    kind = progress.opened()
+    monkeypatch.setattr(progress, "opened", lambda: lambda **about: kind(mininterval=0, miniters=1, **about))
+
+    def long_step(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(300):
+            x = x * 1.5 - 1.0
+        return x.sum()
+
+    step = gt.compile(long_step)
+    for _ in range(3):
+        assert step(gt.ones(2) * 2.0).item() == 4.0
+    assert (re.search(r"gt: recording .*long_step: [1-9]\d* ops", stream.getvalue()) is not None) is terminal
+    assert step.explain().startswith("test_a_recording_shows_its_ops.<locals>.long_step: 1 program"), step.explain()

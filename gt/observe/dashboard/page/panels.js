@@ -112,7 +112,7 @@ export class Workers extends Panel {
     const rows = [...workersOf(store)].sort((a, b) => byName(a.name, b.name)), most = Math.max(1, ...rows.map((w) => w.live_bytes));
     this.table.update(rows.map((w) => [
       w.name, w.host, w.device, stateCell(w.state, w.reason), barCell([[w.busy_share ?? 0, theme.accent]], 1, percent(w.busy_share)), rate(w.ops_per_second),
-      barCell(useParts(summed(w), w.live_bytes), most, size(w.live_bytes)), taken(w), w.limit ? size(w.limit) : "none",
+      barCell(useParts(summed(w), w.live_bytes), most, tensors(w)), taken(w), limit(w),
       w.current.op ? `${w.current.op} ${place(w.current)}` : w.reason || "–",
     ]));
     setText(this.note, store.state.hosts.map((h) => `${h.name}: ${h.workers.length}`).join(", "));
@@ -120,6 +120,8 @@ export class Workers extends Panel {
 }
 
 const brief = (bytes) => size(bytes).replace("iB", "").replace(" ", "");
+const tensors = (w) => (w.age < 0 && w.state !== "lost" ? "–" : size(w.live_bytes)); // one that has not answered yet
+const limit = (w) => (w.age < 0 ? "–" : w.limit ? size(w.limit) : "none");
 const taken = (w) => { const bytes = w.memory.process ?? w.memory.peak; return bytes === undefined ? "–" : size(bytes); };
 
 export class Sessions extends Panel {
@@ -250,7 +252,7 @@ export class Memory extends Panel {
   one(store, worker, top) {
     const figure = this.charts.get(worker.name, 84, `Memory of ${worker.name}`), rows = store.samples.filter((s) => s.workers[worker.name]);
     const times = rows.map((s) => s.at), peak = store.state.peaks[worker.name], at = peak?.current;
-    setText(figure.title, `${worker.name} · ${size(worker.live_bytes)}`);
+    setText(figure.title, `${worker.name} · ${tensors(worker)}`);
     const cause = at?.op ? `at ${at.op} ${place(at)}${at.group ? ` (${at.group})` : ""}` : "between ops";
     setText(figure.text, peak ? `largest ${size(peak.bytes)}, ${cause}` : "no figures yet");
     const chart = figure.chart;

@@ -4,7 +4,7 @@ import { make, seconds, setText, share, size } from "./format.js";
 import { Panel, byName, noSession, ofSession, sessionsOf } from "./panels.js";
 
 const KINDS = { F: "forward", B: "backward", I: "gradient of inputs", W: "gradient of weights", L: "loss", R: "all-reduce", O: "optimizer" };
-const MAX_PARAMETERS = 240; // blocks that are built at once
+const BUILT = 48; // parameters that are built at once: more when the list is scrolled
 const MAX_LINES = 600; // of the log, on the page
 
 export class Pipeline extends Panel {
@@ -104,7 +104,9 @@ export class Layouts extends Panel {
     this.legend = make("ul", { class: "legend" });
     this.content.append(make("div", { class: "tools" }, this.filter), this.list, this.legend);
     this.filter.addEventListener("input", () => changed(this));
+    this.list.addEventListener("scroll", () => { if (this.list.scrollTop + 2 * this.list.clientHeight > this.list.scrollHeight) this.build(); });
     this.shown = "";
+    this.rows = [];
   }
 
   missing(store) {
@@ -119,14 +121,27 @@ export class Layouts extends Panel {
     const wanted = this.filter.value.trim().toLowerCase(), key = `${sets.map(([n, l]) => `${n}:${l.order}`)}|${wanted}|${theme.dark}`;
     if (key === this.shown) return;
     this.shown = key;
-    const all = sets.flatMap(([number, layouts]) => layouts.tensors.map((tensor) => [number, tensor]));
-    const rows = all.filter(([, t]) => `${t.name} ${t.spec} ${t.layout} ${t.mesh}`.toLowerCase().includes(wanted));
-    const workers = [...new Set(rows.flatMap(([, t]) => Object.keys(t.boxes)))].sort(byName), colours = new Map(workers.map((name, n) => [name, workerColour(n)]));
-    this.list.replaceChildren(...rows.slice(0, MAX_PARAMETERS).map(([number, tensor]) => this.row(sets.length > 1 ? number : -1, tensor, colours)));
-    this.legend.replaceChildren(...workers.map((name) => make("li", {}, make("span", { class: "swatch", colour: colours.get(name) }), name)));
-    const more = sets.reduce((sum, [, l]) => sum + l.more, 0), bytes = all.reduce((sum, [, t]) => sum + t.bytes, 0);
-    const hidden = rows.length > MAX_PARAMETERS ? `, the first ${MAX_PARAMETERS} shown` : "";
-    setText(this.note, `${rows.length} of ${all.length + more} parameters${hidden}, ${size(bytes)}; a block is the part of a worker, stripes are copies`);
+    const all = sets.flatMap(([number, layouts]) => layouts.tensors.map(([name, n]) => [number, name, layouts.splits[n]]));
+    const texts = new Map(sets.flatMap(([, { splits }]) => splits.map((s) => [s, ` ${s.spec} ${s.layout} ${s.mesh}`.toLowerCase()])));
+    this.rows = all.filter(([, name, split]) => (name.toLowerCase() + texts.get(split)).includes(wanted));
+    const used = new Set(this.rows.map(([, , split]) => split)), workers = [...new Set([...used].flatMap((s) => Object.keys(s.boxes)))].sort(byName);
+    this.colours = new Map(workers.map((name, n) => [name, workerColour(n)]));
+    this.several = sets.length > 1;
+    const kept = wanted === this.wanted ? this.list.childElementCount : 0, { scrollTop } = this.list;
+    this.wanted = wanted;
+    this.list.replaceChildren();
+    do this.build(); while (this.list.childElementCount < Math.min(kept, this.rows.length));
+    if (kept) this.list.scrollTop = scrollTop; // other layouts of the same list
+    this.legend.replaceChildren(...workers.map((name) => make("li", {}, make("span", { class: "swatch", colour: this.colours.get(name) }), name)));
+    const more = sets.reduce((sum, [, l]) => sum + l.more, 0), bytes = this.rows.reduce((sum, [, , split]) => sum + split.bytes, 0);
+    const left = more ? `, ${more} are too many to send` : "";
+    setText(this.note, `${this.rows.length} of ${all.length + more} parameters${left}, ${size(bytes)}; a block is the part of a worker, stripes are copies`);
+  }
+
+  // The next parameters of the list.
+  build() {
+    const from = this.list.childElementCount;
+    this.list.append(...this.rows.slice(from, from + BUILT).map(([number, name, split]) => this.row(this.several ? number : -1, { ...split, name }, this.colours)));
   }
 
   row(number, tensor, colours) {
