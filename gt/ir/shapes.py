@@ -126,7 +126,10 @@ def _weighed(call: OpArguments) -> bool:
     grad, v, g, norms = (call[name] for name in names)
     dim = call["dim"] or 0
     sizes = {prod(shape) for shape in (g, norms) if shape is not None}
-    return call.one_dtype() and prod(v) > 0 and grad in (None, v) and dim in (0, len(v) - 1) and sizes == {v[dim]}
+    of_others, of_norms = {spec.dtype for spec in call.specs[:3]}, {spec.dtype for spec in call.specs[3:]}
+    wider = {"float32"} if of_others <= {"float16", "bfloat16"} else of_others  # norms of such weights, in most kernels
+    one_dtype = len(of_others) == 1 and of_norms <= of_others | wider
+    return one_dtype and prod(v) > 0 and grad in (None, v) and dim in (0, len(v) - 1) and sizes == {v[dim]}
 
 
 def _distances(call: OpArguments) -> bool:
@@ -271,7 +274,7 @@ RULES: dict[str, Rule] = {
     "_chunk_cat": ("want tensors with elements and with that dim, and at least one chunk", _chunked),
     **dict.fromkeys(
         ("_weight_norm_interface", "_weight_norm_interface_backward"),
-        ("want a norm for each index of the first or last dim, and one dtype", _weighed),
+        ("want a norm for each index of the first or last dim, and one dtype; norms may be float32", _weighed),
     ),
     "native_layer_norm_backward": ("gradient, input, weights and statistics want shapes of one layer norm", _normalized),
     "_cdist_backward": ("want gradient and distances [P, R] of [P, M] and [R, M]", _distances),

@@ -206,6 +206,16 @@ def parametrized_where_it_is(d):
 
 
 @row
+def weight_norm_in_low_precision(d):
+    layers = []
+    for dtype in (torch.float16, torch.bfloat16):
+        torch.manual_seed(0)
+        layers.append(parametrizations.weight_norm(nn.Linear(4, 4)).to(dtype).to(d))
+        layers[-1](torch.ones(2, 4, dtype=dtype, device=d)).sum().backward()
+    return [gradients(layer) for layer in layers]
+
+
+@row
 def hooks(d):
     seen = []
     model, (x, y) = network(d), data(d)
