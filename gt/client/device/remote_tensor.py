@@ -199,8 +199,7 @@ class RemoteTensor(torch.Tensor):
         if cls not in _plain:
             _plain.add(cls)
             device, name = Shown.device.type, cls.__name__
-            cure = f"call methods of {name} before .to({device!r}), or after .cpu()"
-            text = f"a {device} tensor is a plain one and no {name}: {cure}"
+            text = f"a {device} tensor is a plain one and no {name}: call its methods before .to({device!r}), or after .cpu()"
             through_torch = sys._getframe(1).f_globals.get("__name__") == "torch._tensor"  # of a result, by the class's methods
             warnings.warn(text, stacklevel=4 if through_torch else 2)
         return self

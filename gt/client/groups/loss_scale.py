@@ -73,12 +73,12 @@ class LossScale:
 
 
 class ScaledCast(torch.autograd.Function):
-    """A cast whose gradient is cast back and no longer scaled."""
+    """A cast, or a copy in the same dtype, whose gradient is cast back and no longer scaled."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         ctx.dtype, ctx.inverse = x.dtype, inverse
-        return x.to(dtype)
+        return x.to(dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -95,4 +95,4 @@ class ScaledGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0].mul(ctx.scale.to(gradients[0].dtype)), None
+        return gradients[0].to(ctx.scale.dtype).mul(ctx.scale).to(gradients[0].dtype), None  # the scale is no number of fp16

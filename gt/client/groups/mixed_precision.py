@@ -39,21 +39,31 @@ class MixedPrecision:
             self.scale.close()
 
     def casts(self, module: torch.nn.Module) -> Casts:
-        """Casts of all fp32 parameters of a module and its children, each cast once. {} where there is none on workers."""
-        casts = Casts()
+        """Casts of all fp32 parameters of a module and its children, each cast once. {} where there is none on workers.
+
+        Where gradients are scaled, parameters that keep their dtype are there too.
+        """
+        casts, kept = Casts(), []
         for owner, name in _owners(module):
             p = owner._parameters[name]
-            if isinstance(p, RemoteTensor) and p.dtype == FULL and id(p) not in casts:
-                casts[id(p)] = p, self.cast(p)
+            if isinstance(p, RemoteTensor) and p.dtype == FULL and not isinstance(owner, _BatchNorm):
+                if id(p) not in casts:
+                    casts[id(p)] = p, self.cast(p)
+            elif isinstance(p, RemoteTensor) and self.scale is not None:
+                kept.append(p)
+        for p in kept if casts else ():
+            if id(p) not in casts:
+                casts[id(p)] = p, self.cast(p, p.dtype)
         return casts
 
-    def cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor in the dtype of computation. Its gradient is of its own dtype, and not scaled."""
-        if not tensor.is_floating_point() or tensor.dtype == self.compute:
+    def cast(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor in another dtype, by default that of computation. Its gradient is of its own dtype, and not scaled."""
+        dtype = dtype or self.compute
+        if not tensor.is_floating_point():
             return tensor
         if self.scale is not None and tensor.requires_grad and torch.is_grad_enabled():
-            return ScaledCast.apply(tensor, self.compute, self.scale.value(), self.scale.inverse())
-        return tensor.to(self.compute)
+            return ScaledCast.apply(tensor, dtype, self.scale.value(), self.scale.inverse())
+        return tensor.to(dtype)
 
     def inputs(self, tree: Any) -> Any:
         return tree_map_only(torch.Tensor, self.cast, tree)
@@ -77,7 +87,7 @@ def substitute(module: torch.nn.Module, casts: Casts) -> Undo:
     swapped: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
     for owner, name in _owners(module):
         row = casts.get(id(owner._parameters[name]))
-        if row is not None:
+        if row is not None and (row[1].dtype == row[0].dtype or not isinstance(owner, _BatchNorm)):
             swapped.append((owner, name, row[0]))
             _put(owner, name, row[1])
 
@@ -95,9 +105,8 @@ def _put(owner: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def _owners(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
-    """(module, name) of all own parameters but those of batch norms, which compute with fp32 statistics."""
+    """(module, name) of all own parameters. Those of batch norms keep their dtype, as these compute with fp32 statistics."""
     for owner in module.modules():
-        if not isinstance(owner, _BatchNorm):
-            for name, parameter in owner._parameters.items():
-                if parameter is not None:
-                    yield owner, name
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield owner, name

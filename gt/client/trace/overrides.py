@@ -230,15 +230,6 @@ def refuse(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     raise UnsupportedOp(f"{info.name} is not supported on remote: compute it on the CPU and move the result with .to('remote')")
 
 
-def weight_norm(info: OpInfo, args: tuple, kwargs: dict) -> Any:
-    """Weight norm of float16, whose norms are float32 in torch's kernels, and float16 by its inference of shapes."""
-    v, g, *rest = args
-    if v.dtype is not torch.float16:
-        return call(info, args, kwargs)
-    weight, norms = call(info, (v.float(), g.float(), *rest), kwargs)
-    return weight.half(), norms
-
-
 def no(info: OpInfo, args: tuple, kwargs: dict) -> bool:
     return False
 
@@ -286,7 +277,6 @@ _ROWS: dict[str, Handler | None] = {
     "aten.randint_like.default": random_like(lambda x, high, **k: x.random_(0, high, **k)),
     "aten.randint_like.low_dtype": random_like(lambda x, low, high, **k: x.random_(low, high, **k)),
     "aten.bernoulli.p": random_like(lambda x, p, **k: x.bernoulli_(p, **k)),
-    "aten._weight_norm_interface.default": weight_norm,
     "aten.rrelu_with_noise.default": rrelu,
     "aten.rrelu_with_noise_.default": rrelu,
     **dict.fromkeys((f"aten.{name}.default" for name in SAMPLED), library_ops.sample),

@@ -117,6 +117,13 @@ def _elu_backward(grad: torch.Tensor, alpha: Any, scale: Any, rate: Any, is_resu
     return torch.mul(grad, x)
 
 
+def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight, and its norms in the CPU's dtype for them, which is wider for more dtypes than torch's meta kernel says."""
+    weight, norms = torch.ops.aten._weight_norm_interface.default(v, g, dim)
+    one = torch.ones(1, 1, dtype=g.dtype)
+    return weight, norms.to(torch.ops.aten._weight_norm_interface.default(one, one, 0)[1].dtype)
+
+
 def _ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, inputs: Any, lengths: Any, *rest: Any) -> tuple:
     """The losses, and alphas [N, T, 2 S + 1] for the backward pass, where S is the longest target."""
     steps, batch = log_probs.shape[:2]
@@ -139,6 +146,7 @@ _META: dict[str, Callable] = {
     "aten._grouped_mm.default": _grouped_mm,
     "aten.convolution.default": _convolution,
     "aten._ctc_loss.default": _ctc_loss,
+    "aten._weight_norm_interface.default": _weight_norm,
     **dict.fromkeys(("aten._ctc_loss_backward.default", "aten._ctc_loss_backward.Tensor"), _ctc_loss_backward),
     **{f"aten.{name}.default": _as_operand(name) for name in _AS_INPUT},
     **{f"aten.{name}.default": _as_operand(name, 1) for name in _AS_SECOND},

@@ -193,6 +193,26 @@ def test_fp16_is_the_casts_and_the_scale_written_out(session, workers, stage):
         assert got.dtype == torch.float32 and float((got - expected).norm()) <= 1e-3 * float(expected.norm())
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("output", ["fp16", "fp32"])
+def test_no_gradient_outside_of_modules_is_scaled(session, output, zero):
+    """Of parameters that keep their dtype, as of a batch norm, and of an input that has the dtype of computation already."""
+
+    def gradients(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        first = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Tanh())
+        second = nn.ModuleDict({"low": nn.Linear(16, 16).half(), "wide": nn.Linear(16, 8)})
+        second.forward = lambda x: second["wide"](second["low"](x.half()).to(second["wide"].weight.dtype))
+        x = torch.randn(8, 12)
+        first, second, x = first.to(device), second.to(device), x.to(device).requires_grad_()
+        second(first(x)).float().square().mean().backward()
+        return [t.grad.float().cpu() for t in (x, *first.parameters(), *second.parameters())]
+
+    session(f"gt: {{data_parallel: [0, 1], zero: {zero}, precision: {{compute: fp16, output: {output}}}}}")
+    for got, want in zip(gradients("remote"), gradients("cpu"), strict=True):
+        assert float((got - want).norm()) <= 1e-2 * float(want.norm()) + 1e-4, (got, want)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("row", [0, 7])
 def test_an_overflow_in_one_piece_leaves_out_the_step_on_all_workers(session, row, fused):
