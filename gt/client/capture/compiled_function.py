@@ -16,7 +16,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
@@ -87,6 +87,18 @@ _LEAF_TYPES = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str})  # 
 _flat_trees: dict[int, TreeSpec] = {}  # by number of arguments
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def compile(
+    fn: Callable[P, R], *, schedule: str | None = ..., backend: str | None = ..., recompute: bool | None = ...
+) -> CompiledFunction[P, R]: ...
+@overload
+def compile(
+    fn: None = None, *, schedule: str | None = ..., backend: str | None = ..., recompute: bool | None = ...
+) -> Callable[[Callable[P, R]], CompiledFunction[P, R]]: ...
 def compile(
     fn: Callable | None = None, *, schedule: str | None = None, backend: str | None = None, recompute: bool | None = None
 ) -> Any:
@@ -133,10 +145,10 @@ def _flat(args: tuple, kwargs: dict) -> tuple[list, TreeSpec]:
     return list(args), _flat_trees[count]
 
 
-class CompiledFunction:
+class CompiledFunction(Generic[P, R]):
     """The result of gt.compile: a callable that owns the captured programs of one function."""
 
-    def __init__(self, fn: Callable, schedule: str = "", backend: str = "", recompute: bool | None = None) -> None:
+    def __init__(self, fn: Callable[P, R], schedule: str = "", backend: str = "", recompute: bool | None = None) -> None:
         functools.update_wrapper(self, fn)
         self.fn, self.schedule, self.backend, self.recompute = fn, schedule, backend, recompute
         self._programs: list[CapturedProgram] = []  # most recently used first
@@ -160,7 +172,7 @@ class CompiledFunction:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         recorder = current_session.current()
         if recorder.tape is not None:  # inside another function's recording: its ops are part of that
             return self.fn(*args, **kwargs)
