@@ -19,7 +19,7 @@ from gt.wire.access.auth import Access
 from gt.wire.process_settings import collect_less, keep_freed, more_descriptors, take_turns
 from gt.wire.socket import PORT, port, written
 
-PAGE_PORT = 9471  # of the dashboard
+PAGE_PORT = 9471  # default port of the dashboard's page
 STOP_SECONDS = 5.0  # for a process beside the server to end
 
 
@@ -55,7 +55,7 @@ def limit(kind: type[int] | type[float]) -> Callable[[str], float]:
     def read(text: str) -> float:
         number = kind(text)
         if not 0 < number < 1 << 31:
-            raise argparse.ArgumentTypeError(f"{text} is no limit, want a number above 0")
+            raise argparse.ArgumentTypeError(f"got {text!r}, want a number above 0")
         return number
 
     return read

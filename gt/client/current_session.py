@@ -29,7 +29,7 @@ class Current:
     fresh: tuple[int, int] | None = None
 
 
-SETTINGS = ("schedule", "backend", "zero", "precision", "checkpointed", "offloads", "declares_modules")  # of the YAML
+SETTINGS = ("schedule", "backend", "zero", "precision", "checkpointed", "offloads", "declares_modules")  # set by the YAML
 _starting = threading.RLock()
 auto_start: Callable[[], None] | None = None  # set by gt.api
 on_clear: list[Callable[[], None]] = []  # caches that hold template numbers

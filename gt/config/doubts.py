@@ -8,9 +8,9 @@ import re
 from gt.config.match import stem
 from gt.config.schema import SUFFIX_AXIS, Config, Group
 
-MAX_DOUBTS = 8  # of a config
+MAX_DOUBTS = 8  # warnings about one config
 LONGEST = 16  # characters of a name's end that may be a misspelt suffix
-SIMILAR = 0.75  # of difflib: colpr, col_par and colpars are, rows and part are not
+SIMILAR = 0.75  # difflib's ratio: colpr, col_par and colpars are similar to colpar; rows and part are not
 _SEPARATORS = re.compile(r"[_\-. ]")
 
 

@@ -142,5 +142,5 @@ def _open(path: str) -> int:
     mode = os.fstat(fd).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)):
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is no file, pipe or terminal")
+        raise OSError(errno.EINVAL, "want a file, a pipe or a terminal")
     return fd

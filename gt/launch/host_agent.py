@@ -28,7 +28,7 @@ from gt.worker.process.rdma_devices import rdma_devices
 
 PINGS, BLOCK = 64, 1 << 20
 SECONDS = 5.0  # for a connection, and for each wait on it
-BULK_SECONDS, MAX_BULK_BYTES = 1.0, 1 << 30  # of a measurement of the rate
+BULK_SECONDS, MAX_BULK_BYTES = 1.0, 1 << 30  # limits of a measurement of the rate
 PACKAGES = ("torch", "numpy", "pyzmq", "nvshmem4py-cu12", "nvshmem4py-cu13")
 
 

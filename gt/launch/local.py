@@ -40,7 +40,7 @@ class Local:
     token: str
     workers: int
     gpus: int
-    job: bool  # of several processes or hosts
+    job: bool  # True in a job of several processes or hosts
     _process: subprocess.Popen = field(repr=False)
     _pid: int = field(default_factory=os.getpid, repr=False)
 

@@ -34,7 +34,7 @@ def unsupported(platform: str = sys.platform) -> str:
         return ""
     name = {"darwin": "macOS", "win32": "Windows"}.get(platform, platform)
     todo = "run it in a Linux container or virtual machine here, or by ssh on the server's host"
-    return f"this is {name}, and a program that uses GT needs Linux (eventfd, memfd): {todo}"
+    return f"this is {name}, and GT needs Linux (eventfd, memfd): {todo}"
 
 
 def gpus() -> list[str]:

@@ -2,7 +2,7 @@
 
 It forks the dispatcher, imports torch once, and forks the workers, which share the import. It restarts a worker that dies, and
 one that stays stopped once the dispatcher has given it up. It ends with the program: when its stdin ends, its parent changes,
-or on SIGTERM; the kernel continues it then if it is stopped (see __main__). It reports to the program in JSON lines on stdout.
+or on SIGTERM. If it is stopped then, the kernel continues it (see __main__). It reports to the program in JSON lines on stdout.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Supervisor:
         self._dispatcher = 0
         self._workers: dict[int, int] = {}  # pid -> number
         self._vigils: dict[int, Vigil] = {}  # by pid
-        self._next_poll = 0.0  # of them
+        self._next_poll = 0.0  # time of the next look at them
         self._words: dict[int, deque[str]] = {}
         self._again: dict[int, deque[float]] = {}  # number -> times of its restarts
         self._start: Callable[[int], None] = lambda number: None
         self._ready = self._stopping = self._silent = self._terminated = False
         self._port = 0  # once the dispatcher has reported it
-        self._status = b""  # of the dispatcher: an incomplete line
+        self._status = b""  # the dispatcher's output up to now: an incomplete line
         self._total = order.get("total") or order["workers"]
         self._hosts: dict[int, RemoteHost] = {}  # by pid of ssh
         self._patient = bool(order.get("patient"))

@@ -62,10 +62,11 @@ DEFAULT_TIMEOUTS = LinkTimeouts()
 class Dealer:
     """A link to the dispatcher. Callbacks must not wait for messages of the link.
 
-    on_message(message, frames) is called for each message. on_turn() is called in each turn, every 10 ms at the latest; it may
-    call send. on_lost(reason) is called once, when the dispatcher dies, is not reached within `timeouts.connect`, or is stopped
-    for `timeouts.heartbeat`. Where its process cannot be seen, silence for several times that counts. It is not called after
-    close() or a Reject.
+    on_message(message, frames): called for each message.
+    on_turn(): called in each turn, every 10 ms at the latest; it may call send.
+    on_lost(reason): called once, when the dispatcher dies, is not reached within `timeouts.connect`, or is stopped for
+        `timeouts.heartbeat`. If its process cannot be seen, several times that of silence count. Not called after close() or a
+        Reject.
 
     A turn is one round of work at the socket: receive, call back, send. The link has a thread that takes turns. A thread that
     sends (`push`) or waits (`lead`) takes turns itself, which saves waking one thread to wake another. Meanwhile the link's
@@ -104,7 +105,7 @@ class Dealer:
         self._fault: Exception | None = None  # error of a turn in another thread
         self._sock: zmq.Socket | None = None  # once connected, until closed
         self._vigil: Vigil | None = None  # once the dispatcher has named its process
-        self._next_poll = 0.0  # of it
+        self._next_poll = 0.0  # time of the next look at it
         self._thread = threading.Thread(target=self._main, name="gt-link", daemon=True)
         _open_dealers.add(id(self))
         self._thread.start()
@@ -303,7 +304,7 @@ class Dealer:
     def _arrive(self, context: zmq.Context) -> str:
         """Wait for a connection, or close(); the reason if there will be none, else "". Nothing is sent before.
 
-        A server sends no Reject to a peer without a key, so a refusal is passed on as a Reject from here, and ends the link.
+        A server sends no Reject to a peer without a key. So this end turns a refusal into a Reject, which ends the link.
         """
         deadline = math.inf if self._wait is None else time.monotonic() + self._wait
         approach = self._approach

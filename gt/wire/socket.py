@@ -2,8 +2,8 @@
 
 `Dealer` is a client's or worker's end, with an I/O thread of its own. `Router` is the dispatcher's end, polled by its loop.
 Both see the end of a killed peer at once, through the socket's monitor. On one host the kernel shows that a peer is stopped
-(liveness.py). On other hosts ZMTP heartbeats show it. libzmq's threads send these beside Python, but may be delayed on a loaded
-machine, so their limit is much longer.
+(liveness.py). On other hosts ZMTP heartbeats show it. libzmq's threads send these, which a loaded machine may delay, so their
+limit is much longer.
 """
 
 from __future__ import annotations

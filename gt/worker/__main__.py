@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None, own: bool = False) -> int:
     parser.add_argument("--memory-limit", default="", help="most memory of the worker, as 4GiB; default: GT_MEMORY_LIMIT")
     library = "import this module, and execute the ops that it registers with torch; again for more; default: GT_LIBRARIES"
     parser.add_argument("--library", action="append", dest="libraries", metavar="MODULE", help=library)
-    parser.add_argument("--signals", type=int, help=argparse.SUPPRESS)  # of a process that has executed itself anew
+    parser.add_argument("--signals", type=int, help=argparse.SUPPRESS)  # to restore after the process has executed itself anew
     args = parser.parse_args(argv)
     if args.signals is not None and (number := told_to_end(args.signals)):
         return 128 + number

@@ -73,8 +73,8 @@ class ExecutionContext:
     downloads: Downloads
     arenas: WorkerArenas
     budget: Budget = field(default_factory=Budget)
-    epoch: int = 0  # of the Run under way, see uploads.UploadBuffers
-    base: int = 0  # of the Run under way: ops are numbered from it
+    epoch: int = 0  # epoch of the Run under way, see uploads.UploadBuffers
+    base: int = 0  # op number from which the Run under way counts
     collectives: Counter[str] = field(default_factory=Counter)
 
     @cached_property

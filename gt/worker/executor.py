@@ -37,7 +37,7 @@ from gt.worker.program.runner import BoundDefinition, ProgramRunner
 from gt.worker.uploads import UploadBuffers
 
 Send = Callable[..., None]  # (message, frames=())
-PAUSED = -1  # of a session: it is not known yet from which seq on nothing is begun
+PAUSED = -1  # in place of a seq: the session is interrupted, and the seq from which nothing begins is not known yet
 WAITING = ("compile", "load", "device")  # kinds by `where` of a thread that may wait for the device
 
 

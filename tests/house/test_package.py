@@ -153,7 +153,7 @@ def test_a_wrong_name_gets_near_ones(name: str, says: str) -> None:
 
 def test_a_file_that_is_no_config_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(ConfigError, match=r"weights\.bin: cannot be read \(it is no text in UTF-8\)"):
+    with pytest.raises(ConfigError, match=r"weights\.bin: cannot be read \(it is not text in UTF-8\)"):
         files.read(str(tmp_path / "weights.bin"))
     with pytest.raises(ConfigError, match=r"nothing\.yaml: cannot be read \(No such file"):
         files.read(str(tmp_path / "nothing.yaml"))
@@ -219,7 +219,8 @@ def test_a_checker_sees_the_types_of_public_names(tmp_path: Path) -> None:
     ]
     (tmp_path / "user.py").write_text("\n".join(lines) + "\n")
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "pyproject.toml"]
-    command += ["--cache-dir", str(tmp_path / "cache"), "--no-error-summary", "--follow-imports", "silent", str(tmp_path / "user.py")]
+    command += ["--no-error-summary", "--follow-imports", "silent", "--cache-dir", str(tmp_path / "cache")]
+    command.append(str(tmp_path / "user.py"))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(100))
     said = {int(line.split(":")[1]): line for line in done.stdout.splitlines()}
     config = "config: str | typing.Mapping[str, Any] | None ="

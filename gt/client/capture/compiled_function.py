@@ -1,9 +1,9 @@
 """`gt.compile`: records calls of a function until two agree, and replays them from then on as one message.
 
 Python does not run in a replay. Everything that could change the outcome of a call is therefore a guard (state_walk.py).
-A side effect beside tensors and a read of a value prevent a program. Then Python runs at each call, and runs of its ops are
-programs (fragment_tape.py). Python cannot be resumed in the middle of a function, so this is how a step is cut at a read
-without rewriting its bytecode; matched ops need no guards. It costs the issue of ops, which one program saves.
+A side effect outside of tensors, or a read of a value, prevents a program. Then Python runs at each call, and the ops between
+two reads are programs (fragment_tape.py). Python cannot resume in the middle of a function, so this cuts a step at a read
+without rewriting bytecode. Such ops need no guards, since they are matched; but each call issues all of them again.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ MAX_EAGER_CALLS = 64  # calls that run eagerly before the next recording; the nu
 MAX_REASONS = 20  # that explain() shows of one function
 MAX_WARNINGS_PER_FUNCTION = 100
 _numbers, _slots = itertools.count(1), itertools.count(1)
-_LEAF_TYPES = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str})  # of arguments that are leaves of a tree
+_LEAF_TYPES = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str})  # types of arguments that are leaves of a tree
 _flat_trees: dict[int, TreeSpec] = {}  # by number of arguments
 
 
@@ -165,9 +165,9 @@ class CompiledFunction(Generic[P, R]):
         UploadedValues.wanted = True
         self._recorded = False  # whether a call has been
         self._draws_on_host = False  # whether a call has drawn random numbers on the CPU
-        self._drawn: HostDraws | None = None  # of the last call, if that uploads what it draws
+        self._drawn: HostDraws | None = None  # the last call's draws, if it uploads them
         self._fragment_calls = 0
-        self._cuts: Counter[tuple[str, str]] = Counter()  # of these calls
+        self._cuts: Counter[tuple[str, str]] = Counter()  # (where a run of ops ended, why) -> how often, in these calls
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)

@@ -32,7 +32,7 @@ from gt.ir.layout import Boxes
 from gt.ir.spec import DTYPES
 from gt.wire.arena import place
 
-MAX_JSON_BYTES = 256 << 20  # of a manifest or an index
+MAX_JSON_BYTES = 256 << 20  # largest manifest or index
 MAX_READS = 100  # tries to read a checkpoint that others replace meanwhile
 _INDEX = ".safetensors.index.json"
 _DTYPES = {name: getattr(torch, name) for name in safetensors_format.NAMES}
@@ -42,10 +42,10 @@ _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 def load(path: str | os.PathLike, into: Any = None, *, device: str | None = None, strict: bool = True) -> Any:
     """The state of a checkpoint: a folder of gt.save, a folder of transformers, or one safetensors file.
 
-    Tensors that were remote when they were saved are remote again, in whatever layout their first use gives them; those of
-    others' files are remote too.
+    Tensors that were remote when they were saved are remote again, and so are those of other libraries' files. Their first use
+    decides their layout.
 
-    into: modules and optimizers, or dicts and lists of these and of tensors, which get the values of the same names; parameters
+    into: modules and optimizers, or dicts and lists of these and of tensors. They get the values of the same names. Parameters
         on the meta device become remote ones. The whole state is returned as well.
     strict: False leaves alone what only `into` or only the checkpoint has; tensors of both must have one shape all the same.
     device: "cpu" reads all tensors into this process, without workers; "remote" makes all remote.
@@ -143,7 +143,7 @@ class _Files:
     def __init__(self, opened: contextlib.ExitStack, device: str | None, tick: progress.Tick) -> None:
         self._opened, self._device, self._tick = opened, device, tick
         self.remote: list[RemoteTensor] = []  # tensors that were made
-        self._sources: dict[int, tuple[LoadedFile, FileEntry, torch.dtype]] = {}  # of these, by id
+        self._sources: dict[int, tuple[LoadedFile, FileEntry, torch.dtype]] = {}  # by id of a loaded tensor
         self._copied = 0  # bytes of unread tensors since ended ones were freed
         self._files: dict[Path, tuple[LoadedFile, dict[str, FileEntry], dict[str, str]]] = {}
 
@@ -227,7 +227,7 @@ def _read(where: Path, files: _Files) -> Any:
             f"{where} has {pickled}, a pickle, which can run code: GT reads safetensors only; convert it first"
         )
     found = f"{len(indices)} indices" if indices else "no safetensors file"
-    raise CheckpointError(f"{where} is no checkpoint: it has {found}, want {MANIFEST}, model.safetensors or one *{_INDEX}")
+    raise CheckpointError(f"{where} is not a checkpoint: it has {found}, want {MANIFEST}, model.safetensors or one *{_INDEX}")
 
 
 def _read_flat(places: dict[str, Path], files: _Files) -> dict[str, torch.Tensor]:
@@ -248,9 +248,9 @@ def _json(path: Path) -> Any:
         try:
             made = json.loads(file.read().decode())
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is no JSON, or was cut: {error!s:.200}") from None
+            raise CheckpointError(f"{path} is not JSON, or was cut short: {error!s:.200}") from None
     if not isinstance(made, dict):
-        raise CheckpointError(f"{path} is no JSON object")
+        raise CheckpointError(f"{path} is not a JSON object")
     return made
 
 
@@ -291,7 +291,7 @@ def _read_own(where: Path, files: _Files) -> Any:
     path = where / MANIFEST
     made = _json(path)
     if made.get("format") != "gt":
-        raise CheckpointError(f"{path} is no manifest of gt.save")
+        raise CheckpointError(f"{path} is not a manifest of gt.save")
     if made.get("version") != saving.VERSION:
         raise CheckpointError(f"{path} has version {made.get('version')!r:.40}, this GT reads version {saving.VERSION}")
     try:

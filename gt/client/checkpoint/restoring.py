@@ -15,7 +15,7 @@ from gt.client.device.remote_tensor import Shown
 from gt.errors import CheckpointError, GTError
 
 MAX_SHOWN = 8  # differences in an error
-PART_BYTES = 32 << 20  # of a module's tensors that are read at once, unless
+PART_BYTES = 32 << 20  # bytes of a module's tensors that are read at once, unless
 MAX_PARTS = 64  # parts have less than this share
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta"})
 

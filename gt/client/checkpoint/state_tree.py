@@ -81,7 +81,7 @@ def _plain(thing: Any) -> Any:
 def _encode_mapping(thing: Mapping, put: Put, path: Path) -> dict:
     rows = [[encode(key, put, path), encode(value, put, (*path, key))] for key, value in thing.items()]
     if any(isinstance(key, (dict, list)) and set(key) != {"tuple"} and set(key) != {"float"} for key, _ in rows):
-        raise CheckpointError(f"{show(path)} has a key that is no text, number or tuple of such")
+        raise CheckpointError(f"{show(path)} has a key that is not supported: want text, a number, or a tuple of these")
     metadata = getattr(thing, "_metadata", None)  # versions of modules, in torch's state dicts
     if metadata is not None:
         return {"ordered": rows, "metadata": encode(metadata, put, path)}

@@ -9,7 +9,7 @@ from gt.ir.spec import DIMS, DTYPES, Spec, row_major_stride
 
 _table: dict[tuple, Meta] = {}
 
-LARGE_BYTES = 16 << 20  # of a result: the op that makes it takes longer than a message that frees others first
+LARGE_BYTES = 16 << 20  # results from this size on take longer to make than a message takes that frees others first
 
 
 class Meta:

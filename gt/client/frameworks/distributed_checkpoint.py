@@ -71,7 +71,7 @@ def _problems(reader: Any, plan: Any, check: Check) -> list[str]:
         path = os.path.join(reader.path, name)
         try:
             found += check(reader, path, items)
-        except Exception as error:  # of any type, by what the file has in place of what was saved
+        except Exception as error:  # of any type: it depends on what the file has in place of the saved data
             found.append(f"{path}: {str(error) or type(error).__name__:.200}")
     return found
 

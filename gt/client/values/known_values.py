@@ -1,8 +1,9 @@
 """Values of small integer tensors that constants and uploads alone decide: a program reads them without a wait.
 
 The recorder's batches are kept as they are, and followed once the program reads an integer: recording an op costs nothing here.
-What is followed is a graph of rows between cells. A row is evaluated on this CPU when a read needs it, in the order of the
-program for each memory, so writes through views are as on a worker. An op that is not evaluated makes what it writes unknown.
+What is followed is a graph of rows between cells. A row is evaluated on this CPU when a read needs it. Rows on one memory are
+evaluated in the order of the program, so writes through views are as on a worker. An op that is not evaluated makes what it
+writes unknown.
 
 A value is what the ops say. If a worker fails at one of them, the next read that waits raises that error.
 """
@@ -101,7 +102,7 @@ class KnownValues:
     _rows: list[Row] = field(default_factory=list)
     _foldings: dict[int, tuple[int, Folding | None]] = field(default_factory=dict)  # template -> numbers of its rows
     _added: int = 0  # bytes since _rows and _cells were bounded
-    _interrupts: int = 0  # of the session, seen
+    _interrupts: int = 0  # interrupts of the session that were seen
 
     # ---- called while ops are recorded
 

@@ -214,7 +214,7 @@ class Exclusive:
         self.leases: list[Lease] = []
         self.renewing: set[bytes] = set()  # their messages mean nothing any more
         self._of: dict[bytes, Lease] = {}
-        self._peers: dict[bytes, WorkerSlot] = {}  # of processes that are connected, those too that are to start afresh
+        self._peers: dict[bytes, WorkerSlot] = {}  # by connected process, those too that are about to restart
 
     def of(self, peer: bytes) -> Lease | None:
         return self._of.get(peer)
@@ -232,7 +232,7 @@ class Exclusive:
             slot = self.slots[name] = WorkerSlot(name)
         elif slot.state in (FREE, LENT):
             raise taken(slot.name)
-        self._part(slot)  # of a process before it, whose end is not known yet
+        self._part(slot)  # end the process before it, whose end is not known yet
         slot.peer, slot.info, slot.state = peer, {**info, "name": slot.name}, FREE if slot.lease is None else LENT
         self._peers[peer] = slot
         if slot.lease is not None:

@@ -1,8 +1,8 @@
 """Ways between workers, chosen from facts: their hosts, the links of these, and links that have failed. Pure functions.
 
-Workers of one host share memory. Others connect by TCP over the fastest subnet that both hosts have; where they have none, over
-routers, if the routes of each host lead to the other. Else hosts between relay: the fewest that lead there, and of several the
-fastest.
+Workers of one host share memory. Others connect by TCP over the fastest subnet that both hosts have. Without a common subnet
+they connect over routers, if the routes of each host lead to the other. Else hosts between them relay: as few as possible, and
+of equally short ways the fastest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from itertools import islice, pairwise, permutations
 from typing import Any, Literal, NamedTuple
 
-MAX_ORDERED_HOSTS = 7  # of which an order along their links is looked for
+MAX_ORDERED_HOSTS = 7  # hosts for which an order along their links is searched
 MAX_ATTEMPTS = 8  # pairs of addresses by which two hosts try to connect: each that fails may take seconds
 Failure = tuple[str, str, str, str]  # two hosts in order, and the addresses between which no connection was made, or it broke
 
@@ -149,8 +149,8 @@ def candidates(one: Host, other: Host) -> Iterator[tuple[Link, Link]]:
 def _pairs(one: Host, other: Host) -> Iterator[tuple[Link, Link]]:
     """First those of a subnet that both have, the fastest first, then those that routers join.
 
-    Where both hosts have the same address, as docker gives it to its bridge on each, the subnet is most likely two of one
-    number, and comes last.
+    Both hosts may have the same address: docker gives it to its bridge on every host. Then the subnet is most likely two
+    separate networks of one number, and comes last.
     """
     pairs = [(a, b) for a in one.links for b in other.links if a.address != b.address or one.scope == other.scope]
     twice = {a.address for a in one.links} & {b.address for b in other.links} if one.scope != other.scope else set()

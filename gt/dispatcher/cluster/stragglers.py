@@ -41,7 +41,7 @@ SLOW_SECONDS = (
     600.0,
 )  # seconds at one instruction after which a program is told, then every 600
 QUIET_SECONDS = 60.0  # in which a program is not told again that it has come to a slow instruction at one line
-HALTED = 0.5  # of a heartbeat: a process that is stopped for a moment is looked at by a debugger
+HALTED = 0.5  # heartbeats for which a process may be stopped: a debugger or profiler stops it for a moment
 NAMED = 4  # workers that one message names, at most
 REMEMBERED = 64  # slow lines of a program
 DOING = {COMPILE: "compiling", LOAD: "loading kernels for", DEVICE: "waiting for its GPU, at"}

@@ -39,7 +39,7 @@ class Reserve:
         self._seen: dict[int, float] = {}
         self._place = self._room = 0
         self._counted = 0  # strangers of this round so far
-        self._strangers = 0  # of the last whole round: connections that may be ended for newcomers
+        self._strangers = 0  # connections that may be ended for newcomers, counted in the last whole round
         self.short = False
         self._keep(KEPT)
 

@@ -37,7 +37,7 @@ class Decompose:
     def __init__(self, context: SessionContext, redistributor: Redistributor, planner: OpPlanner) -> None:
         self._context, self._redistributor, self._planner = context, redistributor, planner
         self._emitter, self._table = context.emitter, context.table
-        self._tables: dict[tuple, Layout] = {}  # of that shape, where one was last looked up on that mesh
+        self._tables: dict[tuple, Layout] = {}  # (shape, mesh) -> layout that was looked up last
 
     def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], outs: list[int], values: tuple, mesh: Mesh) -> bool:
         """Carry an op out as several ops, if that is how it is done where its inputs lie so."""

@@ -58,15 +58,15 @@ class OpStream:
         self.definitions = Definitions(context)
         self._work: Iterator[None] | None = None
         self._asked = False  # a fetch follows within the same event
-        self.interrupted = -1  # the last batch of those of which workers begin nothing more
-        self._pausing: set[int] = set()  # workers that have not said yet how far they are
-        self._questions: Counter[int] = Counter()  # that each worker has still to answer, of interrupts that have ended too
-        self._begun = -1  # the last op that one of the others has begun
-        self.stale: list[tuple[Sequence[int], int]] = []  # workers and id of copies that an interrupt may have prevented
-        self.ops = 0  # planned
-        self._next_look = 0  # at all tensors, once so many ops are planned
+        self.interrupted = -1  # last batch of an interrupt: workers begin nothing more up to it
+        self._pausing: set[int] = set()  # workers that have not answered yet how far they have come
+        self._questions: Counter[int] = Counter()  # by worker: unanswered questions, also those of interrupts that are over
+        self._begun = -1  # largest op number that an answering worker has begun
+        self.stale: list[tuple[Sequence[int], int]] = []  # (workers, id) of copies that an interrupt may have prevented
+        self.ops = 0  # number of ops planned
+        self._next_look = 0  # op count at which all tensors are looked at again
         self.in_thread = False  # work of this session goes on in a thread
-        self.told_stuck = False  # the client knows that workers are, since batches were last acknowledged
+        self.told_stuck = False  # the client was told that workers are stuck, since batches were last acknowledged
 
     @property
     def long(self) -> bool:
@@ -300,7 +300,7 @@ class OpStream:
                 ins = [rows[i] for i in code[first:second]]
                 at = queue.position = third + known.results
             except (IndexError, KeyError, TypeError) as error:
-                raise ProtocolError(f"Ops.code at {at} names what this session does not have: {error!r}") from error
+                raise ProtocolError(f"Ops.code at {at} names an id that this session does not have: {error!r}") from error
             if at > end:
                 raise ProtocolError(f"Ops.code ends within an op, at {end}")
             if [t.spec for t in ins] != known.specs:
@@ -380,7 +380,7 @@ class OpStream:
         if number == DROP and at + 2 <= len(code):
             programs.drop(code[at + 1])
             return at + 2
-        raise ProtocolError(f"Ops.code has {number!r:.40} at {at}, which is no template and no control code")
+        raise ProtocolError(f"Ops.code has {number!r:.40} at {at}, want a template or a control code")
 
 
 def _check_operands(known: OpSchema, ins: Sequence[Tensor]) -> None:

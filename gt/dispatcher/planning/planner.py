@@ -122,7 +122,7 @@ class Planner:
             self._decompose.mean_of_rows(known, origin, ins, values, outs)
             return
         if plan is not None and plan.wants + plan.outs and lost_in(self._cluster, (plan.wants + plan.outs)[0].mesh):
-            plan = None  # of unplaced tensors, which may now go elsewhere
+            plan = None  # a plan for unplaced tensors is void: they may be placed elsewhere now
         if plan is None or (origin.meaning is not None and any(t.movable for t in ins)):
             mesh = self._mesh(known, origin, ins)
             if lost_in(self._cluster, mesh):

@@ -42,6 +42,7 @@ class Redistributor:
         assert tensor.layout is not None
         if tensor.layout == want:
             return tensor.id
+        # A copy is valid for one version of its storage. A write makes it stale, and the next use in that layout replaces it.
         kept = (tensor.copies or {}).get(want)
         if kept and kept[0] == tensor.storage.version:
             return kept[1]
@@ -132,6 +133,7 @@ class Redistributor:
                 self._steps.clear()
             cluster, steps = self._cluster, []
             now = have
+            # A transfer lands on the other mesh without partial placements, which `on_mesh` then makes there.
             if have.mesh != want.mesh:
                 landing = Layout(want.mesh, tuple(R if isinstance(p, Partial) else p for p in want.placements))
                 name = self._context.groups.transfer(have.mesh, want.mesh)
@@ -167,6 +169,7 @@ class Redistributor:
                 if not worker.lost:
                     emitter.write(worker, define, ids)
             name = root.layout.mesh.axes[axis][0]
+            # The root is reduced in place, so every view of it has the sum too: only their layouts change.
             for tensor in storage.tensors.values():
                 assert tensor.layout is not None
                 self._context.lay(tensor, tensor.layout.with_placement(axis, R))
@@ -232,6 +235,8 @@ class Redistributor:
             self.reduce_partial(storage)
         if root.layout == want:
             return
+        # The root keeps its id: it is converted under a new one, and the old id then names the result. Workers that are on the
+        # old mesh alone forget all ids.
         old = root.layout
         self._note_move(storage, stays=set(old.mesh.workers) <= set(want.mesh.workers))
         result = self.convert(root.id, root, old, want)
@@ -249,6 +254,7 @@ class Redistributor:
         else:
             self._restride(made, root, want)
         self._context.lay(root, want)
+        # In order of ids a base comes before its views, so each view is made on a base that is already in place.
         for view in sorted(storage.tensors.values(), key=lambda t: t.id):
             if view.base is not None:
                 self._remake(view)
@@ -351,6 +357,8 @@ class Redistributor:
             if tensor.copies or tensor.sums:
                 self.drop_copies(tensor)
             tensor.released = True
+            # A released base lives as long as a view of it does, which may have to be made again on it; then it goes, and
+            # perhaps its own base.
             while tensor is not None and tensor.released and not tensor.children:
                 if tensor.layout is not None:
                     gone.setdefault(tensor.layout.mesh, []).append(tensor.id)

@@ -14,7 +14,7 @@ from typing import Any
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.ir.instr import FREE, LENGTHS, PARAM
 
-MAX_NUMBERS = 1 << 13  # of a fragment; clients send some 1,500
+MAX_NUMBERS = 1 << 13  # numbers in a fragment's code; clients send some 1,500
 Getter = Callable[[list], tuple]
 
 

@@ -1,7 +1,7 @@
 """Programs: the instructions of a captured step, recorded once and replayed with one instruction for each worker.
 
-A recording keeps every instruction that is sent. Sealing runs the passes over it and makes one stream a worker of it: dead
-values are freed at their last use, other frees are left out, and loop-carried tensors are aliases of the call's results.
+A recording keeps every instruction that is sent. Sealing runs the passes over it and writes one stream for each worker. There
+dead values are freed at their last use, and other frees are left out. Loop-carried tensors are aliases of the call's results.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Program:
     makes: list[Storage]
     constants: list[tuple[list[int], int]]
     size: int
-    numbers: dict[int, list[int]] = field(init=False)  # of its definitions
+    numbers: dict[int, list[int]] = field(init=False)  # numbers of its definitions, by worker
     host_copies: LaunchedCopies
     count: LaunchCount = field(default_factory=LaunchCount)
     compared: int = -1
@@ -98,12 +98,13 @@ class Programs:
         self._failures, self._journal = context.failures, context.journal
         self.deferred = DeferredRuns(context, outbox, self)
         self.all: dict[int, Program] = {}
-        self.order: dict = {}  # of the program that was launched last, and its definitions by worker
+        self.order: dict = {}  # schedule report of the program launched last, and its definitions by worker
         self.newest: dict[int, list[int]] = {}
-        self.times: dict[int, float] = {}  # of its definitions: the least seconds that one took while something was recorded
-        self.launches = self.kept = 0  # replays, and instructions of all programs
-        self.sealed = -1  # number of what follows the newest program: what precedes it may make constants of one
-        self._hints: dict[int, list[tuple[int, Layout | None]]] = {}  # slot -> dims of its inputs, how they came to lie
+        self.times: dict[int, float] = {}  # definition number -> fewest seconds that it took while something was recorded
+        self.launches = self.kept = 0  # number of replays; instructions held by all programs
+        self.sealed = -1  # op number behind the newest program: ops before it may have made constants of a program
+        # slot -> number of dims of each input, and the layout that its last call gave it
+        self._hints: dict[int, list[tuple[int, Layout | None]]] = {}
 
     @property
     def holds(self) -> bool:
@@ -311,7 +312,10 @@ class Programs:
             most = MAX_INSTRUCTIONS_PER_SESSION
             return f"it has too many instructions: {tape.size}, and {most - tape.room} of at most {most} are in other programs"
         if tape.late:
-            return "it defers an op on a tensor that is not placed yet"
+            return (
+                "an op on a tensor that is not placed yet was deferred, and a replay would leave it out: use the tensor before "
+                "the call"
+            )
         if not tape.journal:
             return "the function did no op"
         if harm := self._failures.harm(tape.journal):

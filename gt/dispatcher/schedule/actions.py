@@ -51,8 +51,8 @@ def _action(token: str, line: int, place: int) -> Action:
     match = ACTION.fullmatch(token)
     if match is None:
         raise ConfigError(
-            f"line {line}, action {place}: {token!r} is no action; want stage, one of {' '.join(EACH)} and micro-batch, "
-            f"as 0F0, or stage and one of {' '.join(ONCE)}, as 0R"
+            f"line {line}, action {place}: {token!r} is not an action; want a stage, one of {' '.join(EACH)} and a "
+            f"micro-batch, as 0F0, or a stage and one of {' '.join(ONCE)}, as 0R"
         )
     stage, kind, micro, once = match.groups()
     return Action(int(stage), once) if once else Action(int(stage), kind, int(micro))

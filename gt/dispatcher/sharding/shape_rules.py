@@ -1,7 +1,7 @@
 """Shape checks before sharding rules: shapes of operands, sizes and results have to agree as in torch.
 
-A client's template may claim any shapes. Where they do not agree, the op gets a name without a rule: its inputs are gathered,
-and it fails on its worker with torch's error.
+A client's template may claim any shapes. If they do not agree, the op is planned under a name that has no rule. Its inputs are
+then gathered, and it fails on its worker with torch's error.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from gt.ir.template import Const, Out, Template
 HALF = ("float16", "bfloat16")
 NO_LABEL = -(1 << 31) + 2  # replaces a label in another worker's piece
 BEYOND_LABELS = (1 << 31) - 1  # larger than every label
-SUMS = "sums of rows"  # of a gradient: a second output of nll_loss_backward, which saves the softmax backward a reduction
+SUMS = "sums of rows"  # name of nll_loss_backward's second output: a gradient's row sums save the softmax backward a reduction
 Starts = Sequence[Sequence[Place]]
 
 

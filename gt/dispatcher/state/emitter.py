@@ -34,7 +34,7 @@ class Emitter:
 
     def __init__(self, cluster: Cluster, session: int, page: list[str] | None = None) -> None:
         self.cluster = cluster
-        self.origin = NO_ORIGIN  # of the op being planned
+        self.origin = NO_ORIGIN  # origin of the op being planned
         self.scribe: Scribe | None = None
         self.number, self.offset = session, session << BASE_BITS
         self.write_log(page)

@@ -1,7 +1,7 @@
 """The lines of the instruction log that come with every op, so fast that logging costs little.
 
-Two ops that differ in numbers only have lines that differ in numbers only: each kind is formatted once, by journal.text, with
-holes for the numbers.
+Ops that differ only in numbers have lines that differ only in numbers. So each kind of op is formatted once, by journal.text,
+with holes for the numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gt.dispatcher.state.records import OpPlan, Origin
 from gt.ir.text import PlanLine
 
 MAX_RECEIVED_FORMS = 1 << 14  # kinds of RECV line that are kept
-MAX_ORIGINS_PER_PLAN = 64  # of one plan, whose lines are kept
+MAX_ORIGINS_PER_PLAN = 64  # origins for which one plan's lines are cached
 SHOWN = 64  # operands of an op: a list op may have thousands, and a line for each output
 # What stands for a tensor's number, and for the op's in its column. No name has them, for they cannot be UTF-8.
 _HOLE: Any = "\ud800"

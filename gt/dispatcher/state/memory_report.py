@@ -18,7 +18,7 @@ from gt.ir.text import size
 
 IDS = 8  # tensors that share memory, of those that are named
 MAX_HOLDERS = 1 << 13
-LINES = 5  # of the program, those that hold most
+LINES = 5  # lines of the program in a report: those that hold most
 COUNTS = ("limit", "session_limit", "used", "session", "others")
 
 

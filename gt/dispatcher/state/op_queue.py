@@ -37,7 +37,7 @@ class OpQueue:
     def __init__(self) -> None:
         self.coming: deque[QueuedBatch] = deque()
         self.pending: deque[Batch] = deque()
-        self.frames: tuple = ()  # of the batch that is being planned
+        self.frames: tuple = ()  # frames of the batch that is being planned
         self.position = 0  # behind the op that is being planned
         self.final = False  # nothing follows that a decision could wait for
         self.due = 0  # where in the stream the clock is looked at next; 0: after this op, which takes long

@@ -39,7 +39,7 @@ class Approach:
         self.monitor: zmq.Socket | None = None
         self.descriptor = -1
         self.pause = SHORTEST
-        self._key: Credentials | None = None  # of the last attempt
+        self._key: Credentials | None = None  # credentials of the last attempt
         self._denied = self._broken = 0  # how many attempts in a row ended so, with the same key
         self._warned = ""
 
@@ -96,7 +96,7 @@ class Approach:
         if spoken not in (PLAIN, CURVE, NULL):
             return f"what listens at {self.address} is not a gt server: check the port"
         if self._key is None:
-            return f"what listens at {self.address} is no server of this user: set GT_TOKEN to its token, or {start} elsewhere"
+            return f"the server at {self.address} is of another user: set GT_TOKEN to its token, or {start} elsewhere"
         if spoken == self._key.mechanism:
             return f"the server at {self.address} ends each connection {tried}: it has too many, or its `ulimit -n` is too low"
         return f"the server at {self.address} did not let this process in {tried}: {self._misfit(spoken)}"

@@ -42,7 +42,7 @@ class CompiledSegment(Protocol):
     """A segment as compiled code, called with its inputs for its outputs. Misfit for other inputs, else its ops' errors."""
 
     key: Hashable  # equal for equal code
-    specs: Sequence[Spec]  # of its outputs
+    specs: Sequence[Spec]  # dtypes and shapes of its outputs
     seconds: CompilationSeconds
 
     @property
@@ -338,7 +338,7 @@ class Engine(Moves, Protocol):
     """
 
     name: str
-    kind: str  # of its device, by torch's name: cpu, cuda
+    kind: str  # torch's name of its device type: cpu, cuda
 
     @property
     def direct(self) -> Direct | None:

@@ -97,7 +97,7 @@ class Source:
         parts = [text(arg) for arg in from_wire(list(self.payload["args"]))]
         for key, value in self.payload["kwargs"].items():
             if not key.isidentifier() or iskeyword(key):
-                raise ValueError(f"{key!r} is no argument name")
+                raise ValueError(f"{key!r} is not an argument name")
             parts.append(f"{key}={text(from_wire(value))}")
         if getattr(self.op, "draws", False):  # GT's own: seed and counter come last
             parts += [f"seed={values[-2]}", f"counter={values[-1]}"]

@@ -22,7 +22,7 @@ log = logging.getLogger("gt.worker")
 ALIGNED_BYTES = 4096  # bytes: a multiple of the blocks of every disk
 THREADS = 4  # of one file
 CHUNK_BYTES = 8 << 20  # of one read or write
-MAX_WAITING_BYTES = 256 << 20  # of buffers that are being written
+MAX_WAITING_BYTES = 256 << 20  # bytes of buffers that are being written
 
 
 class DiskFull(OSError):

@@ -20,7 +20,7 @@ from gt.worker.plane.collectives import DIRECT_BYTES, Adder
 from gt.worker.plane.team import Team
 
 Failures = list[tuple[int, Exception]]  # the number of a collective in its batch, and why it failed
-Errors = list[Exception | None]  # of each collective of a group, in order
+Errors = list[Exception | None]  # one for each collective of a group, in order
 
 
 class QueuedCollective(NamedTuple):

@@ -24,7 +24,7 @@ from gt.worker.plane.batch import Failures, QueuedCollective, run_batch, unused
 from gt.worker.plane.heap import OwnHeap, PeerHeap, full_fence
 from gt.worker.plane.team import Team
 
-POLLS = 10  # of a flag before sleeping; each lets other threads run first
+POLLS = 10  # looks at a flag before sleeping; each lets other threads run first
 
 Row = tuple[int, str, int, str, int, int, str, str, int]  # index, name, pid, host, heap_fd, heap_bytes, doorbell, home, port
 
@@ -96,7 +96,7 @@ class ShmPlane(Plane):
         self._fence = full_fence()
         self._lock = threading.Lock()  # peers and closing; never held while waiting
         self._peers: dict[int, Peer] = {}
-        self._version = 0  # of _peers
+        self._version = 0  # version of the world in _peers
         self._left: list[Peer] = []  # out of the world, their heaps still mapped
         self._own: OwnHeap | None = None
         self._out: dict[tuple[int, int], Side] = {}

@@ -24,7 +24,7 @@ MAX_NAMED_TENSORS = 256  # those with most bytes
 # Texts of errors for want of memory that have no class of their own: torch's, C++'s, oneDNN's
 OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "out of memory", "bad_alloc", "bad allocation", "could not create a memory")
 
-Storage = Callable[[Any], tuple[int, int]]  # of a tensor: address and bytes of its memory
+Storage = Callable[[Any], tuple[int, int]]  # gives address and bytes of a tensor's memory
 
 
 def kind(error: Exception) -> str:

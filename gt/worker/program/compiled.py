@@ -33,7 +33,7 @@ from gt.worker.program.peak import segments_at_peak
 from gt.worker.program.program import Actions
 from gt.worker.program.runner import ProgramRunner
 
-MAX_COMPILATIONS = 3  # of one segment, since the layout of its inputs may change from replay to replay
+MAX_COMPILATIONS = 3  # times that one segment is compiled: the layout of its inputs may change from replay to replay
 MAX_REASON_CHARS = 300
 MAX_REASONS = 8  # in the report of one program
 ISSUING = ("alias", "shard", "partial", "fill")  # kinds that only issue work to the device, beside ops
@@ -45,7 +45,7 @@ class Segment:
     def __init__(self, rows: list[Row], bound: BoundSegment, runner: ProgramRunner) -> None:
         self.rows, self.bound = rows, bound
         self.compiled: CompiledSegment | None = None
-        self.signature: Any = None  # of its inputs, while it waits to be compiled
+        self.signature: Any = None  # signature of its inputs, while it waits to be compiled
         self.why = ""  # reason why it stays instructions
         self.compilations = 0
         self.at_peak = True  # whether its instructions would set the peak of memory

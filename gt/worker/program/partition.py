@@ -16,10 +16,10 @@ from gt.ir.spec import DTYPES, contiguous
 from gt.worker.instructions.step import Row
 
 MAX_SEGMENT_OPS = 1200  # compile time grows faster than the number of ops; shorter segments fuse less across their borders
-MIN_COMPUTING_OPS = 2  # of a segment; fewer are not worth a call into compiled code
+MIN_COMPUTING_OPS = 2  # ops that compute in a segment; fewer are not worth a call into compiled code
 # For a program that is carried out once a segment is compiled only if it saves memory:
 MIN_SAVED_SHARE = 4  # 1 / MIN_SAVED_SHARE of the bytes that it makes end within it
-MAX_OUTPUTS_ONCE = 64  # of such a segment: compile time grows with each
+MAX_OUTPUTS_ONCE = 64  # outputs of such a segment: compile time grows with each
 
 LIST_OPS = "aten._foreach_"
 

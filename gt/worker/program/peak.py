@@ -51,7 +51,7 @@ class _Alive:
         for n, ((tensor, source), owner) in enumerate(zip(made, owners, strict=True)):
             self._forget(tensor)
             if source is not None and owner is None:
-                continue  # of memory from before
+                continue  # memory from before the program, which it does not free
             if owner is None:
                 owner = len(self._sizes)
                 self._names.append(0)

@@ -74,7 +74,7 @@ class ProgramRunner:
         self.base = self.place = 0  # its first seq, and the place of the instruction under way
         self.is_compiling = False  # the step under way compiles, or waits for the device to record
         self.recording = False  # rows are recorded: a failure is raised, not reported
-        self.tracer: Tracer | None = None  # of the session whose trace is made, during its streams
+        self.tracer: Tracer | None = None  # set while a stream of a traced session is executed
         self.checks_small_results = False  # room is short: small results are compared with it one by one
 
     # ---- streams

@@ -151,13 +151,14 @@ def _stages(journal: Sequence[Planned]) -> StageAssignment:
     names, count = paths[False, 0], len(found.meshes)
     found.names = names
     if len(set(found.meshes)) < 2:
-        raise NoPipeline("there is one stage only: name groups on different workers for the stages")
+        raise NoPipeline("all groups run on the same workers, so there is one stage: give each stage workers of its own")
     for (backward, micro), path in paths.items():
         if path != (names[::-1] if backward else names):
             way = "backward" if backward else "forward"
             order = f"{' -> '.join(path)}, want {' -> '.join(names[::-1] if backward else names)}"
             raise CannotReorder(
-                f"micro-batch {micro} runs stages {order} in its {way} pass, as micro-batch 0 does or in reverse"
+                f"micro-batch {micro} runs its {way} pass in the stages {order}: enter the groups in the same order in "
+                "every micro-batch"
             )
     for seq, (backward, micro, visit) in visits.items():
         found.keys[seq] = Key(count - 1 - visit if backward else visit, backward, micro)

@@ -154,7 +154,7 @@ def promoted(*args: Any) -> np.dtype:
 
 
 def _promote(args: tuple) -> np.dtype:
-    kinds: list[np.dtype | None] = [None, None, None]  # of tensors with dims, 0-dim tensors, numbers
+    kinds: list[np.dtype | None] = [None, None, None]  # dtypes by category: tensors with dims, 0-dim tensors, numbers
     for a in args:
         at, dtype = (int(a.ndim == 0), a.dtype) if isinstance(a, np.ndarray) else (2, _SCALAR[type(a)])
         kinds[at] = dtype if kinds[at] is None else _wider(kinds[at], dtype)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from gt.ir.schema import Schema
 
 Bound = tuple[str, int, int]  # name of an index tensor, the least and the largest value that it may have
 Given = dict[str, Any]
-DEGREE = 1 << 16  # of a polynomial: a kernel takes so many steps for each element, and cannot be interrupted
+DEGREE = 1 << 16  # largest degree of a polynomial: a kernel takes as many steps for each element, and cannot be interrupted
 _CHEBYSHEV = (f"{kind}chebyshev_polynomial_{letter}" for kind in ("", "shifted_") for letter in "tuvw")
 POLYNOMIALS = frozenset(
     f"special_{name}"

@@ -67,8 +67,8 @@ class InternodeNccl(NcclTransport):
 
     def __init__(self, ring: Any, engine: Any, host: Any, count: Callable[[int, int, int], None]) -> None:
         super().__init__(ring, engine, host, count)
-        self._lock = threading.Lock()  # of communicators' handles, and their tables
-        self._ready: Communicator | None = None  # of the collective under way
+        self._lock = threading.Lock()  # guards communicators' handles and the tables of them
+        self._ready: Communicator | None = None  # communicator of the collective under way
 
     def lose(self, index: int) -> None:
         """Abort all communicators with a worker, ALL: with any. Does not wait for that."""

@@ -65,7 +65,7 @@ class Network:
         self.own = -1
         self.relay = Relay(self, wake)
         self.owned: set[PeerConnection] = set()
-        self._lock = threading.Lock()  # of the tables below; never held while waiting
+        self._lock = threading.Lock()  # guards the tables below; never held while waiting
         self._changed = threading.Condition(self._lock)  # they changed
         self._key = b""
         self._routes: dict[int, Route] = {}
@@ -399,7 +399,7 @@ class Network:
             greeting = handshake.accept(sock, self._key_of, self._mark)
             route = self._routes[greeting.source]
             if not self._strangers.remove(sock):
-                raise handshake.Later("there are too many strangers")
+                raise handshake.Later("too many connections wait for a handshake")
             handshake.welcome(sock)
             self._enter(sock, (greeting.source, greeting.epoch), route.source, route.target)
         except (OSError, KeyError) as error:

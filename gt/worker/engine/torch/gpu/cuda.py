@@ -19,7 +19,7 @@ import torch
 if TYPE_CHECKING:
     from gt.worker.engine.torch.gpu.attention_seeds import AttentionSeeds
 
-MAX_NOTES = 64  # of more every second one is kept
+MAX_NOTES = 64  # notes kept; of more, every second one is dropped
 
 
 class Events:
@@ -129,7 +129,7 @@ class Cuda:
         self._side = torch.cuda.Stream(device)
         self._clock = torch.cuda.Stream(device)
         self._recording = self._apart = False  # apart: the side stream has transfers that are not joined yet
-        self._ends: list[torch.cuda.Event] = []  # of the transfers that this recording put there
+        self._ends: list[torch.cuda.Event] = []  # events behind the transfers that this recording issued there
 
     def finish(self) -> None:
         with suppress(RuntimeError):

@@ -10,7 +10,7 @@ import torch
 log = logging.getLogger("gt.worker")
 
 COPIED_BYTES, COPIES = 8 << 20, 4
-ELEMENTS = 1 << 21  # of each tensor in the step of AdamW: all four exceed most caches
+ELEMENTS = 1 << 21  # elements of each tensor in the measured AdamW step: the four together exceed most caches
 BYTES_PER_ELEMENT = 28  # read and written in host memory
 
 
