@@ -65,10 +65,10 @@ def file_frames(fd: int, start: int, shape: tuple[int, ...], itemsize: int, rows
             while at < len(data):
                 if not room:
                     place, room = next(parts)
-                got = os.preadv(file.fd, [data[at : at + room]], start + place)
-                if not got:
+                count = os.preadv(file.fd, [data[at : at + room]], start + place)
+                if not count:
                     raise OSError(f"the file ends at byte {start + place}: it was cut after it was opened")
-                at, place, room = at + got, place + got, room - got
+                at, place, room = at + count, place + count, room - count
             yield offset, total, [data] if len(data) else []
 
     return total, read()

@@ -18,10 +18,10 @@ def doubts(config: Config) -> list[str]:
     """Sentences for the user, one for each doubt."""
     if not config.groups:
         return [f"{config.path}: no groups in it, so everything runs on one worker"] if config.path else []
-    found: list[str] = []
+    warnings: list[str] = []
     for group in config.groups.values():
-        found += filter(None, (_suffix(config, group), _elsewhere(config, group), _unused_axis(config, group)))
-    return found[:MAX_DOUBTS]
+        warnings += filter(None, (_suffix(config, group), _elsewhere(config, group), _unused_axis(config, group)))
+    return warnings[:MAX_DOUBTS]
 
 
 def _suffix(config: Config, group: Group) -> str:

@@ -39,6 +39,6 @@ def unsupported(platform: str = sys.platform) -> str:
 
 def gpus() -> list[str]:
     """Values for CUDA_VISIBLE_DEVICES, one for each GPU that this process may use."""
-    there = max(len(list(folder.glob(pattern))) for folder, pattern in _SIGNS)
+    devices = max(len(list(folder.glob(pattern))) for folder, pattern in _SIGNS)
     visible = env.visible_gpus()
-    return [str(i) for i in range(there)] if visible is None else visible[:there]
+    return [str(i) for i in range(devices)] if visible is None else visible[:devices]

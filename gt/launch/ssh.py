@@ -55,16 +55,16 @@ def entry(text: str, where: str) -> HostEntry:
 
 def entries(lines: Iterable[str], path: str = "") -> list[HostEntry]:
     """The hosts of a hostfile's lines, or of a list. ConfigError for a bad line, a host that is there twice, and for none."""
-    found: list[HostEntry] = []
+    hosts: list[HostEntry] = []
     for number, line in enumerate(lines, 1):
         if text := line.partition("#")[0].strip():
             where = f"{path}:{number}" if path else f"ssh host {number}"
-            found.append(entry(text, where))
-            if any(other.name == found[-1].name for other in found[:-1]):
-                raise ConfigError(f"{where}: host {found[-1].name!r} is there twice; give it more slots instead")
-    if not found:
+            hosts.append(entry(text, where))
+            if any(other.name == hosts[-1].name for other in hosts[:-1]):
+                raise ConfigError(f"{where}: host {hosts[-1].name!r} is there twice; give it more slots instead")
+    if not hosts:
         raise ConfigError(f"{path or 'ssh'} names no host: want lines such as `h0 slots=1`")
-    return found
+    return hosts
 
 
 def read_hostfile(path: str) -> list[HostEntry]:

@@ -116,7 +116,7 @@ class Router:
         if self._connections.unsettled or self._again:
             timeout = 0.0
         ready = dict(self._poller.poll(int(timeout * 1000 + 0.999)))
-        found: list[Arrived | Gone] = []
+        events: list[Arrived | Gone] = []
         # In this order: a connection's start is known before its admission, and its end after all of its messages are queued.
         # Bytes that were read before messages are received belong to these messages, or to an unfinished one.
         requests = self._requests() if self._again or self._asked in ready else []
@@ -129,13 +129,13 @@ class Router:
         due = self._connections and now >= self._next_poll
         sent = {connection: tcp.received(connection.fd) for connection in self._connections} if due else {}
         burst = 1 << 16 if self._connections.unsettled else BURST if due or self._sock in ready else 0
-        drained = self._receive(found, burst)
+        drained = self._receive(events, burst)
         if self._connections.unsettled:
             for peer in self._connections.collect_ended():
-                self._report_end(peer, found)
+                self._report_end(peer, events)
         if due:
             self._poll(now, sent, drained)
-        return found
+        return events
 
     def cut_off(self) -> list[Gone]:
         """Peers whose host has acknowledged nothing for a heartbeat."""
@@ -228,11 +228,11 @@ class Router:
 
     def _requests(self) -> list[list[bytes]]:
         """Requests of libzmq, one for each connection that has shown a key."""
-        found: list[list[bytes]] = []
+        requests: list[list[bytes]] = []
         with contextlib.suppress(zmq.Again):
-            while len(found) < BURST:
-                found.append(self._porter.recv_multipart(zmq.NOBLOCK))
-        return found
+            while len(requests) < BURST:
+                requests.append(self._porter.recv_multipart(zmq.NOBLOCK))
+        return requests
 
     def _follow(self) -> None:
         now = time.monotonic()

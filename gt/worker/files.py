@@ -149,12 +149,12 @@ def _write_blocks(fd: int, data: memoryview, offset: int) -> int:
 def _read(fd: int, data: memoryview, offset: int) -> None:
     at = 0
     while at < len(data):
-        got = os.preadv(fd, [data[at : at + MAX_IO_BYTES]], offset + at)
-        if not got:
+        count = os.preadv(fd, [data[at : at + MAX_IO_BYTES]], offset + at)
+        if not count:
             raise OSError(
                 f"the file ends at byte {offset + at}, want {len(data) - at} bytes more: it was cut after it was opened"
             )
-        at += got
+        at += count
         moved()
 
 

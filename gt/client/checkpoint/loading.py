@@ -202,10 +202,10 @@ def _read_here(file: LoadedFile, entry: FileEntry, dtype: torch.dtype) -> torch.
         return torch.empty(entry.shape, dtype=dtype)
     data, at = bytearray(entry.nbytes), 0
     while at < entry.nbytes:
-        got = os.preadv(file.fd, [memoryview(data)[at:]], entry.offset + at)
-        if not got:
+        count = os.preadv(file.fd, [memoryview(data)[at:]], entry.offset + at)
+        if not count:
             raise CheckpointError(f"{file.path} ends at byte {entry.offset + at}: it was cut while it was read")
-        at += got
+        at += count
     return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
 
 
@@ -246,12 +246,12 @@ def _json(path: Path) -> Any:
         if size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} has {size} bytes, at most {MAX_JSON_BYTES} are read")
         try:
-            made = json.loads(file.read().decode())
+            value = json.loads(file.read().decode())
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is not JSON, or was cut short: {error!s:.200}") from None
-    if not isinstance(made, dict):
+    if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object")
-    return made
+    return value
 
 
 def _by_index(index: Path, files: _Files) -> dict[str, Path]:
@@ -289,14 +289,14 @@ def _some(names: list[str]) -> str:
 def _read_own(where: Path, files: _Files) -> Any:
     """The state of a checkpoint of gt.save."""
     path = where / MANIFEST
-    made = _json(path)
-    if made.get("format") != "gt":
+    manifest = _json(path)
+    if manifest.get("format") != "gt":
         raise CheckpointError(f"{path} is not a manifest of gt.save")
-    if made.get("version") != saving.VERSION:
-        raise CheckpointError(f"{path} has version {made.get('version')!r:.40}, this GT reads version {saving.VERSION}")
+    if manifest.get("version") != saving.VERSION:
+        raise CheckpointError(f"{path} has version {manifest.get('version')!r:.40}, this GT reads version {saving.VERSION}")
     try:
-        sizes, described, sets = made["files"], made["tensors"], made["sets"]
-        wanted = state_tree.names(made["state"])
+        sizes, described, sets = manifest["files"], manifest["tensors"], manifest["sets"]
+        wanted = state_tree.names(manifest["state"])
         assert isinstance(sizes, dict) and isinstance(sets, list) and all(len(row) == 2 for row in described.values())
         assert wanted <= set(described) and all(Path(name).name == name for name in [*sizes, *sets])
     except _DAMAGE as error:
@@ -322,7 +322,7 @@ def _read_own(where: Path, files: _Files) -> Any:
         return tensors[entry]
 
     try:
-        return state_tree.decode(made["state"], get)
+        return state_tree.decode(manifest["state"], get)
     except _DAMAGE as error:  # such as an array of a dtype that NumPy does not have
         raise _damaged(path, error) from None
 

@@ -247,9 +247,9 @@ def _optimizer_changes(optimizer: torch.optim.Optimizer, state: Any, name: str, 
         problems.append(f"{name or 'the state'} is {_show(state)}, want the state of a {type(optimizer).__name__}")
         return
     have = [len(group["params"]) for group in optimizer.param_groups]
-    got = [len(group.get("params", ())) for group in groups]
-    if got != have:
-        problems.append(f"{name or 'the state'} has groups of {got} parameters, want {have}")
+    saved_sizes = [len(group.get("params", ())) for group in groups]
+    if saved_sizes != have:
+        problems.append(f"{name or 'the state'} has groups of {saved_sizes} parameters, want {have}")
         return
     saved = [number for group in groups for number in group["params"]]
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -146,7 +146,7 @@ def _entry(name: str, row: Any, first: int, bad: Any) -> tuple[FileEntry, int, i
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; ValueError for a name that it has twice."""
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         raise ValueError("a name occurs twice")
-    return made
+    return unique

@@ -51,12 +51,12 @@ class RoleReports:
 def roles(first: int) -> list[list]:
     """Rows of TensorRoles: live parameters, and tensors of live optimizers. first: least id of the session."""
     called = tensor_roles.names()
-    found = {i: (kind, name) for i, kind, name in tensor_roles.weights(called)}
+    role_of = {i: (kind, name) for i, kind, name in tensor_roles.weights(called)}
     for o in gc.get_objects():
         if issubclass(type(o), torch.optim.Optimizer):
             for i, kind, name in tensor_roles.rows(o, called):
-                found.setdefault(i, (kind, name))
+                role_of.setdefault(i, (kind, name))
     for i, kind, name in tensor_roles.gradients(called):
-        found.setdefault(i, (kind, name))
-    rows = [[i, kind, name[:MAX_NAME_CHARACTERS]] for i, (kind, name) in found.items() if i >= first]
+        role_of.setdefault(i, (kind, name))
+    rows = [[i, kind, name[:MAX_NAME_CHARACTERS]] for i, (kind, name) in role_of.items() if i >= first]
     return sorted(rows, key=lambda row: (ORDER.index(row[1]), row[0]))[:MAX_ROLES]

@@ -252,9 +252,9 @@ class KnownValues:
         writes = [known[place].memory for place in template.writes]
         for memory in writes:
             memory.blank = False
-        made = [out for out in template.outs if out.kind in ("new", "view")]
+        outputs = [out for out in template.outs if out.kind in ("new", "view")]
         results = []
-        for number, out in zip(code[outs : outs + len(made)], made, strict=True):
+        for number, out in zip(code[outs : outs + len(outputs)], outputs, strict=True):
             memory = known[out.of].memory if out.kind == "view" else Memory(way.cost, way.blank)
             results.append(Cell(memory))
             self._name(number, results[-1])

@@ -327,10 +327,10 @@ class Exclusive:
             need = max(client.wanted, client.named, 1)
             text = f"place {client.place} in its queue; it has {have} of the {need} workers that the program wants"
         # How many are free is news to the first alone: the others would hear of every one that comes and goes.
-        told = (client.place, client.fits, have, (free, afresh) if client.place == 1 else ())
-        if told == client.told and now - client.told_at < REMINDER_SECONDS:
+        state = (client.place, client.fits, have, (free, afresh) if client.place == 1 else ())
+        if state == client.told and now - client.told_at < REMINDER_SECONDS:
             return None
-        client.told, client.told_at = told, now
+        client.told, client.told_at = state, now
         return Notice(text, client.place)
 
     def grant(self, client: Waiting, now: float) -> Lease:

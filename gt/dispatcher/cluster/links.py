@@ -104,7 +104,7 @@ def host(info: Mapping[str, Any]) -> Host:
 
 def ways(hosts: Sequence[Host], failed: frozenset[Failure] = frozenset()) -> dict[tuple[str, str], Way]:
     """The way of each pair of different hosts, in both directions."""
-    found: dict[tuple[str, str], Way] = {}
+    way_of: dict[tuple[str, str], Way] = {}
     speeds: dict[str, dict[str, int]] = {one.home: {} for one in hosts}
     for at, one in enumerate(hosts):
         for other in hosts[at + 1 :]:
@@ -112,15 +112,15 @@ def ways(hosts: Sequence[Host], failed: frozenset[Failure] = frozenset()) -> dic
             if direct is not None:
                 source, target = direct
                 kind: Literal["tcp", "routed"] = "tcp" if _joined(direct) else "routed"
-                found[one.home, other.home] = Way(kind, source.address, target.address)
+                way_of[one.home, other.home] = Way(kind, source.address, target.address)
                 speeds[one.home][other.home] = speeds[other.home][one.home] = min(source.mbps, target.mbps)
     for at, one in enumerate(hosts):
         paths = widest(one.home, speeds)
         for other in hosts[at + 1 :]:
-            if (one.home, other.home) not in found:
+            if (one.home, other.home) not in way_of:
                 path = paths.get(other.home)
-                found[one.home, other.home] = Way("none") if path is None else Way("via", via=path[1:-1])
-    return {**found, **{(b, a): way.back() for (a, b), way in found.items()}}
+                way_of[one.home, other.home] = Way("none") if path is None else Way("via", via=path[1:-1])
+    return {**way_of, **{(b, a): way.back() for (a, b), way in way_of.items()}}
 
 
 def by_nccl(a: Mapping[str, Any], b: Mapping[str, Any], way: Way) -> bool:
@@ -163,14 +163,14 @@ def _pairs(one: Host, other: Host) -> Iterator[tuple[Link, Link]]:
 
 def _routed(one: Host, other: Host, pairs: Sequence[tuple[Link, Link]]) -> Iterator[tuple[Link, Link]]:
     """Pairs without a common subnet, each end of which has a route to the other: those that need no default route first."""
-    found: list[tuple[int, tuple[Link, Link]]] = []
+    routed: list[tuple[int, tuple[Link, Link]]] = []
     for a, b in pairs:
         if (":" in a.address) == (":" in b.address) and not _joined((a, b)):
             forth, back = one.prefix(a.device, b.address), other.prefix(b.device, a.address)
             if forth >= 0 and back >= 0:
-                found.append(((forth == 0) + (back == 0), (a, b)))
+                routed.append(((forth == 0) + (back == 0), (a, b)))
     best: dict[tuple[str, str, bool], tuple[Link, Link]] = {}
-    for _, (a, b) in sorted(found, key=lambda row: (row[0], _slowness(row[1]))):
+    for _, (a, b) in sorted(routed, key=lambda row: (row[0], _slowness(row[1]))):
         best.setdefault((a.device, b.device, ":" in a.address), (a, b))
     return iter(best.values())
 

@@ -220,24 +220,24 @@ class Stragglers:
         """Say once a level where the slowest worker is that waits for nobody."""
         places, awake = self.watch.places, self.watch.awake
         late = self._blamed({i for i in behind if now - max(places[i].came, awake) >= SLOW_SECONDS[0]})
-        told = self._told.setdefault(session.number, Told({}))
+        warned = self._told.setdefault(session.number, Told({}))
         if not late:
             return
         index, place = min(late.items(), key=lambda row: row[1].came)
         key = (index, place.life, *(place.at or ())[:2], place.came)
-        if told.key != key:
-            told.key, told.level = key, 0
+        if warned.key != key:
+            warned.key, warned.level = key, 0
         level = _level(now - max(place.came, awake))
-        if level <= told.level:
+        if level <= warned.level:
             return
-        told.level = level
+        warned.level = level
         line = self._line(session, place)
-        if level == 1 and now - told.lines.get(line, -QUIET_SECONDS) < QUIET_SECONDS:
+        if level == 1 and now - warned.lines.get(line, -QUIET_SECONDS) < QUIET_SECONDS:
             return
         if level == 1:
-            told.lines[line] = now
-            if len(told.lines) > REMEMBERED:
-                del told.lines[next(iter(told.lines))]
+            warned.lines[line] = now
+            if len(warned.lines) > REMEMBERED:
+                del warned.lines[next(iter(warned.lines))]
         session.send(Notice(f"slow: {self._says(session, late, now)}; the wait goes on, Ctrl-C ends it"))
 
     def _warn_of_files(self, session: ClientSession, now: float) -> None:
@@ -250,12 +250,12 @@ class Stragglers:
         if not files:
             return
         since = max(since, self.watch.awake)
-        told = self._told.setdefault(session.number, Told({}))
-        if told.files_since != since:
-            told.files_since, told.files_level = since, 0
+        warned = self._told.setdefault(session.number, Told({}))
+        if warned.files_since != since:
+            warned.files_since, warned.files_level = since, 0
         level = _level(now - since)
-        if level > told.files_level:
-            told.files_level = level
+        if level > warned.files_level:
+            warned.files_level = level
             session.send(Notice(f"slow: {self._files(files, now - since)}; the wait goes on, Ctrl-C ends it"))
 
     def _blamed(self, waits: set[int]) -> dict[int, WorkerPosition]:

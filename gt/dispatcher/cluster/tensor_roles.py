@@ -104,13 +104,13 @@ class RoleTable:
         if not self._rows or not self._layouts:
             return None
         left, uses = live, {}
-        told = Counter(self._bytes.get(worker, Counter()))
+        by_use = Counter(self._bytes.get(worker, Counter()))
         for use in (OPTIMIZER, WEIGHTS):
-            resting = min(away, told[use])
-            told[use] -= resting
+            resting = min(away, by_use[use])
+            by_use[use] -= resting
             away -= resting
         for use in (WEIGHTS, OPTIMIZER, GRADIENTS):  # tensors may be gone since: what is told is never more than what is alive
-            uses[use] = min(left, told[use])
+            uses[use] = min(left, by_use[use])
             left -= uses[use]
         return {**uses, USES[3]: left}
 

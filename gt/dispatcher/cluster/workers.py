@@ -197,12 +197,12 @@ class Cluster:
 
     def hosts_of(self, members: Iterable[Worker]) -> list[Host]:
         """The hosts of workers that are not lost, each once."""
-        found: dict[str, Host] = {}
+        hosts: dict[str, Host] = {}
         for worker in members:
             if not worker.lost:
                 one = links.host(worker.info)
-                found.setdefault(one.home, one)
-        return list(found.values())
+                hosts.setdefault(one.home, one)
+        return list(hosts.values())
 
     def ways(self) -> dict[tuple[str, str], Way]:
         """The way of each pair of hosts."""

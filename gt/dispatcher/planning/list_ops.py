@@ -146,9 +146,9 @@ class ListOps:
             return None
         wants = self._wants(known, layout, ins)
         brought = [self._redistributor.redistribute(t, want) for t, want in zip(ins, wants, strict=True)]
-        made = self._context.intern(list_rules.made(layout, op.combined))
-        makes = (made,) * len(known.template.outs)
-        key = (layout, made, *map(id, wants))
+        result = self._context.intern(list_rules.made(layout, op.combined))
+        makes = (result,) * len(known.template.outs)
+        key = (layout, result, *map(id, wants))
         bound = known.plans.get(key)
         if bound is None:
             bound = known.plans[key] = self._binder.bind(known, wants or list(makes), makes)

@@ -520,8 +520,8 @@ class Fragments:
         if held:
             fragment.held |= held
             return HELD
-        made = [call.made[tensor.number] for tensor in program.makes]
-        if any(type(i) is not int or not 0 < i < TEMPORARY or i in rows for i in made):
+        new_ids = [call.made[tensor.number] for tensor in program.makes]
+        if any(type(i) is not int or not 0 < i < TEMPORARY or i in rows for i in new_ids):
             raise ProtocolError("Ops.code has a fragment that makes tensors under ids that are no new ones")
         tensors = [*ins, *(_base(ins[n], depth) for n, depth in program.bases)] if program.bases else ins
         for tensor, layout in zip(tensors, program.layouts, strict=True):
@@ -537,8 +537,8 @@ class Fragments:
         program.launches += 1
         self._programs.launches += 1
         with self._emitter.op(len(program.journal)):
-            self._enter_results(fragment, program, call, ins, made)
-            ids = self._emitter.ids([*(t.id for t in tensors), *made, *(tensors[n].id for n in program.rebound)])
+            self._enter_results(fragment, program, call, ins, new_ids)
+            ids = self._emitter.ids([*(t.id for t in tensors), *new_ids, *(tensors[n].id for n in program.rebound)])
             for worker, define in program.defines.items():
                 values = program.code[worker].values(call.code)
                 self._emitter.write(self._context.cluster.workers[worker], define, (call.seed, call.counter, *ids, *values))

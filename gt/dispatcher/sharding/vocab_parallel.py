@@ -218,11 +218,11 @@ def _marked(ignored: int) -> tuple[int | None, int]:
 def _axis_kinds(split: Split, labels: Sequence[Place]) -> list[str]:
     """The dim that each mesh axis splits: "classes", "rows" or "" for none."""
     rows = len(split.spec.shape) > 1
-    found = []
+    kinds = []
     for axis, (mine, others) in enumerate(zip(split.layout.placements, labels, strict=True)):
         row = rows and Shard(0) in (mine, others)
-        found.append("classes" if axis in split.axes else "rows" if row else "")
-    return found
+        kinds.append("classes" if axis in split.axes else "rows" if row else "")
+    return kinds
 
 
 def _axes(kinds: Sequence[str], **by_kind: Any) -> Placements:

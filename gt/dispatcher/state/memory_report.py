@@ -47,14 +47,14 @@ def _named(row: Any) -> bool:
 
 def _lines(session: ClientSession, worker: Worker, top: list[list[int]]) -> dict[str, tuple[int, int]]:
     """Bytes and tensors by the line that made them."""
-    found: dict[str, tuple[int, int]] = {}
+    lines: dict[str, tuple[int, int]] = {}
     for holder in _holders(session, worker, top):
         where = "what is let go by now, or passes between ops"
         if holder.origin is not None:
             where = _where(holder.origin, f", {holder.what}" if holder.what else "")
-        before = found.get(where, (0, 0))
-        found[where] = before[0] + holder.nbytes, before[1] + 1
-    return found
+        before = lines.get(where, (0, 0))
+        lines[where] = before[0] + holder.nbytes, before[1] + 1
+    return lines
 
 
 def holders(session: ClientSession, worker: Worker, top: Any) -> list[list]:

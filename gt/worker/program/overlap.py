@@ -131,7 +131,7 @@ def _moves(
 ) -> tuple[list[int], list[int], str] | None:
     """Ids that transfers read, ids that they make, and their kind; None if a row is no transfer for the side stream."""
     used: list[int] = []
-    made: list[int] = []
+    outputs: list[int] = []
     kind = ""
     for at, _ in rows:
         define, operands = instruction(code, at, definition)
@@ -139,8 +139,8 @@ def _moves(
             return None
         kind = define.kind
         used += reads(define, operands)
-        made += makes(define, operands)
-    return (used, made, kind) if rows else None
+        outputs += makes(define, operands)
+    return (used, outputs, kind) if rows else None
 
 
 def _touched(rows: Sequence[Row], code: Sequence, definition: Definition, lives: AliasSets) -> tuple[set[int], set[int]]:

@@ -46,9 +46,9 @@ class _Alive:
                 self._forget(tensor)
             return self._total
         sizes = row_bytes(define)
-        made = aliases(define, operands)
-        owners = [None if source is None else self._memory.get(source) for _, source in made]
-        for n, ((tensor, source), owner) in enumerate(zip(made, owners, strict=True)):
+        new = aliases(define, operands)
+        owners = [None if source is None else self._memory.get(source) for _, source in new]
+        for n, ((tensor, source), owner) in enumerate(zip(new, owners, strict=True)):
             self._forget(tensor)
             if source is not None and owner is None:
                 continue  # memory from before the program, which it does not free

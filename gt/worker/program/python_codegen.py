@@ -182,14 +182,14 @@ class SourceWriter:
 
 def _lasting(rows: Sequence[Row], code: list, definition: Definition) -> list[set[int]]:
     """By row: ids that it makes, that no later row makes again, and that none of these rows frees."""
-    found: list[set[int]] = []
+    lasting: list[set[int]] = []
     over: set[int] = set()
     for at, _ in reversed(rows):
         define, operands = instruction(code, at, definition)
         outs = set() if define is None else set(makes(define, operands))
-        found.append(outs - over)
+        lasting.append(outs - over)
         over.update(operands if define is None else outs)
-    return found[::-1]
+    return lasting[::-1]
 
 
 def _peak(rows: Sequence[Row], code: list, definition: Definition) -> int:

@@ -203,19 +203,19 @@ def costs_of_rows(worker: int, rows: Sequence[Instruction], older: OlderShapes) 
     for row in rows:
         number = row.define.number
         if number in constant:
-            took, outs, made = constant[number]
+            took, outs, sizes_of_outs = constant[number]
             known.update(zip(row.makes, outs))
         else:
             ins, outs = shapes(worker, row, known, older)
-            made = [nbytes(shape) for shape in outs]
+            sizes_of_outs = [nbytes(shape) for shape in outs]
             if UNKNOWN in ins or UNKNOWN in outs:  # a constant, or a shape that depends on values
-                took = cost.seconds(0, sum(map(nbytes, ins)) + sum(made))
+                took = cost.seconds(0, sum(map(nbytes, ins)) + sum(sizes_of_outs))
             else:
                 took = nominal_seconds(row, ins, outs)
             if row.kind == "op":
-                constant[number] = took, outs, made
+                constant[number] = took, outs, sizes_of_outs
         seconds.append(took)
-        sizes.append(made)
+        sizes.append(sizes_of_outs)
     return seconds, sizes
 
 
@@ -314,11 +314,11 @@ def _hold(
 
 def _units(rows: Iterable[ScheduledInstruction], stage: int, seconds: dict[ScheduledInstruction, float]) -> list[Unit]:
     """Ops of a stage's first forward, each with its time and where it is from."""
-    found = []
+    units = []
     for part in rows:
         took = seconds[part]
         if part.key == (stage, False, 0) and not part.moves and took:
             origin = part.op.origin
             name = part.op.known.template.op.removesuffix(".default")
-            found.append((took, f"{origin.file.rpartition('/')[2]}:{origin.line} {name}" if origin.file else name))
-    return found
+            units.append((took, f"{origin.file.rpartition('/')[2]}:{origin.line} {name}" if origin.file else name))
+    return units

@@ -104,9 +104,9 @@ def bounded(op: Callable, schema: Schema) -> Callable:
         for name, low, high in bounds(given):
             index = given.get(name)
             if index is not None and index.numel():
-                found = [int(value) for value in index.aminmax()]
-                if found[0] < low or found[1] > high:
-                    raise ValueError(f"{name} of {schema.op} has values from {found[0]} to {found[1]}, want {low} to {high}")
+                limits = [int(value) for value in index.aminmax()]
+                if limits[0] < low or limits[1] > high:
+                    raise ValueError(f"{name} of {schema.op} has values from {limits[0]} to {limits[1]}, want {low} to {high}")
         return op(*args, **kwargs)
 
     return call

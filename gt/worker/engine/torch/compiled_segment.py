@@ -105,13 +105,13 @@ class Code:
 
     def named(self, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs, as views of inputs and of results of the graph."""
-        made = []
+        tensors = []
         for of_input, n, place in self.outs:
             base = inputs[n] if of_input else results[n]
             if place is not None:
                 base = base.as_strided(place[0], place[1], base.storage_offset() + place[2])
-            made.append(base)
-        return made
+            tensors.append(base)
+        return tensors
 
     def _mend(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> dict[int, Callable]:
         """Functions that mend results, by place: those that share memory, as the ops' own would not, or have other strides."""

@@ -154,11 +154,11 @@ class PeerConnection:
         if self._passing is not None:
             return self._pass_on(self._passing)
         if rest:
-            got = self.sock.recv_into(rest, 0, flags)
-            if not got:
+            count = self.sock.recv_into(rest, 0, flags)
+            if not count:
                 raise Ended("its connection ended")
-            self._rest = rest = rest[got:]
-            self._sink.arrived(self, got)
+            self._rest = rest = rest[count:]
+            self._sink.arrived(self, count)
             if rest:
                 if len(rest) < self._wake_bytes:
                     self._wake_at(len(rest))
@@ -169,10 +169,10 @@ class PeerConnection:
             return True
         stop = self._stop
         limit = HEADER_BYTES - (stop - self._start) if self._large else 0
-        got = self.sock.recv_into(self._stage[stop:], limit, flags)
-        if not got:
+        count = self.sock.recv_into(self._stage[stop:], limit, flags)
+        if not count:
             raise Ended("its connection ended")
-        self._stop = stop + got
+        self._stop = stop + count
         self._unpack()
         return bool(self._rest)
 
@@ -186,13 +186,13 @@ class PeerConnection:
         stage = self._stage
         if not self._waits:
             self._poll.poll(PATIENCE_SECONDS * 1000)
-        got = self.sock.recv_into(stage)
-        if got == HEADER_BYTES + size and stage[0] == DATA and self._bytes.startswith(header, 4):
-            into[:] = stage[HEADER_BYTES:got]
+        count = self.sock.recv_into(stage)
+        if count == HEADER_BYTES + size and stage[0] == DATA and self._bytes.startswith(header, 4):
+            into[:] = stage[HEADER_BYTES:count]
             return stage[2] | stage[3] << 8
-        if not got:
+        if not count:
             raise Ended("its connection ended")
-        self._stop = got
+        self._stop = count
         return -1
 
     def deal(self) -> None:

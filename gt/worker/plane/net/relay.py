@@ -74,12 +74,12 @@ class PipeWay:
         self._frame, self.left = frame._replace(hops=frame.hops + 1, credit=credit), left
 
     def take(self, fd: int) -> tuple[memoryview, Piped]:
-        got = os.splice(fd, self._pipe.target, self.left, flags=NOWAIT)
-        if not got:
+        count = os.splice(fd, self._pipe.target, self.left, flags=NOWAIT)
+        if not count:
             raise Ended("its connection ended")
-        self.left -= got
-        self._piped = Piped(self._pipe, got)
-        header = memoryview(HEADER.pack(*self._frame._replace(nbytes=got)))
+        self.left -= count
+        self._piped = Piped(self._pipe, count)
+        header = memoryview(HEADER.pack(*self._frame._replace(nbytes=count)))
         self._frame = self._frame._replace(credit=0)
         return header, self._piped
 
