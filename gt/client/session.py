@@ -266,7 +266,7 @@ class Session:
         return self._ask(lambda request: Inspect(request, tensor))
 
     def inspect_fragments(self, slot: int) -> dict[str, Any]:
-        """Counts of a function's ops and of those that programs carried out. Waits."""
+        """Counts of a function's ops and of those that programs executed. Waits."""
         return self._ask(lambda request: InspectFragments(request, slot))
 
     def stats(self, program: int = -1, holders: bool = False) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The shell around the core: bytes in, events to the core, its actions carried out. Decides nothing."""
+"""The shell around the core: bytes in, events to the core, its actions executed. Decides nothing."""
 
 from __future__ import annotations
 

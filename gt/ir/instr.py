@@ -123,9 +123,9 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("code", "randoms", "actions", "backend", "channels", "once", "ins", "outs", "moved", "values"),
     ),
 }
-OPS = frozenset({"op", "host_op"})  # kinds that carry out an op
+OPS = frozenset({"op", "host_op"})  # kinds that execute an op
 OFFLOAD = frozenset({"host_op", "evict", "restore"})  # kinds on tensors that rest in host memory or files
-PROGRAMS = frozenset({"program", "fragment"})  # kinds that carry out other instructions
+PROGRAMS = frozenset({"program", "fragment"})  # kinds that execute other instructions
 
 # Kinds that move values between workers. All members of a team take part in a collective; a transfer has two ends.
 COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})

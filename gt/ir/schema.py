@@ -178,7 +178,7 @@ class OpTable:
         """The reason why workers refuse an op."""
         why = self._left.get(op)
         if why is not None:
-            return f"{op} is not an op that workers carry out: {LEFT_OUT.get(why, why)}"
+            return f"{op} is not an op that workers execute: {LEFT_OUT.get(why, why)}"
         if _NAME.fullmatch(op) is None:
             return f"{op!r:.80} is not an op: want a name like aten.add.Tensor"
         text = (

@@ -1,4 +1,4 @@
-"""Carries out instructions in order: definitions become bound steps, and a stream names them by number.
+"""Executes instructions in order: definitions become bound steps, and a stream names them by number.
 
 A step that fails is reported as OpError and leaves placeholders of the right shape. So the instructions after it still run, and
 no peer waits for a collective that never begins. Knows neither torch nor sockets.
@@ -74,7 +74,7 @@ class Executor:
 
     @property
     def instructions(self) -> int:
-        """Instructions that were carried out."""
+        """Instructions that were executed."""
         return self.runner.executed
 
     def cancel_fetch(self, key: int) -> None:

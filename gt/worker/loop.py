@@ -1,4 +1,4 @@
-"""A worker's process: one link to the dispatcher, one plane to the other workers, instructions carried out in order.
+"""A worker's process: one link to the dispatcher, one plane to the other workers, instructions executed in order.
 
 The link's I/O thread handles messages that must not wait for an instruction (Data, Abort, Query). The thread that calls `run`
 executes, until Exit, SIGTERM or the end of the link. A World is queued among the Runs. The Runs before it were planned with its
@@ -98,9 +98,9 @@ class Loop:
         self.executor = Executor(engine, plane, self.send, budget)
         self._home = liveness.home() or bsd.gethostname()
         self.link: Dealer | None = None
-        self.done = self._running = -1  # the last Run carried out (on a GPU: issued), and the one under way
+        self.done = self._running = -1  # the last Run executed (on a GPU: issued), and the one under way
         self._busy_seconds = self._run_began = 0.0  # in Runs, and when the one under way began, 0.0 for none
-        self._unreported = 0  # Runs carried out that no Done has reported
+        self._unreported = 0  # Runs executed that no Done has reported
         self._pieces: list[tuple[int, memoryview | bytes]] = []  # small ones, whole, which the next Done takes along
         self._completions: Completions[Done] = Completions(self.send)
         self._shared = False  # a Run is done once the device has completed it

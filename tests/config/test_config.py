@@ -225,7 +225,7 @@ def test_a_group_that_is_compiled_has_captured_steps_compiled(compiled, backend,
 
     def seal(number: int, schedule: str, backend: str, *rest: object) -> dict:
         asked.append(backend)
-        return {"why": "nothing is carried out here", "schedule": {}}
+        return {"why": "nothing is executed here", "schedule": {}}
 
     with planned(f"a: {{workers: [0], compile: {str(bool(compiled)).lower()}}}\n", 1) as plan:
         plan.seal = seal

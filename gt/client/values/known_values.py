@@ -187,7 +187,7 @@ class KnownValues:
     def _deciding(self, memory: Memory) -> tuple[list[Row], list[Row]]:
         """The rows that decide a memory's present value, in order, and the others.
 
-        A row that reads a memory is carried out before one that writes it.
+        A row that reads a memory is executed before one that writes it.
         """
         needed: set[Memory] = {memory}
         written: set[Memory] = set()

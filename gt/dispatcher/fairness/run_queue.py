@@ -32,7 +32,7 @@ class Unit:
 
 @dataclass(slots=True)
 class Flight:
-    """Units of one session that one worker has not carried out: (its Run, estimated seconds)."""
+    """Units of one session that one worker has not executed: (its Run, estimated seconds)."""
 
     units: deque[tuple[int, float]] = field(default_factory=deque)
     seconds: float = 0.0
@@ -112,7 +112,7 @@ class RunQueue:
             self._count(owner, seconds > 0)
 
     def done(self, worker: int, run: int) -> None:
-        """A worker has carried out its Runs up to this one."""
+        """A worker has executed its Runs up to this one."""
         for owner, flight in self._flights.get(worker, {}).items():
             units = flight.units
             while units and units[0][0] <= run:

@@ -32,7 +32,7 @@ class OpPlanner(Protocol):
 
 
 class Decompose:
-    """Ops of one session that are carried out as several."""
+    """Ops of one session that are executed as several."""
 
     def __init__(self, context: SessionContext, redistributor: Redistributor, planner: OpPlanner) -> None:
         self._context, self._redistributor, self._planner = context, redistributor, planner

@@ -87,7 +87,7 @@ class Materializer:
         storage.slots = {i: slot for i, slot in slots.items() if i in storage.tensors}
 
     def take_back(self, since: int) -> None:
-        """Ops from this number on were not carried out: no tensor that is older is changed by them."""
+        """Ops from this number on were not executed: no tensor that is older is changed by them."""
         for storage in {id(tensor.storage): tensor.storage for tensor in self._table.rows.values()}.values():
             root = next((slot for i, slot in storage.slots.items() if storage.tensors[i].base is None), None)
             created = next((step.seq for step in storage.recipe or () if root in step.outs), since)

@@ -1,4 +1,4 @@
-"""One session's op stream: batches as they come, carried out in order, as far as it can be planned.
+"""One session's op stream: batches as they come, executed in order, as far as it can be planned.
 
 How an op is planned may depend on ops that follow (fused_projections.py). A batch may end by chance, because its client had
 nothing to do, and that must change no plan. So such an op and those behind it wait for the next batch, or for a question of the
@@ -220,7 +220,7 @@ class OpStream:
         yield from self._advance(self._asked or len(self.coming) > MAX_WAITING_BATCHES)
 
     def acknowledge(self) -> None:
-        """Acknowledge the batches that all workers have carried out, forget their journal, and answer what waited for them."""
+        """Acknowledge the batches that all workers have executed, forget their journal, and answer what waited for them."""
         last, pending = None, self.pending
         while pending and self._outbox.reached(pending[0].runs):
             last = pending.popleft()

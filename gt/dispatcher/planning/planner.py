@@ -161,7 +161,7 @@ class Planner:
                 self._redistributor.write_back(brought[index], ins[index], plan.wants[index])
 
     def plan_part(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
-        """Plan and emit one of the ops that another is carried out as."""
+        """Plan and emit one of the ops that another is executed as."""
         self._planned(known, origin, ins, values, outs, known.plans.get(self._key(origin, ins)))
 
     def bound(self, wants: tuple[Layout, ...], makes: tuple[Layout, ...], orders: list[Order]) -> OpPlan:

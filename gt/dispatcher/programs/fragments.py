@@ -104,7 +104,7 @@ class Fragment:
 
 @dataclass(slots=True)
 class CallCounts:
-    """Ops of a function's calls, and how many of them programs carried out."""
+    """Ops of a function's calls, and how many of them programs executed."""
 
     call: int = -1
     ops: int = 0

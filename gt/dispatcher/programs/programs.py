@@ -269,7 +269,7 @@ class Programs:
         return run_passes(tape, context, (rematerialize,))
 
     def once(self, rows: Sequence[Instruction], base: int, lasting: set[int]) -> list[dict]:
-        """A worker's rows as definitions that are carried out once, with no random numbers but those they have."""
+        """A worker's rows as definitions that are executed once, with no random numbers but those they have."""
         index = {row.seq: row.seq - base for row in rows}
         writer = ProgramWriter(index, lasting, FinishCapture(0, 0, "", "cudagraphs", [], -1, 0, False))
         writer.write(rows)

@@ -58,7 +58,7 @@ class Verifier:
 
 
 def check_same_dataflow(worker: int, old: DataFlow, new: Sequence[Instruction], ops: Mapping[int, Planned]) -> DataFlow | None:
-    """CannotReorder unless every old row is reached by the same definitions, each time that it is carried out.
+    """CannotReorder unless every old row is reached by the same definitions, each time that it is executed.
 
     A new row is an old one, or stands for one: it replaces or repeats that row, or does a part of it on some of its tensors. A
     row that stands for none reads and makes nothing. Returns the data flow of the new rows. None: two of them stand for the

@@ -1,6 +1,6 @@
 """Answers that a client waits for: values, shapes, reports. None is sent before all that it may depend on is known to be good.
 
-A fetch is answered when every worker of the session has carried out what was issued before it. A failure anywhere upstream
+A fetch is answered when every worker of the session has executed what was issued before it. A failure anywhere upstream
 is known by then.
 """
 

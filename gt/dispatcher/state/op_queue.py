@@ -13,7 +13,7 @@ class NeedsLookahead(Exception):
 
 @dataclass(slots=True)
 class Batch:
-    """A batch that workers are carrying out: acknowledged when each has come to its `runs`."""
+    """A batch that workers are executing: acknowledged when each has come to its `runs`."""
 
     seq: int
     end: int
@@ -32,7 +32,7 @@ class QueuedBatch:
 
 
 class OpQueue:
-    """coming: batches to plan, the first perhaps in part; pending: batches that workers carry out."""
+    """coming: batches to plan, the first perhaps in part; pending: batches that workers execute."""
 
     def __init__(self) -> None:
         self.coming: deque[QueuedBatch] = deque()

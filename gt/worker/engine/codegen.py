@@ -60,7 +60,7 @@ class Source:
         return bound["call"]
 
     def statements(self, tensors: list[str], values: list[str], outs: list[str], bound: dict[str, Any]) -> list[str]:
-        """Lines that carry out the op on tensors and values of these names. bound: their globals, which are added to."""
+        """Lines that execute the op on tensors and values of these names. bound: their globals, which are added to."""
         call = f"{bind(bound, self.op)}({', '.join(self._arguments(tensors, values, bound))})"
         ends = finish(self.payload["outs"])
         if not ends:

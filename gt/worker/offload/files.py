@@ -121,7 +121,7 @@ class InFile:
     made: the tensor of a buffer, on the device; on_host: in host memory, of the buffer's memory.
     """
 
-    by_caller = True  # the thread that carries out instructions alone may use it
+    by_caller = True  # the thread that executes instructions alone may use it
 
     def __init__(self, file: OffloadFile, data: memoryview, made: Any, closed: Any, on_host: Any = None) -> None:
         self._file, self._made, self._on_host, self._closed = file, made, on_host, closed

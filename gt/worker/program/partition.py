@@ -17,7 +17,7 @@ from gt.worker.instructions.step import Row
 
 MAX_SEGMENT_OPS = 1200  # compile time grows faster than the number of ops; shorter segments fuse less across their borders
 MIN_COMPUTING_OPS = 2  # ops that compute in a segment; fewer are not worth a call into compiled code
-# For a program that is carried out once a segment is compiled only if it saves memory:
+# For a program that is executed once a segment is compiled only if it saves memory:
 MIN_SAVED_SHARE = 4  # 1 / MIN_SAVED_SHARE of the bytes that it makes end within it
 MAX_OUTPUTS_ONCE = 64  # outputs of such a segment: compile time grows with each
 
@@ -61,7 +61,7 @@ class SegmentGraph:
 class BoundSegment:
     """A segment graph at one place of a program: the ids of its tensors, and the payloads behind the graph's texts.
 
-    dropped: ids to free first, which the segment does not read. before: rows to carry out next. inputs, outputs: ids.
+    dropped: ids to free first, which the segment does not read. before: rows to execute next. inputs, outputs: ids.
     ended: ids to free after it, of inputs and of results of `before`.
     """
 

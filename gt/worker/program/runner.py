@@ -62,7 +62,7 @@ class DefinitionTable:
 
 
 class ProgramRunner:
-    """Carries out rows of a stream or program. One thread calls it; any thread may read `code`, `base` and `place`."""
+    """Executes rows of a stream or program. One thread calls it; any thread may read `code`, `base` and `place`."""
 
     def __init__(self, context: ExecutionContext) -> None:
         self.context, self.tensors = context, context.tensors
@@ -106,7 +106,7 @@ class ProgramRunner:
         return waiting
 
     def fits(self, nbytes: int) -> bool:
-        """True if there is room for the results of several instructions; if not they are carried out one by one."""
+        """True if there is room for the results of several instructions; if not they are executed one by one."""
         return not self.checks_small_results and self.context.budget.fits(nbytes)
 
     # ---- programs

@@ -21,7 +21,7 @@ from tests.helpers.streams import NEG, Stream
 
 
 class Players:
-    """Workers that carry out what a queue sends, each in order."""
+    """Workers that execute what a queue sends, each in order."""
 
     def __init__(self, workers: int, sessions: int) -> None:
         self.queue = RunQueue()

@@ -199,7 +199,7 @@ def _parts(
 
 
 def _has(mesh: Sequence[int], worker: int, row: Instruction) -> bool:
-    """True if a stage has all workers that carry out a worker's row: the gradient of a split head is of more than one."""
+    """True if a stage has all workers that execute a worker's row: the gradient of a split head is of more than one."""
     return set(row.define.payload["team"]["workers"] if row.kind in COLLECTIVES else (worker,)) <= set(mesh)
 
 

@@ -93,7 +93,7 @@ class Device(Protocol):
         """Free cached memory: while the device records it frees none."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Have `run` issue its work, which is not carried out yet. The result carries it out, on the same memory each time."""
+        """Have `run` issue its work, which is not executed yet. The result carries it out, on the same memory each time."""
 
     def on_side_stream(self, run: Callable[[], None]) -> None:
         """Within a recording: work of `run` begins after all work issued so far, and later work may overtake it."""
