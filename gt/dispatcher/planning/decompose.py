@@ -67,9 +67,9 @@ class Decompose:
     def _table_layout(self, known: OpSchema, starts: Starts, mesh: Mesh) -> Layout | None:
         """Layout of the table that is looked up, or whose gradient this is, as far as it is known."""
         if known.name == "embedding":
-            lies = Layout(mesh, tuple(R if p is None else p for p in starts[0]))
-            self._tables[mesh, known.template.ins[0].shape] = lies
-            return lies
+            layout = Layout(mesh, tuple(R if p is None else p for p in starts[0]))
+            self._tables[mesh, known.template.ins[0].shape] = layout
+            return layout
         made = known.template.outs[0].spec
         return self._tables.get((mesh, made.shape)) if known.name in LOOK_UPS and made is not None else None
 

@@ -348,7 +348,7 @@ class Planner:
     def _start(self, tensor: Tensor, mesh: Mesh, meaning: Meaning | None, stays: bool) -> list[Placement | None]:
         """Placements of an input on this mesh before planning, axis by axis; None: the rule may choose.
 
-        Data that lies whole is split as it enters a group, at every use, unless it `stays` to be written or viewed. A sharded
+        Replicated data is split as it enters a group, at every use, unless it `stays` to be written or viewed. A sharded
         parameter is used whole, unless it stays.
         """
         if tensor.storage.rest is not None and not stays and tensor.layout is not None and tensor.layout.mesh == mesh:

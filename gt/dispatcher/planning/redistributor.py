@@ -172,7 +172,7 @@ class Redistributor:
             # The root is reduced in place, so every view of it has the sum too: only their layouts change.
             for tensor in storage.tensors.values():
                 assert tensor.layout is not None
-                self._context.lay(tensor, tensor.layout.with_placement(axis, R))
+                self._context.set_layout(tensor, tensor.layout.with_placement(axis, R))
             op = "" if place.op == "sum" else f" ({place.op})"
             text = f"all_reduce{op} over {name}"
             emitter.line(root.id, root.spec.text(), root.layout, text, [root.id], self._context.note(f"{root.spec.nbytes} B"))
@@ -253,7 +253,7 @@ class Redistributor:
             self._alias(made, root.id, want)
         else:
             self._restride(made, root, want)
-        self._context.lay(root, want)
+        self._context.set_layout(root, want)
         # In order of ids a base comes before its views, so each view is made on a base that is already in place.
         for view in sorted(storage.tensors.values(), key=lambda t: t.id):
             if view.base is not None:
@@ -273,11 +273,11 @@ class Redistributor:
                 emitter.write(worker, define, emitter.ids([source, target]))
         emitter.free(layout.mesh.workers, [source])
 
-    def write_back(self, copy: int, tensor: Tensor, lies: Layout) -> None:
+    def write_back(self, copy: int, tensor: Tensor, have: Layout) -> None:
         """Bring what was written into a copy home to the tensor it is a copy of."""
         assert tensor.layout is not None
         layout, emitter = tensor.layout, self._emitter
-        back = self.convert(copy, tensor, lies, layout)
+        back = self.convert(copy, tensor, have, layout)
         orders = []
         for rank, index in enumerate(layout.mesh.workers):
             spec = dense(local_shape(layout, tensor.spec.shape, rank), tensor.spec)
@@ -326,7 +326,7 @@ class Redistributor:
         new_ids = [view.id if i == index else emitter.temporary() for i in known.news]
         self._binder.compute(known, [layout] * known.tensors, outs, [view.base.id], values, new_ids)
         emitter.free(layout.mesh.workers, [i for i in new_ids if i != view.id])
-        self._context.lay(view, outs[index])
+        self._context.set_layout(view, outs[index])
 
     def view_layouts(self, known: OpSchema, base: Layout) -> list[Layout] | None:
         """Layouts of a view's outputs on a base, or None where it has no local form."""

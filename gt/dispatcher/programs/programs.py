@@ -45,7 +45,7 @@ class RecordedLayouts:
         self.layouts: list[Layout] = list(map(_LAYOUT, self.tensors))
 
     def hold(self) -> bool:
-        """True if each tensor lies so, at the cost of a comparison for each."""
+        """True if each tensor has its recorded layout, at the cost of a comparison for each."""
         return all(map(is_, map(_LAYOUT, self.tensors), self.layouts))
 
     def changed(self) -> Iterator[tuple[Tensor, Layout]]:
@@ -430,7 +430,7 @@ class Programs:
         )
         for tensor in storage.tensors.values() if terms else ():
             places = enumerate(tensor.layout.placements if tensor.layout else ())
-            self._context.lay(tensor, Layout(layout.mesh, tuple(terms.get(n, place) for n, place in places)))
+            self._context.set_layout(tensor, Layout(layout.mesh, tuple(terms.get(n, place) for n, place in places)))
 
     def _doomed(self, program: Program, seq: int) -> bool:
         """Taint the results of a replay that reads a failed tensor; True if it cannot be sent, for want of a worker."""

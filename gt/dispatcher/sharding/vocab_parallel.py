@@ -287,11 +287,11 @@ def nll_loss_backward(known: OpSchema, starts: Starts, mesh: Mesh) -> list[Chain
     grad = rows if t.ins[0].shape else _axes(kinds)
     wants = (grad, made, rows, *[_axes(kinds, classes=Shard(0))] * (known.tensors - 4), _axes(kinds))
 
-    def gradient(scores: ChainValue, labels: ChainValue, out: Spec, name: int | str, lies: Placements) -> ChainOp:
+    def gradient(scores: ChainValue, labels: ChainValue, out: Spec, name: int | str, result: Placements) -> ChainOp:
         ins = (t.ins[0], scores.spec, labels.spec, *t.ins[3:])
         local = OpSchema(Template(t.op, (*t.args[:5], mark, *t.args[6:]), t.kwargs, ins, 0, (Out("new", out),), ()))
         names = (0, scores.name, labels.name, *range(3, known.tensors))
-        return ChainOp((local,), names, (name,), (wants[0], lies, *wants[2:]), (lies,))
+        return ChainOp((local,), names, (name,), (wants[0], result, *wants[2:]), (result,))
 
     out = t.outs[0].spec
     assert out is not None
@@ -327,9 +327,9 @@ def embedding(known: OpSchema, starts: Starts, mesh: Mesh) -> list[ChainOp] | No
     away = chain.placed("eq.Scalar", own, NO_LABEL, out=_like(own.spec, "bool"), where=where)
     safe = chain.placed("masked_fill.Scalar", own, away, 0, out=own.spec, where=where)
     away = chain.placed("_unsafe_view.default", away, list(tall), out=contiguous(tall, "bool"), where=where)
-    t, lies = known.template, tuple(Shard(0) if n in split.axes else R for n in range(len(mesh.axes)))
+    t, by_rows = known.template, tuple(Shard(0) if n in split.axes else R for n in range(len(mesh.axes)))
     local = OpSchema(Template(t.op, t.args, t.kwargs, (table, safe.spec), 0, t.outs))
-    chain.parts.append(ChainOp((local,), (0, safe.name), ("rows",), (lies, where), (where,)))
+    chain.parts.append(ChainOp((local,), (0, safe.name), ("rows",), (by_rows, where), (where,)))
     terms = tuple(P if n in split.axes else p for n, p in enumerate(where))
     return chain.end(chain.placed("masked_fill.Scalar", ChainValue("rows", out), away, 0.0, out=out, where=where, makes=terms))
 
@@ -346,8 +346,8 @@ def embedding_backward(known: OpSchema, starts: Starts, mesh: Mesh, table: Place
     chain = Chain(known)
     own = _own(chain, 1, split, where, padding if padding >= 0 else None, -1)
     local = OpSchema(Template(t.op, (*t.args[:3], -1, False), t.kwargs, (t.ins[0], own.spec), 0, t.outs))
-    lies = tuple(Shard(0) if n in split.axes else P if isinstance(p, Shard) else R for n, p in enumerate(where))
-    chain.parts.append(ChainOp((local,), (0, own.name), (-1,), (where, where), (lies,)))
+    result = tuple(Shard(0) if n in split.axes else P if isinstance(p, Shard) else R for n, p in enumerate(where))
+    chain.parts.append(ChainOp((local,), (0, own.name), (-1,), (where, where), (result,)))
     return chain.parts
 
 

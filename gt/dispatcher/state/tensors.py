@@ -98,7 +98,7 @@ class Storage:
 
 
 class Tensor:
-    """An id, what torch sees, and how it lies. `via` re-makes a view from `base` when its storage moves."""
+    """An id with its metadata and layout. `via` makes a view again from `base` when its storage moves."""
 
     __slots__ = ("base", "children", "copies", "id", "layout", "released", "spec", "storage", "sums", "via")
 
@@ -137,8 +137,7 @@ class Tensor:
 class Table:
     """One session's tensors. check() holds what must always be true.
 
-    relaid: grows whenever a tensor that was placed lies otherwise afterwards. Who has compared layouts need not do it again
-    before.
+    relaid: grows whenever a placed tensor gets another layout. Comparisons of layouts stay valid while it is the same.
     """
 
     rows: dict[int, Tensor] = field(default_factory=dict)

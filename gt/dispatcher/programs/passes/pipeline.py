@@ -51,7 +51,7 @@ class NoPipeline(CannotReorder):
 
 @dataclass
 class StageAssignment:
-    """Workers of each stage, their groups, and the action of each op that lies in one."""
+    """Workers of each stage, their groups, and the action of each op in one."""
 
     meshes: list[tuple[int, ...]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
