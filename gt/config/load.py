@@ -47,7 +47,7 @@ from gt.ir.text import in_bytes
 MAX_CONFIG_VALUES = 8192  # keys and values of a config, with aliases expanded
 MAX_NESTING_LEVELS = 16  # lists and mappings within one another, and signs of nesting in a line
 MAX_HINT_CHARACTERS, MAX_HINT_NAMES = 64, 64  # characters of a name, and names, among which `hint` looks for a similar one
-SHOWN, SHORT = 20, 80  # names in an error, characters of a value in an error
+MAX_SHOWN_NAMES, MAX_SHOWN_CHARACTERS = 20, 80  # names in an error, characters of a value in an error
 _NESTED = re.compile(rf"(?:[-?:][ \t]+){{{MAX_NESTING_LEVELS}}}")  # libyaml reads each by a call within a call
 _COMPOSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast
 WORKERS = "write workers: [0, 1], or workers: null for all"
@@ -71,12 +71,13 @@ def load(text: str, path: str = "") -> Config:
             reserved = value
         else:
             if name in GT_KEYS and not _may_be_group(value):
-                shown = value.value[:SHORT] if isinstance(value, yaml.ScalarNode) else "..."
+                shown = value.value[:MAX_SHOWN_CHARACTERS] if isinstance(value, yaml.ScalarNode) else "..."
                 reader.fail("", _line(key), f"{name} is no group: write it as a key of gt, `gt: {{{name}: {shown}}}`")
             groups[name] = reader.group(name, key, value)
     for group in groups.values():
         if group.backward is not None and group.backward not in groups:
-            reader.fail(group.name, group.line, f"backward: no group {group.backward[:SHORT]!r}{hint(group.backward, groups)}")
+            unknown = f"{group.backward[:MAX_SHOWN_CHARACTERS]!r}{hint(group.backward, groups)}"
+            reader.fail(group.name, group.line, f"backward: no group {unknown}")
     settings = reader.reserved(reserved, groups) if reserved is not None else {}
     return Config(groups, **settings, path=path, text=text)
 
@@ -109,8 +110,8 @@ def hint(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, near, 1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    more = ", ..." if len(names) > SHOWN else ""
-    return f"; known: {', '.join(f'{name:.64}' for name in names[:SHOWN])}{more}" if names else ""
+    more = ", ..." if len(names) > MAX_SHOWN_NAMES else ""
+    return f"; known: {', '.join(f'{name:.64}' for name in names[:MAX_SHOWN_NAMES])}{more}" if names else ""
 
 
 class _Reader:
@@ -173,7 +174,7 @@ class _Reader:
                 self.fail(group, _line(key), f"{what} has the key {self.show(key)}, want a name")
             if key.value in seen:
                 first = f"first in line {seen[key.value]}"
-                self.fail(group, _line(key), f"{what} has {key.value[:SHORT]!r} twice, {first}: keep one")
+                self.fail(group, _line(key), f"{what} has {key.value[:MAX_SHOWN_CHARACTERS]!r} twice, {first}: keep one")
             seen[key.value] = _line(key)
             rows.append((key.value, key, value))
         return rows
@@ -186,7 +187,7 @@ class _Reader:
                 ready = LAYOUTS if name in DEGREES else ""
                 other = OTHER_NAMES.get(name)
                 advice = f"; did you mean {other!r}?" if other in keys else hint(name, keys)
-                self.fail(group, _line(key), f"unknown key {name[:SHORT]!r} in {what}{advice}{ready}")
+                self.fail(group, _line(key), f"unknown key {name[:MAX_SHOWN_CHARACTERS]!r} in {what}{advice}{ready}")
             values[name] = value
         return values
 
@@ -206,7 +207,7 @@ class _Reader:
     def show(self, node: yaml.Node) -> str:
         """The text of a value in an error."""
         if isinstance(node, yaml.ScalarNode):
-            return repr(node.value[:SHORT]) if node.value else "empty"
+            return repr(node.value[:MAX_SHOWN_CHARACTERS]) if node.value else "empty"
         return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
 
     def group(self, name: str, key: yaml.Node, node: yaml.Node) -> Group:
@@ -410,7 +411,7 @@ class _Reader:
 
     def rule(self, pattern: str, key: yaml.Node, node: yaml.Node, groups: dict[str, Group]) -> Rule:
         """One entry of modules: a group's name, a suffix, a list of groups, or {group, parts} with one of them."""
-        where, parts, named = f"{RESERVED} modules {pattern[:SHORT]!r}", 1, node
+        where, parts, named = f"{RESERVED} modules {pattern[:MAX_SHOWN_CHARACTERS]!r}", 1, node
         if isinstance(node, yaml.MappingNode):
             keys = self.known(node, RULE_KEYS, "the rule", where)
             if "group" not in keys:
@@ -435,7 +436,7 @@ class _Reader:
         """The name of an existing group."""
         group = self.value(node, str, "group", RULE_KEYS["group"], where)
         if group not in groups:
-            self.fail(where, _line(node), f"no group {group[:SHORT]!r}{hint(group, groups)}")
+            self.fail(where, _line(node), f"no group {group[:MAX_SHOWN_CHARACTERS]!r}{hint(group, groups)}")
         return str(group)
 
 

@@ -85,7 +85,7 @@ from gt.wire.messages import (
 
 log = logging.getLogger("gt.dispatcher")
 MAX_ERROR_CHARACTERS = 4000  # characters of what a worker says of a failure
-SPOKEN = 20  # refusals logged in a second
+MAX_LOGGED_REFUSALS = 20  # refusals logged in a second
 
 
 class Core:
@@ -118,7 +118,7 @@ class Core:
         self.observers = Observers(self)
         self.traces = Traces(self, self._lease)
         self.membership = Membership(self)
-        self._sparse = Sparse(log, SPOKEN)
+        self._sparse = Sparse(log, MAX_LOGGED_REFUSALS)
         self._actions: list[Action] = []
         self.page: list[str] = []  # lines of the instruction log that are not written yet
         self.now = 0.0

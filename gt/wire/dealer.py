@@ -21,11 +21,11 @@ from gt.errors import Refused
 from gt.wire import codec, tcp
 from gt.wire.access.approach import Approach
 from gt.wire.connections import cut
-from gt.wire.liveness import POLLS, Cable, Vigil
+from gt.wire.liveness import POLLS_PER_HEARTBEAT, Cable, Vigil
 from gt.wire.messages import CHUNK, Exit, Message, Reject, Welcome
 from gt.wire.signals import uninterrupted
 from gt.wire.socket import (
-    BURST,
+    BURST_MESSAGES,
     GONE,
     LINGER_SECONDS,
     NOW,
@@ -239,7 +239,7 @@ class Dealer:
         finally:
             self._user = 0
 
-    def _receive(self, sock: zmq.Socket, burst: int = BURST) -> bool:
+    def _receive(self, sock: zmq.Socket, burst: int = BURST_MESSAGES) -> bool:
         """Receive up to `burst` messages. True if there was one."""
         for count in range(burst):
             if not events_of(sock) & _IN:
@@ -251,7 +251,7 @@ class Dealer:
             if type(message) is Welcome:
                 match message.process:
                     case [int(pid), str(home)]:
-                        self._vigil = Vigil(pid, home, POLLS)
+                        self._vigil = Vigil(pid, home, POLLS_PER_HEARTBEAT)
             self._on_message(message, frames)
         return True
 
@@ -374,12 +374,12 @@ class Dealer:
         """The reason, once it is certain that the dispatcher's process is stopped or its host is gone, else ""."""
         if (now := time.monotonic()) < self._next_poll:
             return ""
-        self._next_poll = now + self._heartbeat / POLLS
+        self._next_poll = now + self._heartbeat / POLLS_PER_HEARTBEAT
         return cable.poll() or ("" if self._vigil is None else self._vigil.poll())
 
     def _pause(self) -> int:
         """Milliseconds to sleep in poll."""
-        return int(1000 * (TURN_SECONDS if self._on_turn is not None else min(1.0, self._heartbeat / POLLS)))
+        return int(1000 * (TURN_SECONDS if self._on_turn is not None else min(1.0, self._heartbeat / POLLS_PER_HEARTBEAT)))
 
     def _flush(self, sock: zmq.Socket) -> str:
         deadline = time.monotonic() + LINGER_SECONDS

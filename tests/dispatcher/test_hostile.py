@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gt.client.session import Session
-from gt.dispatcher.core import SPOKEN
+from gt.dispatcher.core import MAX_LOGGED_REFUSALS
 from gt.dispatcher.events import Malformed, PeerLost, Received, Tick
 from gt.dispatcher.server import Server
 from gt.dispatcher.state.fetches import MAX_REQUESTS
@@ -351,9 +351,9 @@ def test_refusals_are_logged_so_many_a_second(bench, caplog):
     with caplog.at_level(logging.WARNING, "gt.dispatcher"):
         for n in range(1000):
             bench.feed(Malformed(b"x%d" % n, "garbage", 5.0))
-        assert len(caplog.records) == SPOKEN
+        assert len(caplog.records) == MAX_LOGGED_REFUSALS
         bench.feed(Malformed(b"y", "garbage", 6.5))
-    assert f"{1000 - SPOKEN} more of the last second's refusals" in caplog.text
+    assert f"{1000 - MAX_LOGGED_REFUSALS} more of the last second's refusals" in caplog.text
 
 
 # ---- bounded on the way to workers

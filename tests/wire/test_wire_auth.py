@@ -255,7 +255,7 @@ def test_without_the_file_a_token_opens_a_server_that_encrypts(folder, monkeypat
 
 
 def test_a_worker_waits_for_a_server_and_finds_the_next_ones_secret(folder, monkeypatch):
-    monkeypatch.setattr(approach, "LONGEST", 0.03)
+    monkeypatch.setattr(approach, "LAST_PAUSE_SECONDS", 0.03)
     heard, lost = threading.Event(), threading.Event()
     (port,) = free_ports()
     first = Running(port=port)

@@ -26,7 +26,7 @@ log = logging.getLogger("gt.dispatcher")
 PATIENCE_SECONDS = 30.0  # seconds a client waits for workers that are not there
 RENEWAL_SECONDS = 120.0  # seconds in which a worker starts afresh, or is lost: a cold disk takes long to import torch
 REMINDER_SECONDS = 15.0  # seconds after which a client in the queue hears again that it is in it
-NOTICE, SHARE = 300.0, 0.1  # a session is warned so many seconds before its time ends, or this share of its time
+NOTICE_SECONDS, NOTICE_SHARE = 300.0, 0.1  # a session is warned so many seconds before its time ends, or this share of its time
 
 FREE, LENT, RENEWING, LOST = "free", "lent", "renewing", "lost"
 
@@ -61,7 +61,7 @@ class Terms:
             if left <= 0:
                 text = f"the session has had its {self.seconds:g} s (the server's --max-session-time) and is ended"
                 yield peer, SessionExpired(f"{text}: save what it computes in time, then connect again")
-            elif left <= min(NOTICE, SHARE * self.seconds) and not session.warned:
+            elif left <= min(NOTICE_SECONDS, NOTICE_SHARE * self.seconds) and not session.warned:
                 session.warned = True
                 yield peer, Notice(f"the session ends in {left:.0f} s: the server's --max-session-time is {self.seconds:g} s")
 

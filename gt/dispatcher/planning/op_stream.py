@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from gt.dispatcher.cluster.workers import Worker
-from gt.dispatcher.fairness.run_queue import CLOSER, GRAIN, UNIT_SECONDS
+from gt.dispatcher.fairness.run_queue import OPS_PER_UNIT, SHARED_DIVISOR, UNIT_SECONDS
 from gt.dispatcher.planning.planner import Planner
 from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.programs.fragments import Fragments
@@ -271,8 +271,8 @@ class OpStream:
         emitter, op = self._emitter, self._op
         at, end = batch.at, len(code)
         shared = context.cluster.queue.shared(context.number)
-        grain = left = GRAIN if shared else end
-        unit = UNIT_SECONDS / CLOSER if shared else UNIT_SECONDS
+        grain = left = OPS_PER_UNIT if shared else end
+        unit = UNIT_SECONDS / SHARED_DIVISOR if shared else UNIT_SECONDS
         queue.due = at + CLOCK_INTERVAL
         while at < end:
             start = at

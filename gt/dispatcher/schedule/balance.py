@@ -13,7 +13,7 @@ from gt.dispatcher.schedule.costs import Costs
 from gt.dispatcher.schedule.placement import checked
 from gt.errors import ConfigError
 
-WORTH = 0.02  # least gain of a cut that is proposed, as a part of the step
+MIN_GAIN_SHARE = 0.02  # least gain of a cut that is proposed, as a part of the step
 Unit = tuple[float, str]  # an op of the forward: its time and its label
 
 
@@ -31,7 +31,7 @@ def balance(costs: Costs, units: Sequence[Sequence[Unit]], request: schedule.Sch
     flat = [unit[0] / sum(u[0] for u in own) * total for own, total in zip(units, totals) for unit in own]
     ends = cut(flat, len(totals))
     better = [sum(flat[a:b]) for a, b in zip([0, *ends], [*ends, len(flat)])]
-    if max(better) > (1 - WORTH) * max(totals):
+    if max(better) > (1 - MIN_GAIN_SHARE) * max(totals):
         return report
     scale = [new / old if old else 1.0 for new, old in zip(better, totals)]
     moved = replace(
@@ -40,7 +40,7 @@ def balance(costs: Costs, units: Sequence[Sequence[Unit]], request: schedule.Sch
     with suppress(ConfigError):
         spans = [schedule.simulate(schedule.make(request, each).rows, each).makespan for each in (costs, moved)]
         gain = 1 - spans[1] / spans[0] if spans[0] else 0.0
-        if gain >= WORTH:
+        if gain >= MIN_GAIN_SHARE:
             labels = [unit[1] for own in units for unit in own]
             begins = [next((label for label in labels[end:] if label), "") for end in ends]
             share = [t / sum(better) for t in better]

@@ -16,7 +16,7 @@ from gt.dispatcher.state.records import Origin
 from gt.ir.dataflow import decode, makes
 from gt.ir.text import size
 
-IDS = 8  # tensors that share memory, of those that are named
+MAX_SHOWN_IDS = 8  # tensors that share memory, of those that are named
 MAX_HOLDERS = 1 << 13
 LINES = 5  # lines of the program in a report: those that hold most
 COUNTS = ("limit", "session_limit", "used", "session", "others")
@@ -87,12 +87,12 @@ def _holders(session: ClientSession, worker: Worker, top: list[list[int]]) -> It
         i = name - offset
         tensor, copied = rows.get(i) or copies.get(i), i in copies
         if tensor is not None and tensor.storage.origin is not None:
-            ids = [] if copied else list(islice(tensor.storage.tensors, IDS))
+            ids = [] if copied else list(islice(tensor.storage.tensors, MAX_SHOWN_IDS))
             yield Holder(ids, nbytes, tensor.storage.origin, "a copy" if copied else "")
             continue
         if within is None:
             within = {made: origin for program in session.programs.all.values() for made, origin in _made(program, worker)}
-        ids = [] if tensor is None else list(islice(tensor.storage.tensors, IDS))
+        ids = [] if tensor is None else list(islice(tensor.storage.tensors, MAX_SHOWN_IDS))
         origin, what = within.get(name, (None, ""))
         yield Holder(ids, nbytes, origin, what)
 

@@ -27,7 +27,7 @@ MAX_ALL_NAME_CHARACTERS = 4 << 20  # characters of all different names of a sess
 MAX_ALL_TEMPLATE_PARTS = 1 << 21  # parts of all templates of a session
 MAX_GROUP_WARNINGS = 100  # warnings about groups that the config lacks
 MAX_GROUP_HINTS = 4  # warnings that suggest a similar name, which takes milliseconds to find
-SHORT = 80  # characters of a name in such a warning
+MAX_SHOWN_CHARACTERS = 80  # characters of a name in such a warning
 
 
 class Definitions:
@@ -92,7 +92,7 @@ class Definitions:
             if name not in self._unknown_groups and self._context.groups and len(self._unknown_groups) < MAX_GROUP_WARNINGS:
                 self._unknown_groups.add(name)
                 near = hint(name, self._context.config.groups) if len(self._unknown_groups) <= MAX_GROUP_HINTS else ""
-                text = f"the config has no group {name[:SHORT]!r}: ops run as outside it{near}"
+                text = f"the config has no group {name[:MAX_SHOWN_CHARACTERS]!r}: ops run as outside it{near}"
                 self._context.send(Notice(f"{file}:{line}: {text}"))
         leads = (self._context.groups.destination(name, backward) for name in reversed(group.split("/")))
         target = next((lead for lead in leads if lead is not None), None)

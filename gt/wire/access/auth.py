@@ -18,7 +18,7 @@ from gt.errors import Refused
 
 PLAIN, CURVE, NULL = "PLAIN", "CURVE", "NULL"
 MADE = "start-"  # how secrets begin that a server makes for one start
-SHORTEST = 20  # characters of a token that nobody guesses
+MIN_TOKEN_CHARACTERS = 20  # characters of a token that nobody guesses
 USER = b"gt"
 _SALT, _COST, _BLOCK = b"gt wire keys, version 1", 1 << 15, 8  # scrypt's parameters: 32 MiB and about 0.1 s a guess
 
@@ -73,7 +73,7 @@ def strong() -> str:
 
 def weakness(token: str) -> str:
     """The reason why a token could be guessed, "" if it could not."""
-    if token and (len(token) < SHORTEST or len(set(token)) < SHORTEST // 2):
+    if token and (len(token) < MIN_TOKEN_CHARACTERS or len(set(token)) < MIN_TOKEN_CHARACTERS // 2):
         number = f"{len(token)} characters, {len(set(token))} different"
         return f"the token has {number}: it can be guessed; `gt key FILE` makes a strong one"
     return ""

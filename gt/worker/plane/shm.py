@@ -24,7 +24,7 @@ from gt.worker.plane.batch import Failures, QueuedCollective, run_batch, unused
 from gt.worker.plane.heap import OwnHeap, PeerHeap, full_fence
 from gt.worker.plane.team import Team
 
-POLLS = 10  # looks at a flag before sleeping; each lets other threads run first
+POLLS_BEFORE_SLEEP = 10  # looks at a flag before sleeping; each lets other threads run first
 
 Row = tuple[int, str, int, str, int, int, str, str, int]  # index, name, pid, host, heap_fd, heap_bytes, doorbell, home, port
 
@@ -258,7 +258,7 @@ class ShmPlane(Plane):
     def wait(self, ready: Callable[[], bool], peers: Sequence[Peer]) -> None:
         """Wait until ready; PeerGone as soon as a peer is gone. Memory that `ready` checks may be read afterwards."""
         own = self._heap()
-        for _ in range(POLLS):
+        for _ in range(POLLS_BEFORE_SLEEP):
             if ready():
                 return self._fence()
             os.sched_yield()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gt.worker.plane.net.stream import PairStream
 
 BATCH_BYTES = 1 << 20  # bytes of frames given to the kernel in one call, or a little more
-READS = 8  # reads of one connection before the others have their turn
+READS_PER_TURN = 8  # reads of one connection before the others have their turn
 NOTHING = memoryview(b"")
 
 
@@ -111,7 +111,7 @@ class _Outlet:
         connection.touched = True
         try:
             connection.deal()
-            for _ in range(READS):
+            for _ in range(READS_PER_TURN):
                 if connection.stalled or not connection.read(NOWAIT):
                     return
             self.readable = True

@@ -50,7 +50,7 @@ ENDED_SECONDS = 1.5  # the same where the other end has closed it, as a worker t
 TEND_SECONDS = 0.5  # between looks at connections that are full
 IDLE_SECONDS = 0.02  # seconds after which the background thread reads a connection that nobody has read
 FULL_SECONDS = 0.01  # between two attempts to accept a connection without a free descriptor
-BURST = 16  # reads of a connection before others are read
+READS_PER_TURN = 16  # reads of a connection before others are read
 Pair = tuple[int, int]  # index of the other worker, epoch
 # The other host, or a link to it, is gone: other errors are the other process's end
 CUT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
@@ -517,7 +517,7 @@ class Network:
         if (ended or (events & select.EPOLLIN and not connection.owned)) and connection.reading.acquire(blocking=False):
             try:
                 connection.deal()
-                for _ in range(BURST):
+                for _ in range(READS_PER_TURN):
                     if not connection.read(NOWAIT) or not (ended or connection.mask & select.EPOLLIN):
                         break
             except BlockingIOError:
