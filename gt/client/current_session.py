@@ -23,8 +23,8 @@ class Current:
     zero = 0  # the YAML's stage of ZeRO
     precision = Precision()  # the YAML's
     checkpointed: tuple[str, ...] = ()  # the YAML's patterns of modules
-    offloads = False  # whether the YAML offloads optimizer state or parameters
-    declares_modules = False  # whether modules' buffers and frozen parameters are declared at their first call
+    offloads = False  # True if the YAML offloads optimizer state or parameters
+    declares_modules = False  # True if modules' buffers and frozen parameters are declared at their first call
     # id of the newest uninitialised tensor, and the number of ops at its creation
     fresh: tuple[int, int] | None = None
 

@@ -104,7 +104,7 @@ class Session:
         self.failure: GTError | None = None
         # The I/O thread calls it about every 10 ms, to submit stale ops. It must not wait for anything.
         self.on_idle: Callable[[], None] | None = None
-        self.why_lost: Callable[[], str] = str  # what ended a server that this program started; may wait a moment
+        self.why_lost: Callable[[], str] = str  # why a server that this program started has ended; may wait a moment
         self._pid = os.getpid()
         self._pending: dict[int, _Pending] = {}
         self._pieces: dict[int, _Pending] = {}  # key of an incomplete piece -> its fetch

@@ -97,7 +97,7 @@ class Server:
         self._start = time.monotonic()
         self._cycles = CycleCollector()
         self._reason = ""
-        self._items: deque[Arrived | Gone] = deque()  # what came and has not been looked at
+        self._items: deque[Arrived | Gone] = deque()  # events that came and are not handled yet
         self._again = False  # the core wants a turn
         self._event: Event | None = None  # the last that was handled
         self._busiest: Event | None = None  # the event that took longest in the last turn

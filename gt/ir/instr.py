@@ -43,7 +43,7 @@ FIRST = 16  # templates and definitions are numbered from here
 
 # Numbers of each of the client's instructions about tensors, those of FREE without its ids
 LENGTHS = {FREE: 2, PARAM: 2, DROP: 2, SHARDED: 2, GRAD: 3, STATE: 2}
-_OTHER_LENGTHS = {RECORD: 4, DISCARD: 1, LAUNCH: 4}  # those of RECORD without its ids
+_OTHER_LENGTHS = {RECORD: 4, DISCARD: 1, LAUNCH: 4}  # numbers of RECORD before its ids
 
 BASE_BITS = 40  # ids of one session's tensors: below this, and above it the session's number
 

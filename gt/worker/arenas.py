@@ -88,7 +88,7 @@ class WorkerArenas:
     uploads: UploadBuffers
     budget: Budget
     _arenas: dict[int, _OpenedArena] = field(default_factory=dict)
-    _mapped: weakref.WeakSet[PeerArena] = field(default_factory=weakref.WeakSet)  # those that are closed too
+    _mapped: weakref.WeakSet[PeerArena] = field(default_factory=weakref.WeakSet)  # also arenas that are closed by now
     _reads: dict[int, _TensorBlock] = field(default_factory=dict)  # by key of an upload
     _writes: dict[int, _TensorBlock | FileBlock] = field(default_factory=dict)  # by key of a fetched piece
 

@@ -62,7 +62,7 @@ class Executor:
         self._compiled: dict[int, CompiledProgram] = {}  # by definition
         self._first_launch = FirstLaunch(self._table.steps)
         self._action_times = ActionTimes()
-        self.session = NOBODY  # whose streams follow
+        self.session = NOBODY  # the session of the streams that follow
         self.traces: dict[int, Tracer] = {}  # by session
         self._busy = False
         self._thread = self._peak_bytes = 0

@@ -55,8 +55,8 @@ class CapturedProgram:
     results: list  # leaves of what the function returned
     tree: TreeSpec  # their structure
     draws: int  # random ops
-    host_draws: HostDraws | None  # what it draws on the CPU
-    argument_reads: list[ArgumentRead]  # what it reads of its arguments
+    host_draws: HostDraws | None  # random numbers that it draws on the CPU
+    argument_reads: list[ArgumentRead]  # values that it reads of its arguments
     why: str  # reason for which the call was recorded
     answer: dict  # the dispatcher's answer to FinishCapture
     written: tuple[int, ...]  # inputs that the program changes, and the caller's tensors with them

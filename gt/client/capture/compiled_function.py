@@ -160,11 +160,11 @@ class CompiledFunction(Generic[P, R]):
         self._eager_calls = 0  # calls left that are not recorded
         self._next_eager_calls = MAX_FUTILE_CALLS
         self._why = "the first call"
-        self._strict = False  # whether libraries are told that values cannot be read
+        self._strict = False  # True if libraries are told that values cannot be read
         self._sealed = 0  # programs made so far
         UploadedValues.wanted = True
         self._recorded = False  # whether a call has been
-        self._draws_on_host = False  # whether a call has drawn random numbers on the CPU
+        self._draws_on_host = False  # True once a call has drawn random numbers on the CPU
         self._drawn: HostDraws | None = None  # the last call's draws, if it uploads them
         self._fragment_calls = 0
         self._cuts: Counter[tuple[str, str]] = Counter()  # (where a run of ops ended, why) -> how often, in these calls

@@ -87,7 +87,7 @@ def _kind(argument: Any, typed: bool) -> int:
 
 _infos: dict[int, OpInfo] = {}
 _default = torch.float32  # torch's default dtype, of which the caches of `_infos` are
-_others: dict[torch.dtype, dict[int, dict[tuple, Entry]]] = {}  # those of other default dtypes, by the keys of `_infos`
+_others: dict[torch.dtype, dict[int, dict[tuple, Entry]]] = {}  # caches of other default dtypes, by the keys of `_infos`
 _handlers: dict[str, Handler | None] = {}  # by name of the overload; None: simply recorded, whatever the conditions say
 _conditional: list[tuple[Condition, Handler]] = []  # handlers for ops without one by name: the first whose condition holds
 

@@ -73,7 +73,7 @@ class Recorder:
             self.flush()
             self.on_clear()
             with uninterrupted(), self._lock:
-                self._hand_over()  # what another thread has recorded meanwhile
+                self._hand_over()  # ops that another thread has recorded meanwhile
                 self.values.clear()
             self.cleared += 1
             self._next_template = FIRST

@@ -49,7 +49,7 @@ class Worker:
     session: int = -1  # the same
     shared: bool = False  # the same
     weight: int = 0  # total weight of `defines`
-    seconds: float = 0.0  # what `code` and `cuts` take, by estimate
+    seconds: float = 0.0  # estimated seconds of `code` and `cuts`
     told: list = field(default_factory=list)  # definitions that go with whatever is sent next
     cuts: list = field(default_factory=list)  # (defines, code) before these
 

@@ -158,6 +158,8 @@ class Materializer:
         """Layout of every value of the recipe if all can be made in parts; None if something has to run whole."""
         layouts: dict[int, Layout] = {}
         shape = root.spec.shape
+        # Forward through the recipe. A source may have any layout: the wanted one if it has the root's shape. A later value has
+        # the layout that the op's sharding rule makes without an exchange. If a rule wants other inputs, there is none.
         for step in recipe:
             template = step.known.template
             specs = [template.outs[i].spec for i in step.known.news]

@@ -291,6 +291,8 @@ class OpStream:
                 emitter.begin_op()
                 queue.due = 0
                 continue
+            # The client's numbers are not trusted: a look-up that fails, or an id that is taken, ends the session. Checks are
+            # written out here, since this loop runs for every op.
             try:
                 known = templates[number]
                 first = at + 2
@@ -311,7 +313,7 @@ class OpStream:
             try:
                 op(known, origin, ins, tuple(code[second:third]), code[third:at])
             except NeedsLookahead:
-                batch.at = start
+                batch.at = start  # nothing was done for the op: it is planned again with the next batch here
                 return False
             emitter.end_op()
             self.ops += 1

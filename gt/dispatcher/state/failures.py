@@ -288,7 +288,7 @@ class Failures:
         self._losses: dict[int, Cause] = {}  # by lost worker: the cause that its tensors get
         self._lost: Cause | None = None  # the last of them, also when all are back
         self._failed_ops: set[int] = set()
-        self._dropped_ops: set[int] = set()  # those among them that were not begun
+        self._dropped_ops: set[int] = set()  # ops among them that were not begun
         self.dropped = False  # an interrupt has dropped ops
         self.unviewed: set[Storage] = set()  # storages of which a view could not be made
         self.first_dropped = UNDROPPED  # number of the first of them, since an interrupt ended last

@@ -82,7 +82,7 @@ class Holder(NamedTuple):
 def _holders(session: ClientSession, worker: Worker, top: list[list[int]]) -> Iterator[Holder]:
     rows, offset = session.table.rows, session.emitter.offset
     copies = {made: t for t in rows.values() for _, made in (t.copies or {}).values()}
-    within: dict[int, tuple[Origin, str]] | None = None  # what programs make, looked up where it is needed
+    within: dict[int, tuple[Origin, str]] | None = None  # tensors that programs make, looked up when needed
     for name, nbytes in top:
         i = name - offset
         tensor, copied = rows.get(i) or copies.get(i), i in copies

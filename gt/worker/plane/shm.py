@@ -168,6 +168,8 @@ class ShmPlane(Plane):
     def send(self, channel: Channel, data: Buffer) -> None:
         view, side = flat(data), self._side(self._out, channel, sending=True)
         peer, region, own, theirs = side.peer, side.region, self._heap(), side.peer.heap
+        # A slot has two flags, each in the heap of the worker that waits for it: `empty` at the sender, `full` at the receiver.
+        # The waiting end clears its flag itself. An empty message takes one slot too, so both ends keep counting alike.
         at, total, mark = 0, len(view), theirs.mark
         while True:
             slot = side.advance()
@@ -178,7 +180,7 @@ class ShmPlane(Plane):
             theirs.bytes[start : start + count] = view[at : at + count]
             theirs.words[full + 1] = total
             own.words[empty] = 0
-            self._fence()
+            self._fence()  # who sees the flag sees the bytes and the size too
             theirs.words[full] = own.mark
             self.wake((peer,))
             at += count
@@ -202,7 +204,7 @@ class ShmPlane(Plane):
             if sent == total:
                 view[at : at + count] = own.bytes[start : start + count]
             own.words[full] = 0
-            self._fence()
+            self._fence()  # the slot is read before the sender may overwrite it
             theirs.words[empty] = own.mark
             self.wake((peer,))
             at += count
@@ -264,6 +266,8 @@ class ShmPlane(Plane):
             os.sched_yield()
         try:
             while True:
+                # No wake is lost: this end says that it sleeps and then looks at the flags once more; the other end sets flags
+                # and then looks whether anybody sleeps (`wake`). With a fence between, at least one of them sees the other.
                 own.words[own.asleep] = 1
                 self._fence()
                 if ready():

@@ -48,7 +48,7 @@ class Segment:
         self.signature: Any = None  # signature of its inputs, while it waits to be compiled
         self.why = ""  # reason why it stays instructions
         self.compilations = 0
-        self.at_peak = True  # whether its instructions would set the peak of memory
+        self.at_peak = True  # True if its instructions would set the peak of memory
         self._runner, self._tensors = runner, runner.tensors
 
     def __call__(self, code: list, at: int) -> None:

@@ -98,6 +98,8 @@ def overlap_transfers(rows: Sequence[Row], program: RecordedProgram, stream: Sid
     writing: dict[int, int] = {}  # the same of memory that it writes
     count = 0
 
+    # Transfers run in order on the side stream, so a join with one is a join with all before it: one number for each memory is
+    # enough. A row waits for transfers that write what it touches, and for those that read what it changes.
     def join(number: int, at: int, place: int) -> None:
         scheduled.insert(place, (at, stream.join(number)))
         for under_way in (reading, writing):

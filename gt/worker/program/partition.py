@@ -186,13 +186,14 @@ def partition(rows: Sequence[Row], code: Sequence, traits: Callable[[int], Defin
 
     for row in rows:
         at = row[0]
+        # A FREE fits everywhere: where it stands in a segment, its tensors simply are no outputs.
         own = DefinitionTraits(True) if code[at] == FREE else traits(code[at])
         complex_ids.update(code[at + place] for place in own.complex_outs)
         if not own.fits or not complex_ids.isdisjoint(code[at + 2 : at + 2 + own.tensors]):
             end()
             pieces.append((False, [row]))
             continue
-        if own.lists and not lists:
+        if own.lists and not lists:  # the optimizer's step begins: a graph of its own, see above
             end()
             lists = True
         run.append(row)

@@ -72,6 +72,8 @@ def _split_list_op(row: Instruction, memory: Sequence[int], late: set[int], defi
     if listed is None:
         yield row
         return
+    # Each index of a list op stands by itself, so the op may be cut between indices. But no memory may be in both parts: a
+    # tensor that is listed twice would be read at another time than before.
     touched = [{memory[n] for n in listed.tensors(index)} for index in range(listed.count)]
     waits = [not late.isdisjoint(used) for used in touched]
     parts = [set().union(*(used for used, last in zip(touched, waits, strict=True) if last == part)) for part in (False, True)]
