@@ -187,6 +187,8 @@ class _Reader:
                 ready = LAYOUTS if name in DEGREES else ""
                 other = OTHER_NAMES.get(name)
                 advice = f"; did you mean {other!r}?" if other in keys else hint(name, keys)
+                if keys is GROUP_KEYS and name in SHARD_KEYS:
+                    advice = f": it is a key of shard; write shard: {{{name}: ..., workers: ...}}"
                 self.fail(group, _line(key), f"unknown key {name[:MAX_SHOWN_CHARACTERS]!r} in {what}{advice}{ready}")
             values[name] = value
         return values

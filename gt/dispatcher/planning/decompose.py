@@ -27,7 +27,7 @@ class OpPlanner(Protocol):
 
     def starts(self, known: OpSchema, origin: Origin, ins: list[Tensor], mesh: Mesh) -> Starts: ...
     def bound(self, wants: tuple[Layout, ...], makes: tuple[Layout, ...], orders: list[Order]) -> OpPlan: ...
-    def carry_out(self, known: OpSchema, plan: OpPlan, ins: list[Tensor], values: tuple, outs: list[int]) -> None: ...
+    def bring_and_emit(self, known: OpSchema, plan: OpPlan, ins: list[Tensor], values: tuple, outs: list[int]) -> None: ...
     def plan_part(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None: ...
 
 
@@ -94,7 +94,7 @@ class Decompose:
             made = [names[name] for name in part.outs]
             if part.wants:
                 plan = part.known[0].plans.get("said") or self._said(part, mesh)
-                self._planner.carry_out(part.known[0], plan, operands, (), made)
+                self._planner.bring_and_emit(part.known[0], plan, operands, (), made)
             else:
                 self._planner.plan_part(part.known[0], origin, operands, (), made)
             over = [names[name] for name in dict.fromkeys((*part.ins, *part.outs)) if last.get(name) == n and name != SUMS]

@@ -147,13 +147,13 @@ class Planner:
             return
         # An op that reads only a weight's shape places it, but does not decide its layout: a later use still may.
         unplaced = [t.storage for t in ins if t.layout is None and t.storage.param]
-        self.carry_out(known, plan, ins, values, outs)
+        self.bring_and_emit(known, plan, ins, values, outs)
         for storage in unplaced:
             storage.undecided = storage.undecided or known.name in SHAPE_ONLY
         if origin.meaning is not None and origin.meaning.kind == COLUMN:
             record_producer(self._table, known, ins, outs)
 
-    def carry_out(self, known: OpSchema, plan: OpPlan, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
+    def bring_and_emit(self, known: OpSchema, plan: OpPlan, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Bring the inputs to where the plan wants them, and emit the op."""
         for tensor, want in zip(ins, plan.wants, strict=True):
             if tensor.layout is not None and tensor.layout.partial and not same_terms(tensor.layout, want):
