@@ -18,9 +18,12 @@ def without_links(markdown: str) -> str:
 
 
 if __name__ == "__main__":
+    # Folders of data are listed as packages too: setuptools warns of those that are not, and will leave them out one day.
+    configs = ["configs", *sorted(str(path) for path in Path("configs").iterdir() if path.is_dir())]
+    data = ["gt.observe.dashboard.page", *("gt." + folder.replace("/", ".") for folder in configs)]
     setup(
         py_modules=["gt_autoload"],
-        packages=[*find_packages(include=["gt", "gt.*"]), "gt.configs"],
+        packages=[*find_packages(include=["gt", "gt.*"]), *data],
         package_dir={"gt.configs": "configs"},
         long_description=without_links(README.read_text()),
         long_description_content_type="text/markdown",

@@ -86,12 +86,14 @@ __all__ = [*_PUBLIC, "__version__"]
 _PROCESSES = ("gt", "gt.server", "gt.worker", "gt.launch")  # modules run with -m, which import torch themselves if they need it
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'gt' has no attribute {name!r}")
-    module, attribute = _PUBLIC[name]
-    imported = importlib.import_module(module)
-    return imported if attribute is None else getattr(imported, attribute)
+if not TYPE_CHECKING:  # a checker that saw this function would take a misspelt name for Any
+
+    def __getattr__(name: str) -> Any:
+        if name not in _PUBLIC:
+            raise AttributeError(f"module 'gt' has no attribute {name!r}")
+        module, attribute = _PUBLIC[name]
+        imported = importlib.import_module(module)
+        return imported if attribute is None else getattr(imported, attribute)
 
 
 def __dir__() -> list[str]:

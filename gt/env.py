@@ -118,10 +118,10 @@ def flag(name: str) -> bool:
 def size(name: str, default: int, text: str = "") -> int:
     """Bytes of a variable, or of `text`: a number with KiB, MiB or GiB behind it. ConfigError for another text."""
     text = text or get(name)
-    found = re.fullmatch(r"(\d+)\s*([KMG]i?B)?", text)
-    if text and found is None:
+    match = re.fullmatch(r"(\d+)\s*([KMG]i?B)?", text)
+    if text and match is None:
         raise ConfigError(f"{name} is {text!r}, want a size as 512MiB or 2GiB")
-    return int(found[1]) << (10 * " KMG".index((found[2] or " ")[0])) if found else default
+    return int(match[1]) << (10 * " KMG".index((match[2] or " ")[0])) if match else default
 
 
 def seconds(name: str) -> float:

@@ -19,13 +19,14 @@ from gt.wire.access.auth import Access
 from gt.wire.process_settings import collect_less, keep_freed, more_descriptors, take_turns
 from gt.wire.socket import PORT, port, written
 
-PAGE_PORT = 9471  # of the dashboard
+PAGE_PORT = 9471  # default port of the dashboard's page
 STOP_SECONDS = 5.0  # for a process beside the server to end
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="gt server", description="Run a dispatcher, to which programs and workers connect.")
-    option = made.add_argument
+    about = "Run a dispatcher, to which programs and workers connect."
+    arguments = argparse.ArgumentParser(prog="gt server", description=about)
+    option = arguments.add_argument
     option("-p", "--port", type=port, default=PORT, help=f"port to listen on; default: {PORT}; 0: a free one")
     host = "addresses to listen on, with commas between; :: is all of IPv6 and IPv4; default: 127.0.0.1; others need a token"
     option("-H", "--host", default="127.0.0.1", help=host)
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     option("--metrics", type=port, metavar="PORT", help=metrics)
     page = f"show the server in the browser, by a process of its own on 127.0.0.1; default port: {PAGE_PORT}; default: none"
     option("--dashboard", type=port, nargs="?", const=PAGE_PORT, metavar="PORT", help=page)
-    return made
+    return arguments
 
 
 def limit(kind: type[int] | type[float]) -> Callable[[str], float]:
@@ -55,7 +56,7 @@ def limit(kind: type[int] | type[float]) -> Callable[[str], float]:
     def read(text: str) -> float:
         number = kind(text)
         if not 0 < number < 1 << 31:
-            raise argparse.ArgumentTypeError(f"{text} is no limit, want a number above 0")
+            raise argparse.ArgumentTypeError(f"got {text!r}, want a number above 0")
         return number
 
     return read

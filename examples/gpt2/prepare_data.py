@@ -42,7 +42,7 @@ def by_bytes() -> tuple[Tokenizer, Encode]:
 
 
 def by_pairs(folder: Path) -> tuple[Tokenizer, Encode]:
-    """GPT-2's byte pairs, from the vocabulary in a folder, carried out by tiktoken or transformers."""
+    """GPT-2's byte pairs, from the vocabulary in a folder, executed by tiktoken or transformers."""
     names = next((n for n in FILES if all((folder / name).exists() for name in n)), None)
     if names is None:
         raise BadFile(f"{folder}: no GPT-2 vocabulary: want {' or '.join(' and '.join(n) for n in FILES)}")

@@ -254,7 +254,7 @@ def contents(config: str | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Unused:
-    """Keys of a JSON that nothing has read: without effect, or not carried out."""
+    """Keys of a JSON that nothing has read: without effect, or not executed."""
 
     def __init__(self) -> None:
         self.idle: list[str] = []
@@ -310,7 +310,7 @@ def precision_of(rest: dict[str, Any], unused: _Unused) -> dict[str, str]:
 
 
 def deepspeed(config: str | Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Settings, keys of `gt:`, and keys without effect. SettingsError names each key that GT does not carry out."""
+    """Settings, keys of `gt:`, and keys without effect. SettingsError names each key that GT does not execute."""
     rest, unused = dict(contents(config)), _Unused()
     sizes: dict[str, int] = {}
     zero = section(rest, "zero_optimization")
@@ -334,7 +334,7 @@ def deepspeed(config: str | Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     unused.note(rest, "")
     if unused.unread:
         raise SettingsError(
-            f"deepspeed_config has keys that GT does not carry out: {', '.join(unused.unread)}; "
+            f"deepspeed_config has keys that GT does not execute: {', '.join(unused.unread)}; "
             "leave them out (lr, warmup and epochs are settings of CONFIG)"
         )
     if sizes:  # the three numbers belong together: CONFIG's do not mix with them

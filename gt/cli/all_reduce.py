@@ -14,7 +14,7 @@ import torch
 import gt
 
 KIB = 1 << 10
-MAX_TIMES, TOGETHER = 32, 256 << 20  # all-reduces, and their bytes, that are timed as one
+MAX_TIMES, TOGETHER_BYTES = 32, 256 << 20  # all-reduces, and their bytes, that are timed as one
 REPEATS, ABOUT_SECONDS = 3, 20.0  # a size that would take longer than so many seconds is the last
 
 
@@ -25,7 +25,7 @@ def measure(workers: int, nbytes: int) -> tuple[float, bool]:
         ranks = torch.arange(1, workers + 1, device=gt.device).view(-1, 1)
         rows = torch.ones(workers, count, device=gt.device) * ranks
     wanted, best = workers * (workers + 1) / 2, float("inf")
-    times = max(1, min(MAX_TIMES, TOGETHER // nbytes))
+    times = max(1, min(MAX_TIMES, TOGETHER_BYTES // nbytes))
     for _ in range(REPEATS):
         torch.remote.synchronize()
         begin = time.perf_counter()

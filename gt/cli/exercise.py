@@ -26,17 +26,17 @@ Result = tuple[str, bool, str]
 
 def probe() -> dict[str, Any]:
     """Versions; each GPU's name, capability, free and total memory; pairs without peer access."""
-    found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": [], "apart": []}
-    found["nvshmem"], found["nvshmem_error"] = _nvshmem()
-    found["nccl"] = list(torch.cuda.nccl.version()) if torch.distributed.is_nccl_available() else []
+    report: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": [], "apart": []}
+    report["nvshmem"], report["nvshmem_error"] = _nvshmem()
+    report["nccl"] = list(torch.cuda.nccl.version()) if torch.distributed.is_nccl_available() else []
     if not torch.cuda.is_available():
-        return found
+        return report
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
-        found["gpus"].append([torch.cuda.get_device_name(i), list(torch.cuda.get_device_capability(i)), free, total])
-    pairs = [(i, j) for i in range(len(found["gpus"])) for j in range(i)]
-    found["apart"] = [(j, i) for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
-    return found
+        report["gpus"].append([torch.cuda.get_device_name(i), list(torch.cuda.get_device_capability(i)), free, total])
+    pairs = [(i, j) for i in range(len(report["gpus"])) for j in range(i)]
+    report["apart"] = [(j, i) for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
+    return report
 
 
 def _nvshmem() -> tuple[str, str]:

@@ -17,7 +17,7 @@ from gt import env
 
 GIB = 1 << 30
 QUERY = ("index", "name", "memory.total", "memory.used", "compute_cap", "driver_version", "utilization.gpu")
-SLOW = 20.0  # GB/s: less than any NVLink, about that of PCIe
+SLOW_GB_PER_SECOND = 20.0  # GB/s: less than any NVLink, about that of PCIe
 PATIENCE_SECONDS = 300.0  # seconds for workers to start, train and transfer
 EXERCISED_BYTES = 256 << 20  # bytes of a transferred tensor
 # settings for other NVSHMEM programs that a GT worker must not inherit
@@ -124,8 +124,8 @@ def _work(usable: int) -> Iterator[Row]:
     linked = _linked()
     for line in child(str(usable), str(EXERCISED_BYTES)):
         name, good, text = json.loads(line)
-        rate = float(text.partition(" GB/s")[0].rpartition(" ")[2]) if good and name.startswith("put") else SLOW
-        if rate < SLOW and linked:
+        rate = float(text.partition(" GB/s")[0].rpartition(" ")[2]) if good and name.startswith("put") else SLOW_GB_PER_SECOND
+        if rate < SLOW_GB_PER_SECOND and linked:
             todo = "see nvshmem above; GT_TRANSPORT=nvshmem says what is missing"
             yield name, f"{text}: NVLink is not used: {todo}", False, False
         else:

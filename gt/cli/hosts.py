@@ -32,7 +32,7 @@ Pairs = Mapping[tuple[int, int], Sequence[Mapping[str, Any]]]  # (from, to) -> a
 OK, NOTE, FAILS = "ok", "note", "fails"
 ANSWER_SECONDS, WORK_SECONDS = 60.0, 540.0
 CLOCK_SECONDS = 5.0
-MAX_ADDRESSES = 8  # of a host that another tries
+MAX_ADDRESSES = 8  # addresses of one host that another host tries
 MIB, GIB = 1 << 20, 1 << 30
 MEETING = "/doctor"  # the key of its port, behind the job's
 ROUTED = (2, 30)  # the first NCCL whose subnet-aware routing pairs the right devices of a mesh
@@ -141,7 +141,7 @@ def described_workers(hosts: Sequence[ssh.HostEntry], command: Sequence[str], py
 
     SystemFailure if a host does not answer.
     """
-    found: list[dict[str, Any]] = []
+    workers_of_all: list[dict[str, Any]] = []
     for host in hosts:
         agent = StartedAgent(host, command, python)
         try:
@@ -150,8 +150,8 @@ def described_workers(hosts: Sequence[ssh.HostEntry], command: Sequence[str], py
             agent.close()
         workers = host.slots or max(1, about["gpus"])
         row = {"host": host.name, "home": about["home"], "port": 1, **about["network"]}
-        found += [{**row, "rank": len(found) + n} for n in range(workers)]
-    return found
+        workers_of_all += [{**row, "rank": len(workers_of_all) + n} for n in range(workers)]
+    return workers_of_all
 
 
 def in_job(most: int) -> int:
@@ -235,14 +235,14 @@ def measured(agents: Sequence[Agent], known: Sequence[Facts]) -> dict[tuple[int,
     """Attempts from each host to each other: at addresses of common subnets, else at all of its subnets, one of each device."""
     token = secrets.token_hex(16)
     ports = [agent.ask(do="listen", token=token)["port"] for agent in agents]
-    found: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    measures: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for a, b in itertools.permutations(range(len(agents)), 2):
         common = [theirs for _, theirs in subnets(known[a], known[b])]
         tried = {(link[2], _network(link)): link for link in reversed(common or known[b]["links"])}
         for link in list(reversed(tried.values()))[:MAX_ADDRESSES]:
             attempt = agents[a].ask(do="connect", address=link[0], port=ports[b], token=token)
-            found.setdefault((a, b), []).append({"address": link[0], "device": link[2], "common": bool(common), **attempt})
-    return found
+            measures.setdefault((a, b), []).append({"address": link[0], "device": link[2], "common": bool(common), **attempt})
+    return measures
 
 
 def way_back(agents: Sequence[Agent], here: str = "") -> list[dict[str, Any]]:
@@ -424,19 +424,19 @@ def _plugins(names: Sequence[str], known: Sequence[Facts]) -> Iterator[Row]:
 
 def _gids(name: str, device: Mapping[str, Any], nccl: Mapping[str, str]) -> Row:
     """GIDs of a device: RoCE needs an index of type v2 with an IPv4 address."""
-    what = f"{device['device']}/{device['port']} on {name}"
+    port = f"{device['device']}/{device['port']} on {name}"
     if "ACTIVE" not in device["state"]:
         state = device["state"] or "in no state"
-        return FAILS, "rdma", f"{what} is {state}: the cable, or `ip link set {(device['net'] or ['?'])[0]} up`"
+        return FAILS, "rdma", f"{port} is {state}: the cable, or `ip link set {(device['net'] or ['?'])[0]} up`"
     good = sorted(int(index) for index, (gid, kind) in device["gids"].items() if "v2" in kind and ":ffff:" in gid)
     wanted = nccl.get("NCCL_IB_GID_INDEX") or nccl.get("NCCL_MESH_GID_INDEX") or ""
     if good and wanted.isdecimal() and int(wanted) not in good:
-        return FAILS, "gid", f"{what}: index {wanted} is no RoCE v2 address with IPv4: want {', '.join(map(str, good))}"
+        return FAILS, "gid", f"{port}: index {wanted} is no RoCE v2 address with IPv4: want {', '.join(map(str, good))}"
     kinds = {kind for _, kind in device["gids"].values()}
     if not good and any("RoCE" in kind for kind in kinds):
-        return FAILS, "gid", f"{what} has no RoCE v2 GID with an IPv4 address: give {(device['net'] or ['it'])[0]} an address"
+        return FAILS, "gid", f"{port} has no RoCE v2 GID with an IPv4 address: give {(device['net'] or ['it'])[0]} an address"
     index = f", GID index {good[0]}" if good else ""
-    return OK, "rdma", f"{what}, {device['rate']}{index}; compare `ib_send_bw -d {device['device']}`"
+    return OK, "rdma", f"{port}, {device['rate']}{index}; compare `ib_send_bw -d {device['device']}`"
 
 
 # ---- GT at work

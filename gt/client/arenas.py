@@ -20,8 +20,8 @@ from gt.wire.messages import CloseArenas, Message, OfferFile
 
 log = logging.getLogger("gt.client")
 
-ARENA_BYTES = 64 << 20  # of an arena, unless a larger tensor needs one of its own
-MAX_ARENAS = 1024  # of one session; a server takes no more
+ARENA_BYTES = 64 << 20  # size of an arena, unless a larger tensor needs one of its own
+MAX_ARENAS = 1024  # arenas of one session; a server takes no more
 KEPT_BYTES = 256 << 20  # in arenas without blocks, which the next blocks will use
 IN_FLIGHT_BYTES = 256 << 20  # in blocks, or three of the largest, after which uploads wait for workers to read
 
@@ -85,7 +85,7 @@ class ClientArenas:
     _numbers: int = 0
     _useless: bool = False
     _settled: int = 0  # bytes of blocks that no worker has been asked to read
-    _owner: ArenaBlock | None = None  # of the arena that proves to workers whose files are lent
+    _owner: ArenaBlock | None = None  # a block of the arena that proves to workers whose files they write
     _files: set[int] = field(default_factory=set)  # numbers of files that are lent
     _returned: list[int] = field(default_factory=list)  # such numbers that may be used again
 

@@ -23,13 +23,13 @@ class Current:
     zero = 0  # the YAML's stage of ZeRO
     precision = Precision()  # the YAML's
     checkpointed: tuple[str, ...] = ()  # the YAML's patterns of modules
-    offloads = False  # whether the YAML offloads optimizer state or parameters
-    declares_modules = False  # whether modules' buffers and frozen parameters are declared at their first call
+    offloads = False  # True if the YAML offloads optimizer state or parameters
+    declares_modules = False  # True if modules' buffers and frozen parameters are declared at their first call
     # id of the newest uninitialised tensor, and the number of ops at its creation
     fresh: tuple[int, int] | None = None
 
 
-SETTINGS = ("schedule", "backend", "zero", "precision", "checkpointed", "offloads", "declares_modules")  # of the YAML
+SETTINGS = ("schedule", "backend", "zero", "precision", "checkpointed", "offloads", "declares_modules")  # set by the YAML
 _starting = threading.RLock()
 auto_start: Callable[[], None] | None = None  # set by gt.api
 on_clear: list[Callable[[], None]] = []  # caches that hold template numbers

@@ -21,9 +21,9 @@ from gt.wire.messages import CHUNK
 
 Frames = Iterator[
     tuple[int, int, list[memoryview]]
-]  # of a region: offset, total (bytes) and frames of each message, one at least
+]  # messages of a region: offset, total bytes and frames of each; one message at least
 
-LONG_COPY_BYTES, PART_BYTES = 256 << 20, 64 << 20  # of a copy that may take a second, and of its parts
+LONG_COPY_BYTES, PART_BYTES = 256 << 20, 64 << 20  # a copy from this size on may take a second and is done in parts
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> np.ndarray:
@@ -65,10 +65,10 @@ def file_frames(fd: int, start: int, shape: tuple[int, ...], itemsize: int, rows
             while at < len(data):
                 if not room:
                     place, room = next(parts)
-                got = os.preadv(file.fd, [data[at : at + room]], start + place)
-                if not got:
+                count = os.preadv(file.fd, [data[at : at + room]], start + place)
+                if not count:
                     raise OSError(f"the file ends at byte {start + place}: it was cut after it was opened")
-                at, place, room = at + got, place + got, room - got
+                at, place, room = at + count, place + count, room - count
             yield offset, total, [data] if len(data) else []
 
     return total, read()
@@ -131,7 +131,7 @@ class _Piece:
             write_boxes(self._whole, self._rows, self._local)
 
 
-Into = Callable[[tuple[int, ...], int, list], Assembly]  # of a value's shape, size of an element, and pieces
+Into = Callable[[tuple[int, ...], int, list], Assembly]  # (shape of a value, bytes of an element, pieces) -> Assembly
 
 
 class _OwnFile:

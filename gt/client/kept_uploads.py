@@ -25,7 +25,7 @@ from gt.wire.messages import CHUNK, UNREADABLE, UploadChunk, UploadRequest
 
 log = logging.getLogger("gt.client")
 
-LONG_UPLOAD_BYTES = 16 << 20  # of uploads that may take a second
+LONG_UPLOAD_BYTES = 16 << 20  # uploads from this size on may take a second
 NO_PLACE = -1  # value of a gt.upload op whose bytes are in no arena
 
 

@@ -63,7 +63,7 @@ WAITS: dict[type[Message], str] = {
     Fetch: "wait for a value", Describe: "wait for a shape", FinishCapture: "wait for a program", Inspect: "wait for a layout",
     Stats: "wait for counters",
 }  # fmt: skip
-Question = Callable[[int], Message]  # of a request's number
+Question = Callable[[int], Message]  # makes the message of a request number
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -104,7 +104,7 @@ class Session:
         self.failure: GTError | None = None
         # The I/O thread calls it about every 10 ms, to submit stale ops. It must not wait for anything.
         self.on_idle: Callable[[], None] | None = None
-        self.why_lost: Callable[[], str] = str  # what ended a server that this program started; may wait a moment
+        self.why_lost: Callable[[], str] = str  # why a server that this program started has ended; may wait a moment
         self._pid = os.getpid()
         self._pending: dict[int, _Pending] = {}
         self._pieces: dict[int, _Pending] = {}  # key of an incomplete piece -> its fetch
@@ -121,7 +121,7 @@ class Session:
         self._notice_count = 0  # received before the Welcome
         self._queued = False  # the server has no free workers for this session yet
         self._fetches = self._submitted = 0  # batches so far
-        self._trace_rows: list[TraceRows] = []  # of the trace that ends
+        self._trace_rows: list[TraceRows] = []  # rows of the trace that ends
         self.watched = False  # somebody observes the server
         self.compiles = False  # a captured program was launched for the first time, and no answer was awaited since
         self._handlers = self._message_handlers()
@@ -266,7 +266,7 @@ class Session:
         return self._ask(lambda request: Inspect(request, tensor))
 
     def inspect_fragments(self, slot: int) -> dict[str, Any]:
-        """Counts of a function's ops and of those that programs carried out. Waits."""
+        """Counts of a function's ops and of those that programs executed. Waits."""
         return self._ask(lambda request: InspectFragments(request, slot))
 
     def stats(self, program: int = -1, holders: bool = False) -> dict[str, Any]:
@@ -590,7 +590,7 @@ class Session:
                 pending.assembly.add(*frame)
             if pending.assembly is not None and pending.assembly.complete:
                 pending.done.set()
-        except OSError as error:  # of the file that it is written into
+        except OSError as error:  # raised by the file that the value is written into
             pending.finish(error=error)
 
 

@@ -8,9 +8,9 @@ import re
 from gt.config.match import stem
 from gt.config.schema import SUFFIX_AXIS, Config, Group
 
-MAX_DOUBTS = 8  # of a config
-LONGEST = 16  # characters of a name's end that may be a misspelt suffix
-SIMILAR = 0.75  # of difflib: colpr, col_par and colpars are, rows and part are not
+MAX_DOUBTS = 8  # warnings about one config
+MAX_SUFFIX_CHARACTERS = 16  # characters of a name's end that may be a misspelt suffix
+MIN_SIMILARITY = 0.75  # difflib's ratio: colpr, col_par and colpars are similar to colpar; rows and part are not
 _SEPARATORS = re.compile(r"[_\-. ]")
 
 
@@ -18,10 +18,10 @@ def doubts(config: Config) -> list[str]:
     """Sentences for the user, one for each doubt."""
     if not config.groups:
         return [f"{config.path}: no groups in it, so everything runs on one worker"] if config.path else []
-    found: list[str] = []
+    warnings: list[str] = []
     for group in config.groups.values():
-        found += filter(None, (_suffix(config, group), _elsewhere(config, group), _unused_axis(config, group)))
-    return found[:MAX_DOUBTS]
+        warnings += filter(None, (_suffix(config, group), _elsewhere(config, group), _unused_axis(config, group)))
+    return warnings[:MAX_DOUBTS]
 
 
 def _suffix(config: Config, group: Group) -> str:
@@ -35,10 +35,10 @@ def _suffix(config: Config, group: Group) -> str:
 
 def _meant(name: str) -> str:
     """The suffix that the end of a name was perhaps to be, or \"\"."""
-    parts = [part.lower() for part in _SEPARATORS.split(name[-2 * LONGEST :])]
+    parts = [part.lower() for part in _SEPARATORS.split(name[-2 * MAX_SUFFIX_CHARACTERS :])]
     for end in (parts[-1], "".join(parts[-2:])):
         names = [suffix[1:] for suffix in SUFFIX_AXIS]
-        near = difflib.get_close_matches(end, names, 1, SIMILAR) if len(end) <= LONGEST else []
+        near = difflib.get_close_matches(end, names, 1, MIN_SIMILARITY) if len(end) <= MAX_SUFFIX_CHARACTERS else []
         near = near or [name for name in names if end.startswith(name)]
         if near:
             return f"_{near[0]}"

@@ -21,7 +21,7 @@ def read(path: str) -> str:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); GT_CONFIG or config= names the YAML") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}: cannot be read (it is no text in UTF-8); GT_CONFIG or config= names the YAML") from None
+        raise ConfigError(f"{path}: cannot be read (it is not text in UTF-8); GT_CONFIG or config= names the YAML") from None
 
 
 def ready(name: str) -> Path:

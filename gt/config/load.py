@@ -47,12 +47,12 @@ from gt.ir.text import in_bytes
 MAX_CONFIG_VALUES = 8192  # keys and values of a config, with aliases expanded
 MAX_NESTING_LEVELS = 16  # lists and mappings within one another, and signs of nesting in a line
 MAX_HINT_CHARACTERS, MAX_HINT_NAMES = 64, 64  # characters of a name, and names, among which `hint` looks for a similar one
-SHOWN, SHORT = 20, 80  # names in an error, characters of a value in an error
+MAX_SHOWN_NAMES, MAX_SHOWN_CHARACTERS = 20, 80  # names in an error, characters of a value in an error
 _NESTED = re.compile(rf"(?:[-?:][ \t]+){{{MAX_NESTING_LEVELS}}}")  # libyaml reads each by a call within a call
 _COMPOSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast
 WORKERS = "write workers: [0, 1], or workers: null for all"
-OTHER_NAMES = {name: "workers" for name in ("devices", "gpus", "ranks", "hosts", "nodes")}  # of other tools, for a key
-DEGREES = ("tp", "pp", "dp", "tensor_parallel", "pipeline_parallel", "data_parallel_size")  # of other tools
+OTHER_NAMES = {name: "workers" for name in ("devices", "gpus", "ranks", "hosts", "nodes")}  # keys of other tools, and GT's
+DEGREES = ("tp", "pp", "dp", "tensor_parallel", "pipeline_parallel", "data_parallel_size")  # other tools' keys
 EXAMPLES = {"the config": ", such as `stage0: {workers: [0, 1]}`", "the group": ", such as `workers: [0, 1]`"}
 LAYOUTS = "; ready configs have such layouts, as gt:llama/tp2"
 BROKEN = "check the indentation (spaces, no tabs) and the brackets there and above, and the space after each colon"
@@ -71,12 +71,13 @@ def load(text: str, path: str = "") -> Config:
             reserved = value
         else:
             if name in GT_KEYS and not _may_be_group(value):
-                shown = value.value[:SHORT] if isinstance(value, yaml.ScalarNode) else "..."
+                shown = value.value[:MAX_SHOWN_CHARACTERS] if isinstance(value, yaml.ScalarNode) else "..."
                 reader.fail("", _line(key), f"{name} is no group: write it as a key of gt, `gt: {{{name}: {shown}}}`")
             groups[name] = reader.group(name, key, value)
     for group in groups.values():
         if group.backward is not None and group.backward not in groups:
-            reader.fail(group.name, group.line, f"backward: no group {group.backward[:SHORT]!r}{hint(group.backward, groups)}")
+            unknown = f"{group.backward[:MAX_SHOWN_CHARACTERS]!r}{hint(group.backward, groups)}"
+            reader.fail(group.name, group.line, f"backward: no group {unknown}")
     settings = reader.reserved(reserved, groups) if reserved is not None else {}
     return Config(groups, **settings, path=path, text=text)
 
@@ -109,8 +110,8 @@ def hint(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, near, 1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    more = ", ..." if len(names) > SHOWN else ""
-    return f"; known: {', '.join(f'{name:.64}' for name in names[:SHOWN])}{more}" if names else ""
+    more = ", ..." if len(names) > MAX_SHOWN_NAMES else ""
+    return f"; known: {', '.join(f'{name:.64}' for name in names[:MAX_SHOWN_NAMES])}{more}" if names else ""
 
 
 class _Reader:
@@ -173,22 +174,24 @@ class _Reader:
                 self.fail(group, _line(key), f"{what} has the key {self.show(key)}, want a name")
             if key.value in seen:
                 first = f"first in line {seen[key.value]}"
-                self.fail(group, _line(key), f"{what} has {key.value[:SHORT]!r} twice, {first}: keep one")
+                self.fail(group, _line(key), f"{what} has {key.value[:MAX_SHOWN_CHARACTERS]!r} twice, {first}: keep one")
             seen[key.value] = _line(key)
             rows.append((key.value, key, value))
         return rows
 
     def known(self, node: yaml.Node, keys: dict[str, str], what: str, group: str = "") -> dict[str, yaml.Node]:
         """The values of a mapping, which may have only these keys."""
-        found = {}
+        values = {}
         for name, key, value in self.entries(node, what, group):
             if name not in keys:
                 ready = LAYOUTS if name in DEGREES else ""
                 other = OTHER_NAMES.get(name)
                 advice = f"; did you mean {other!r}?" if other in keys else hint(name, keys)
-                self.fail(group, _line(key), f"unknown key {name[:SHORT]!r} in {what}{advice}{ready}")
-            found[name] = value
-        return found
+                if keys is GROUP_KEYS and name in SHARD_KEYS:
+                    advice = f": it is a key of shard; write shard: {{{name}: ..., workers: ...}}"
+                self.fail(group, _line(key), f"unknown key {name[:MAX_SHOWN_CHARACTERS]!r} in {what}{advice}{ready}")
+            values[name] = value
+        return values
 
     def value(self, node: yaml.Node, kind: type, key: str, want: str, group: str = "") -> Any:
         """A scalar of exactly this type: true is not 1."""
@@ -206,25 +209,25 @@ class _Reader:
     def show(self, node: yaml.Node) -> str:
         """The text of a value in an error."""
         if isinstance(node, yaml.ScalarNode):
-            return repr(node.value[:SHORT]) if node.value else "empty"
+            return repr(node.value[:MAX_SHOWN_CHARACTERS]) if node.value else "empty"
         return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
 
     def group(self, name: str, key: yaml.Node, node: yaml.Node) -> Group:
         line = _line(key)
         if isinstance(node, yaml.ScalarNode) and not node.value:
             self.fail(name, line, f"the group is empty, want a mapping: {WORKERS}")
-        found = self.known(node, GROUP_KEYS, "the group", name)
-        axis, shard = None, self.known(found["shard"], SHARD_KEYS, "shard", name) if "shard" in found else {}
-        for both in found.keys() & shard.keys():
-            self.fail(name, _line(found[both]), f"{both} both in the group and in its shard; keep one")
-        if "shard" in found and "workers" not in shard and "workers" not in found:
-            self.fail(name, _line(found["shard"]), f"shard has no workers; {WORKERS}")
+        keys = self.known(node, GROUP_KEYS, "the group", name)
+        axis, shard = None, self.known(keys["shard"], SHARD_KEYS, "shard", name) if "shard" in keys else {}
+        for both in keys.keys() & shard.keys():
+            self.fail(name, _line(keys[both]), f"{both} both in the group and in its shard; keep one")
+        if "shard" in keys and "workers" not in shard and "workers" not in keys:
+            self.fail(name, _line(keys["shard"]), f"shard has no workers; {WORKERS}")
         if "axis" in shard:
             axis = self.value(shard["axis"], int, "axis", SHARD_KEYS["axis"], name)
-        found = {**found, **shard}
-        workers, backward = found.get("workers"), found.get("backward")
+        keys = {**keys, **shard}
+        workers, backward = keys.get("workers"), keys.get("backward")
         compiled, replicated = (
-            key in found and self.value(found[key], bool, key, GROUP_KEYS[key], name) for key in ("compile", "replicated")
+            key in keys and self.value(keys[key], bool, key, GROUP_KEYS[key], name) for key in ("compile", "replicated")
         )
         if workers is None and (replicated or not compiled):
             self.fail(name, line, f"the group has no workers; {WORKERS}")
@@ -285,30 +288,30 @@ class _Reader:
 
     def reserved(self, node: yaml.Node, groups: dict[str, Group]) -> dict[str, Any]:
         """The settings under `gt:`, as fields of a Config. `data_parallel` adds its group to `groups`."""
-        found = self.known(node, GT_KEYS, RESERVED, RESERVED)
-        schedule, rules = found.get("schedule"), tuple[Rule, ...]()
-        if "data_parallel" in found:
-            self.data_parallel(found["data_parallel"], groups)
-        if "modules" in found:
+        keys = self.known(node, GT_KEYS, RESERVED, RESERVED)
+        schedule, rules = keys.get("schedule"), tuple[Rule, ...]()
+        if "data_parallel" in keys:
+            self.data_parallel(keys["data_parallel"], groups)
+        if "modules" in keys:
             rules = tuple(
                 self.rule(pattern, key, value, groups)
-                for pattern, key, value in self.entries(found["modules"], "modules", RESERVED)
+                for pattern, key, value in self.entries(keys["modules"], "modules", RESERVED)
             )
         name = None if schedule is None else self.value(schedule, str, "schedule", GT_KEYS["schedule"], RESERVED)
         try:
             asked(name or NAMES[0])
         except ValueError as error:
             self.fail(RESERVED, _line(schedule or node), str(error))
-        zero = self.zero(found["zero"], groups) if "zero" in found else 0
+        zero = self.zero(keys["zero"], groups) if "zero" in keys else 0
         settings = {"modules": rules, "schedule": name, "zero": zero}
-        if "precision" in found:
-            settings["precision"] = self.precision(found["precision"])
-        if "activation_checkpoint" in found:
-            settings["checkpointed"] = self.checkpointed(found["activation_checkpoint"])
-        if "offload" in found:
-            settings["offload"] = self.offload(found["offload"], zero)
-        if "bucket" in found:
-            settings["bucket"] = self.bucket(found["bucket"])
+        if "precision" in keys:
+            settings["precision"] = self.precision(keys["precision"])
+        if "activation_checkpoint" in keys:
+            settings["checkpointed"] = self.checkpointed(keys["activation_checkpoint"])
+        if "offload" in keys:
+            settings["offload"] = self.offload(keys["offload"], zero)
+        if "bucket" in keys:
+            settings["bucket"] = self.bucket(keys["bucket"])
         return settings
 
     def bucket(self, node: yaml.Node) -> int:
@@ -323,38 +326,38 @@ class _Reader:
         """One dtype, in which modules compute, or a mapping."""
         if not isinstance(node, yaml.MappingNode):
             return Precision(self.dtype(node, "precision", GT_KEYS["precision"]))
-        found = self.known(node, PRECISION_KEYS, "precision", RESERVED)
-        if "compute" not in found:
+        keys = self.known(node, PRECISION_KEYS, "precision", RESERVED)
+        if "compute" not in keys:
             self.fail(RESERVED, _line(node), "precision has no compute, want the dtype in which modules compute")
-        given = {key: self.dtype(value, key, PRECISION_KEYS[key]) for key, value in found.items()}
+        given = {key: self.dtype(value, key, PRECISION_KEYS[key]) for key, value in keys.items()}
         compute, reduce = given["compute"], given.get("reduce", "fp32")
         if reduce not in ("fp32", compute):
             self.fail(
                 RESERVED,
-                _line(found["reduce"]),
+                _line(keys["reduce"]),
                 f"reduce is {reduce} with compute {compute}: gradients are added up in fp32 or as they are computed",
             )
         if reduce == "fp16":
-            self.fail(RESERVED, _line(found["reduce"]), "reduce is fp16: sums of scaled gradients overflow; leave reduce out")
+            self.fail(RESERVED, _line(keys["reduce"]), "reduce is fp16: sums of scaled gradients overflow; leave reduce out")
         return Precision(**given)
 
     def offload(self, node: yaml.Node, zero: int) -> Offloaded:
         """Spaces in which optimizer state and parameters rest."""
-        found = self.known(node, OFFLOAD_KEYS, "offload", RESERVED)
-        given = {key: self.value(value, str, key, OFFLOAD_KEYS[key], RESERVED) for key, value in found.items()}
+        keys = self.known(node, OFFLOAD_KEYS, "offload", RESERVED)
+        given = {key: self.value(value, str, key, OFFLOAD_KEYS[key], RESERVED) for key, value in keys.items()}
         for key in ("optimizer", "params"):
             if given.get(key, "none") not in SPACES:
-                self.fail(RESERVED, _line(found[key]), f"{key} is {self.show(found[key])}, want {OFFLOAD_KEYS[key]}")
+                self.fail(RESERVED, _line(keys[key]), f"{key} is {self.show(keys[key])}, want {OFFLOAD_KEYS[key]}")
         path, step = given.pop("path", OFFLOAD_PATH), given.pop("step", STEPS[0])
         if step not in STEPS:
-            self.fail(RESERVED, _line(found["step"]), f"step is {self.show(found['step'])}, want {OFFLOAD_KEYS['step']}")
+            self.fail(RESERVED, _line(keys["step"]), f"step is {self.show(keys['step'])}, want {OFFLOAD_KEYS['step']}")
         if not path.startswith("/") or "\0" in path:
-            self.fail(RESERVED, _line(found["path"]), f"path is {self.show(found['path'])}, want {OFFLOAD_KEYS['path']}")
+            self.fail(RESERVED, _line(keys["path"]), f"path is {self.show(keys['path'])}, want {OFFLOAD_KEYS['path']}")
         spaces = {key: None if space == "none" else space for key, space in given.items()}
         if spaces.get("params") and zero < STAGES[-1]:
             self.fail(
                 RESERVED,
-                _line(found["params"]),
+                _line(keys["params"]),
                 f"params rest in {spaces['params']} with zero {zero}, which keeps whole copies on the device: write zero: 3",
             )
         return Offloaded(**spaces, path=path, step=step)
@@ -410,16 +413,16 @@ class _Reader:
 
     def rule(self, pattern: str, key: yaml.Node, node: yaml.Node, groups: dict[str, Group]) -> Rule:
         """One entry of modules: a group's name, a suffix, a list of groups, or {group, parts} with one of them."""
-        where, parts, named = f"{RESERVED} modules {pattern[:SHORT]!r}", 1, node
+        where, parts, named = f"{RESERVED} modules {pattern[:MAX_SHOWN_CHARACTERS]!r}", 1, node
         if isinstance(node, yaml.MappingNode):
-            found = self.known(node, RULE_KEYS, "the rule", where)
-            if "group" not in found:
+            keys = self.known(node, RULE_KEYS, "the rule", where)
+            if "group" not in keys:
                 self.fail(where, _line(key), "the rule has no group")
-            named = found["group"]
-            if "parts" in found:
-                parts = self.value(found["parts"], int, "parts", RULE_KEYS["parts"], where)
+            named = keys["group"]
+            if "parts" in keys:
+                parts = self.value(keys["parts"], int, "parts", RULE_KEYS["parts"], where)
                 if parts < 1:
-                    self.fail(where, _line(found["parts"]), f"parts is {parts}, want {RULE_KEYS['parts']}")
+                    self.fail(where, _line(keys["parts"]), f"parts is {parts}, want {RULE_KEYS['parts']}")
         if isinstance(named, yaml.SequenceNode):
             stages = tuple(self.named(node, where, groups) for node in named.value)
             if not stages:
@@ -435,7 +438,7 @@ class _Reader:
         """The name of an existing group."""
         group = self.value(node, str, "group", RULE_KEYS["group"], where)
         if group not in groups:
-            self.fail(where, _line(node), f"no group {group[:SHORT]!r}{hint(group, groups)}")
+            self.fail(where, _line(node), f"no group {group[:MAX_SHOWN_CHARACTERS]!r}{hint(group, groups)}")
         return str(group)
 
 

@@ -40,10 +40,10 @@ RULE_KEYS = {"group": "the name of a group, a suffix, or a list of groups", "par
 
 DATA_PARALLEL = "data_parallel"  # the group of all ops that are in no other group
 DATA_AXIS = "dp"  # the axis of a mesh along which data is split
-STAGES = (0, 1, 2, 3)  # of ZeRO
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of `precision`, as torch names them
-SPACES = ("cpu", "nvme", "none")  # of `offload`
-STEPS = ("auto", "host", "device")  # of `offload`: where the optimizer computes
+STAGES = (0, 1, 2, 3)  # stages of ZeRO
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # values of `precision`, and torch's names
+SPACES = ("cpu", "nvme", "none")  # places for offloaded tensors, in `offload`
+STEPS = ("auto", "host", "device")  # where the optimizer of offloaded state computes, in `offload`
 OFFLOAD_PATH = "/tmp/nvme_offload"
 BUCKET_BYTES = 12 << 20  # of gradients that are reduced together; on two H200s 64 MiB made a step 2% longer
 SUFFIX_AXIS = {"_colpar": 1, "_rowpar": 0}  # suffix of a group's name -> its axis
@@ -77,8 +77,8 @@ class Group:
 class Rule:
     """Modules whose name matches `pattern` run in `group`. parts: number of weights that are fused in one.
 
-    group may be a suffix (`_colpar`): that group of the stage around the module. stages replace it: the modules are divided
-    into as many runs of about equal length, in order.
+    group may be a suffix such as `_colpar`: that group of the stage around the module. `stages` replaces group: the modules
+    are divided in order, into one run for each stage, of about equal length.
     """
 
     pattern: str

@@ -85,7 +85,7 @@ from gt.wire.messages import (
 
 log = logging.getLogger("gt.dispatcher")
 MAX_ERROR_CHARACTERS = 4000  # characters of what a worker says of a failure
-SPOKEN = 20  # refusals logged in a second
+MAX_LOGGED_REFUSALS = 20  # refusals logged in a second
 
 
 class Core:
@@ -118,9 +118,9 @@ class Core:
         self.observers = Observers(self)
         self.traces = Traces(self, self._lease)
         self.membership = Membership(self)
-        self._sparse = Sparse(log, SPOKEN)
+        self._sparse = Sparse(log, MAX_LOGGED_REFUSALS)
         self._actions: list[Action] = []
-        self.page: list[str] = []  # of the instruction log
+        self.page: list[str] = []  # lines of the instruction log that are not written yet
         self.now = 0.0
         self._on: dict[type[Message], Callable] = {
             Hello: self.membership.hello, Ops: self._ops, Fetch: self._fetch, Describe: self._describe, Inspect: self._inspect,
@@ -413,7 +413,7 @@ class Core:
     def _worker(self, peer: Peer) -> Worker:
         worker = self.workers.get(peer)
         if worker is None:
-            raise ProtocolError("only a worker says that")
+            raise ProtocolError("the message is one of workers, and this peer is not a worker")
         return worker
 
     def _session_of(self, peer: Peer, key: int) -> ClientSession | None:
@@ -464,9 +464,9 @@ class Core:
     def _done(self, peer: Peer, message: Done, frames: tuple) -> None:
         worker = self._worker(peer)
         if not worker.done <= message.seq <= worker.runs:
-            raise ProtocolError(f"Done.seq is {message.seq}, of {worker.runs} Runs {worker.done} were done")
+            raise ProtocolError(f"Done.seq is {message.seq}, want {worker.done} to {worker.runs}, which are done and sent")
         if len(message.pieces) != len(frames):
-            raise ProtocolError(f"Done.pieces are {len(message.pieces)}, with {len(frames)} frames")
+            raise ProtocolError(f"Done.pieces has {len(message.pieces)} keys and {len(frames)} frames, want as many of both")
         for key, frame in zip(message.pieces, frames, strict=True):
             self._piece(peer, Piece(key, 0, len(frame)), (frame,))
         lease = self._lease(peer)

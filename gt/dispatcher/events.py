@@ -50,7 +50,7 @@ class Examined:
 
     peer: Peer
     state: str
-    seconds: float  # of CPU that it has used
+    seconds: float  # CPU seconds that it has used
     at: float = 0.0
 
 

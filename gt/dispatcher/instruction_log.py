@@ -17,7 +17,7 @@ from gt.logs import OWNER_ONLY, plain
 log = logging.getLogger("gt.dispatcher")
 
 COLUMNS = ("op", "group", "layout", "bytes")  # Log.fields shown by name, in this order; "seq" and "origin" have places
-LONGEST, LONGEST_TEXT = 300, 4000  # characters of a field, and of the text
+MAX_FIELD_CHARACTERS, MAX_TEXT_CHARACTERS = 300, 4000  # characters of a field, and of the text
 MAX_BUFFERED_BYTES = 4 << 20  # bytes that a reader may be behind
 WRITE_BYTES = 1 << 16  # bytes that are written at once
 # Appended, so that others may write into the file too, or empty it
@@ -43,14 +43,14 @@ def text(entry: Log, seq: Any) -> str:
         parts.append("sharded")
     parts += [f"{name}={value}" for name, value in fields.items() if name not in _OWN]
     if entry.text:
-        parts.append(plain(entry.text.replace("\n", " | "), LONGEST_TEXT))
+        parts.append(plain(entry.text.replace("\n", " | "), MAX_TEXT_CHARACTERS))
     if fields.get("origin"):
         parts.append(f"@ {fields['origin']}")
     return " ".join(parts) + "\n"
 
 
 def _field(value: Any) -> Any:
-    return plain(value, LONGEST) if type(value) is str else value
+    return plain(value, MAX_FIELD_CHARACTERS) if type(value) is str else value
 
 
 def line(entry: Log, elapsed: float, number: int) -> str:
@@ -142,5 +142,5 @@ def _open(path: str) -> int:
     mode = os.fstat(fd).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)):
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is no file, pipe or terminal")
+        raise OSError(errno.EINVAL, "want a file, a pipe or a terminal")
     return fd

@@ -1,4 +1,4 @@
-"""The shell around the core: bytes in, events to the core, its actions carried out. Decides nothing."""
+"""The shell around the core: bytes in, events to the core, its actions executed. Decides nothing."""
 
 from __future__ import annotations
 
@@ -90,17 +90,17 @@ class Server:
         self.host, self.port = host, self._router.port
         self._gates: dict[bytes, Gate] = {}
         self._workers: set[bytes] = set()
-        self._names: dict[bytes, str] = {}  # of peers that were welcomed
+        self._names: dict[bytes, str] = {}  # names of peers that were welcomed
         self._parted: set[bytes] = set()  # peers that are done with, until their connection ends
-        self._held: dict[bytes, Hello] = {}  # of peers that wait until there are descriptors for them
+        self._held: dict[bytes, Hello] = {}  # Hello of each peer that waits for free descriptors
         self.on_workers: Callable[[int], None] | None = None  # told how many workers there are, when that changes
         self._start = time.monotonic()
         self._cycles = CycleCollector()
         self._reason = ""
-        self._items: deque[Arrived | Gone] = deque()  # what came and has not been looked at
+        self._items: deque[Arrived | Gone] = deque()  # events that came and are not handled yet
         self._again = False  # the core wants a turn
         self._event: Event | None = None  # the last that was handled
-        self._busiest: Event | None = None  # of the last turn
+        self._busiest: Event | None = None  # the event that took longest in the last turn
         self._ringing = threading.RLock()  # a signal may come while the bell is closed
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._router.watch(self._bell)

@@ -45,8 +45,8 @@ class ClientSession:
         self.fetches = Fetches(context, self.outbox, materializer, self.redistributor, self.arenas)
         self.programs = Programs(context, self.outbox, self.redistributor, self.planner.offload.host_copies)
         self.op_stream = OpStream(context, self.outbox, self.planner, self.redistributor, self.programs, self.fetches)
-        self.inbox: deque[tuple[Message, tuple]] = deque()  # what came while stalled
-        self.about = client_info({})  # of its process, for observers
+        self.inbox: deque[tuple[Message, tuple]] = deque()  # messages that came while stalled
+        self.about = client_info({})  # facts of its process, for observers
         self.logged = Logged()
         self.roles = RoleTable()
         self.began, self.warned = self.cluster.now, False  # warned: told that its time is nearly over

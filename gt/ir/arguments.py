@@ -124,8 +124,8 @@ def results(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], outs
 def written(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> list[int]:
     """Numbers of the tensors that an op changes in place, by its schema.
 
-    An op may write some arguments in training alone, as the running statistics of a batch norm: these are not written where
-    its argument `training` is false.
+    Some arguments are written in training alone, such as the running statistics of a batch norm. They are not among the numbers
+    if the argument `training` is false.
     """
     places = operands(schema, args, kwargs)
     names = [argument.name for argument in schema.positional[: len(args)]]

@@ -12,14 +12,14 @@ from typing import NamedTuple
 LINE = 64  # alignment of every region, slot and section; a multiple of every element size
 LANES = 128  # parts of a slot, at most, each with its own flags; an undivided slot has one
 FLAG_BYTES = 8 * LANES  # bytes of a slot's flags of one kind; they have lines of their own, so that the two sides share none
-HEAP_BYTES = 256 << 20  # of each worker's heap; sparse: a page is allocated at its first use
-DEVICE_HEAP_BYTES = 2 << 30  # of a GPU's symmetric memory
-SLOT_BYTES, SLOTS = 256 << 10, 4  # of a channel, in host memory
+HEAP_BYTES = 256 << 20  # size of a CPU worker's heap; sparse: a page is allocated at its first use
+DEVICE_HEAP_BYTES = 2 << 30  # size of a GPU's symmetric memory
+SLOT_BYTES, SLOTS = 256 << 10, 4  # slots of a channel in host memory
 DEVICE_SLOTS = 8  # in larger heaps: they hold whole activations, and the receiver reads slots while others arrive
 BUFFER_BYTES = 1 << 20  # a team's buffer, of which it has two
-SHARE_BYTES = 64 << 20  # of a channel, at most; still larger heaps have room for more channels
+SHARE_BYTES = 64 << 20  # largest channel; larger heaps have room for more channels instead
 MEETING_BYTES = 8192  # at the start of each heap: a team through which a world's members agree on their plane
-MIN_BYTES = 4 << 20  # of the smallest heap: a channel and a team
+MIN_BYTES = 4 << 20  # smallest heap: one channel and one team
 
 
 class Sizes(NamedTuple):
@@ -62,11 +62,10 @@ def enough(heap_bytes: int, taken: int) -> int:
 
 
 def channel_class(sender: int, receiver: int) -> int:
-    """Class of a channel, from 1. Channels of one class never meet in a heap, so they share an offset; n workers need about
-    n - 1 classes.
+    """Class of a channel, from 1. Channels of one class share an offset in every heap; n workers need about n - 1 classes.
 
-    Two pairs of a class have no worker in common, except the two directions of one pair. These use disjoint lines: s -> r has
-    its full flags and slots at r and its empty flags at s, and r -> s the other way round.
+    This is safe because two pairs of one class have no worker in common, except the two directions of one pair. Those use
+    disjoint lines: s -> r has its full flags and slots at r, and its empty flags at s; r -> s has them the other way round.
     """
     return sender ^ receiver
 

@@ -43,7 +43,7 @@ FIRST = 16  # templates and definitions are numbered from here
 
 # Numbers of each of the client's instructions about tensors, those of FREE without its ids
 LENGTHS = {FREE: 2, PARAM: 2, DROP: 2, SHARDED: 2, GRAD: 3, STATE: 2}
-_OTHER_LENGTHS = {RECORD: 4, DISCARD: 1, LAUNCH: 4}  # those of RECORD without its ids
+_OTHER_LENGTHS = {RECORD: 4, DISCARD: 1, LAUNCH: 4}  # numbers of RECORD before its ids
 
 BASE_BITS = 40  # ids of one session's tensors: below this, and above it the session's number
 
@@ -123,9 +123,9 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("code", "randoms", "actions", "backend", "channels", "once", "ins", "outs", "moved", "values"),
     ),
 }
-OPS = frozenset({"op", "host_op"})  # kinds that carry out an op
+OPS = frozenset({"op", "host_op"})  # kinds that execute an op
 OFFLOAD = frozenset({"host_op", "evict", "restore"})  # kinds on tensors that rest in host memory or files
-PROGRAMS = frozenset({"program", "fragment"})  # kinds that carry out other instructions
+PROGRAMS = frozenset({"program", "fragment"})  # kinds that execute other instructions
 
 # Kinds that move values between workers. All members of a team take part in a collective; a transfer has two ends.
 COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})

@@ -16,7 +16,7 @@ import numpy as np
 Interval = tuple[int, int]
 Spans = tuple[tuple[Interval, ...], ...]  # for each dim, the intervals of a global tensor that a worker holds
 Box = tuple[Interval, ...]  # one [start, stop) for each dim of the global tensor
-Boxes = Sequence[Sequence[Sequence[int]]]  # of one piece, as `boxes` makes them or in their wire form
+Boxes = Sequence[Sequence[Sequence[int]]]  # boxes of one piece, as `boxes` makes them or in their wire form
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class SchemaType:
     may_write: bool
 
     @classmethod
-    @lru_cache(maxsize=4096)  # of the class: a worker's Hello has thousands of arguments, of few types
+    @lru_cache(maxsize=4096)  # shared by all schemas: a worker's Hello has thousands of arguments of few types
     def parse(cls, text: str) -> SchemaType:
         """Parse a type; ValueError for one that the table does not have."""
         match = _TYPE.fullmatch(text)
@@ -94,7 +94,7 @@ class Schema:
     since: str
     until: str
     flags: frozenset[str]
-    line: str = field(default="", compare=False, repr=False)  # of the table
+    line: str = field(default="", compare=False, repr=False)  # its line in the table
 
     @cached_property
     def named(self) -> dict[str, Argument]:
@@ -178,7 +178,7 @@ class OpTable:
         """The reason why workers refuse an op."""
         why = self._left.get(op)
         if why is not None:
-            return f"{op} is not an op that workers carry out: {LEFT_OUT.get(why, why)}"
+            return f"{op} is not an op that workers execute: {LEFT_OUT.get(why, why)}"
         if _NAME.fullmatch(op) is None:
             return f"{op!r:.80} is not an op: want a name like aten.add.Tensor"
         text = (

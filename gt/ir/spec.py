@@ -27,7 +27,7 @@ DTYPES: dict[str, tuple[int, str]] = {
     "uint64": (8, "u64"),
     "bool": (1, "b8"),
 }
-DIMS = 64  # most dims of a torch tensor
+MAX_DIMS = 64  # torch's limit for a tensor
 LARGEST = 1 << 63
 LONG_NAMES = {short: name for name, (_, short) in DTYPES.items()}
 
@@ -67,8 +67,9 @@ class Spec:
         shape, stride, offset, dtype = row
         if type(dtype) is not str or dtype not in DTYPES:
             raise ValueError(f"unknown dtype {dtype!r:.40}")
-        if type(shape) is not list or type(stride) is not list or len(shape) != len(stride) or len(shape) > DIMS:
-            raise ValueError(f"shape {shape!r:.80} and stride {stride!r:.80} differ in length, or have more than {DIMS} dims")
+        if type(shape) is not list or type(stride) is not list or len(shape) != len(stride) or len(shape) > MAX_DIMS:
+            both = f"shape {shape!r:.80} and stride {stride!r:.80}"
+            raise ValueError(f"{both} differ in length, or have more than {MAX_DIMS} dims")
         numbers = [*shape, *stride, offset]
         if any(type(n) is not int or not 0 <= n < LARGEST for n in numbers):
             raise ValueError(

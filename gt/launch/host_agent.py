@@ -26,9 +26,9 @@ from gt.wire.liveness import home
 from gt.worker.process import network_links
 from gt.worker.process.rdma_devices import rdma_devices
 
-PINGS, BLOCK = 64, 1 << 20
+PINGS, BLOCK_BYTES = 64, 1 << 20
 SECONDS = 5.0  # for a connection, and for each wait on it
-BULK_SECONDS, MAX_BULK_BYTES = 1.0, 1 << 30  # of a measurement of the rate
+BULK_SECONDS, MAX_BULK_BYTES = 1.0, 1 << 30  # limits of a measurement of the rate
 PACKAGES = ("torch", "numpy", "pyzmq", "nvshmem4py-cu12", "nvshmem4py-cu13")
 
 
@@ -115,10 +115,10 @@ class Listener:
                     return
                 for _ in range(PINGS):
                     peer.sendall(exactly(peer, 8))
-                view = memoryview(bytearray(BLOCK))
+                view = memoryview(bytearray(BLOCK_BYTES))
                 while (size := int.from_bytes(exactly(peer, 8), "big")) and size <= MAX_BULK_BYTES:
                     while size:
-                        received = peer.recv_into(view, min(size, BLOCK))
+                        received = peer.recv_into(view, min(size, BLOCK_BYTES))
                         if not received:
                             return
                         size -= received
@@ -146,11 +146,11 @@ def measure(address: str, port: int, token: str) -> dict[str, Any]:
 
 def _rate(sock: socket.socket) -> float:
     """GB/s: doubled until it takes long enough."""
-    block, size = memoryview(bytes(BLOCK)), BLOCK
+    block, size = memoryview(bytes(BLOCK_BYTES)), BLOCK_BYTES
     while True:
         begin = time.perf_counter()
         sock.sendall(size.to_bytes(8, "big"))
-        for _ in range(size // BLOCK):
+        for _ in range(size // BLOCK_BYTES):
             sock.sendall(block)
         exactly(sock, 1)
         took = time.perf_counter() - begin

@@ -63,9 +63,9 @@ class Meeting:
             sock.sendall(nonce)
             rank, theirs, proof = _OFFER.unpack(host_agent.exactly(sock, _OFFER.size, until))
             if not 0 < rank < size or not hmac.compare_digest(proof, _proof(self._token, rank, nonce, theirs)):
-                raise PermissionError("it has not the token of this job")
+                raise PermissionError("its token is not the one of this job")
             if not self._strangers.remove(sock):
-                raise ConnectionAbortedError("it was ended: there were too many, or all are there")
+                raise ConnectionAbortedError("too many connections wait for their proof, or all ranks are here")
             sock.sendall(_proof(self._token, 0, theirs, nonce))
             sock.settimeout(None)
             tcp.watch(sock)
@@ -91,7 +91,8 @@ def answer(host: str, port: Callable[[], int], rank: int, token: str, seconds: f
             raise SystemFailure(f"{host}: {error}; all processes of a job need the same GT_TOKEN or GT_TOKEN_FILE") from None
         except OSError as error:
             if time.monotonic() >= until:
-                raise SystemFailure(f"no `gt doctor` of rank 0 at {host}: {error.strerror or error}") from None
+                why = f"{error.strerror or error}; start it on that host too"
+                raise SystemFailure(f"`gt doctor` of rank 0 does not answer at {host}: {why}") from None
             time.sleep(AGAIN_SECONDS)
     with sock, sock.makefile("r") as orders, sock.makefile("w") as answers, contextlib.suppress(OSError):
         return host_agent.serve(orders, answers)
@@ -108,9 +109,9 @@ def _offer(host: str, port: int, rank: int, token: bytes) -> socket.socket:
         try:
             proof = host_agent.exactly(sock, PROOF_BYTES, until)
         except ConnectionError:
-            raise PermissionError("rank 0 does not take this process for one of its job") from None
+            raise PermissionError("rank 0 closed the connection: its token or number of processes is another") from None
         if not hmac.compare_digest(proof, _proof(token, 0, nonce, theirs)):
-            raise PermissionError("it has not the token of this job")
+            raise PermissionError("rank 0 has another token than this process")
         sock.settimeout(None)
         tcp.watch(sock)
         return sock

@@ -25,11 +25,12 @@ from gt.wire.liveness import Vigil, home
 log = logging.getLogger("gt.launch")
 
 START_SECONDS = 120.0  # until all processes have to be up: an import of torch from a cold disk is slow
-STOP = 6.0
+STOP_SECONDS = 6.0
 REPORT_SECONDS = 15.0  # between reports of missing workers
 MAX_NAMES = 8  # workers that a report names
 WORD_SECONDS = 1.0  # seconds that a supervisor has for its last report
-LOOK, STILL = 1.0, 5  # seconds between looks at the supervisor, and looks in a row that find it stopped until that is an error
+LOOK_SECONDS = 1.0  # between looks at the supervisor
+MAX_STOPPED_LOOKS = 5  # looks in a row that may find it stopped; then that is an error
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Local:
     token: str
     workers: int
     gpus: int
-    job: bool  # of several processes or hosts
+    job: bool  # True in a job of several processes or hosts
     _process: subprocess.Popen = field(repr=False)
     _pid: int = field(default_factory=os.getpid, repr=False)
 
@@ -138,7 +139,7 @@ def _wait(process: subprocess.Popen, total: int, start: Start) -> tuple[int, int
     known: dict[str, Any] = {}
     now = time.monotonic()
     deadline, next_report, rest, published = now + start.seconds, now + REPORT_SECONDS, b"", False
-    vigil = Vigil(process.pid, home(), STILL)
+    vigil = Vigil(process.pid, home(), MAX_STOPPED_LOOKS)
     while "port" not in known or (total and "ready" not in known):
         now = time.monotonic()
         if now >= deadline:
@@ -146,7 +147,7 @@ def _wait(process: subprocess.Popen, total: int, start: Start) -> tuple[int, int
         if start.spoken and now >= next_report:
             next_report = now + REPORT_SECONDS
             sys.stderr.write(f"gt: {_missing(known, total)}; waiting\n")
-        if not select.select([process.stdout], [], [], min(deadline - now, LOOK))[0]:
+        if not select.select([process.stdout], [], [], min(deadline - now, LOOK_SECONDS))[0]:
             if vigil.poll():
                 how = f"process {process.pid}, which starts dispatcher and workers, is stopped by a signal or a debugger"
                 raise SystemFailure(f"{how}; start again")
@@ -192,7 +193,7 @@ def _end(process: subprocess.Popen) -> None:
     with contextlib.suppress(OSError, ValueError):
         process.stdin.close()
     try:
-        process.wait(STOP)
+        process.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()  # its children die with it
         process.wait()

@@ -34,11 +34,11 @@ def unsupported(platform: str = sys.platform) -> str:
         return ""
     name = {"darwin": "macOS", "win32": "Windows"}.get(platform, platform)
     todo = "run it in a Linux container or virtual machine here, or by ssh on the server's host"
-    return f"this is {name}, and a program that uses GT needs Linux (eventfd, memfd): {todo}"
+    return f"this is {name}, and GT needs Linux (eventfd, memfd): {todo}"
 
 
 def gpus() -> list[str]:
     """Values for CUDA_VISIBLE_DEVICES, one for each GPU that this process may use."""
-    there = max(len(list(folder.glob(pattern))) for folder, pattern in _SIGNS)
+    devices = max(len(list(folder.glob(pattern))) for folder, pattern in _SIGNS)
     visible = env.visible_gpus()
-    return [str(i) for i in range(there)] if visible is None else visible[:there]
+    return [str(i) for i in range(devices)] if visible is None else visible[:devices]

@@ -24,9 +24,9 @@ from gt.errors import ConfigError, SystemFailure
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 NAME = re.compile(r"[\w@.\[\]:%-]*[\w.\]]")
-AGAIN, WITHIN = 3, 60.0  # attempts to reach a lost host again, at most, within so many seconds
+MAX_ATTEMPTS, ATTEMPTS_SECONDS = 3, 60.0  # attempts to reach a lost host again, at most, within so many seconds
 MAX_SLOTS = 1 << 12
-WORDS = 8  # lines of a host's stderr that are kept for its error
+KEPT_LINES = 8  # lines of a host's stderr that are kept for its error
 PROBE_SECONDS = 60.0
 ROOT = str(Path(__file__).parents[2])
 
@@ -55,16 +55,16 @@ def entry(text: str, where: str) -> HostEntry:
 
 def entries(lines: Iterable[str], path: str = "") -> list[HostEntry]:
     """The hosts of a hostfile's lines, or of a list. ConfigError for a bad line, a host that is there twice, and for none."""
-    found: list[HostEntry] = []
+    hosts: list[HostEntry] = []
     for number, line in enumerate(lines, 1):
         if text := line.partition("#")[0].strip():
             where = f"{path}:{number}" if path else f"ssh host {number}"
-            found.append(entry(text, where))
-            if any(other.name == found[-1].name for other in found[:-1]):
-                raise ConfigError(f"{where}: host {found[-1].name!r} is there twice; give it more slots instead")
-    if not found:
+            hosts.append(entry(text, where))
+            if any(other.name == hosts[-1].name for other in hosts[:-1]):
+                raise ConfigError(f"{where}: host {hosts[-1].name!r} is there twice; give it more slots instead")
+    if not hosts:
         raise ConfigError(f"{path or 'ssh'} names no host: want lines such as `h0 slots=1`")
-    return found
+    return hosts
 
 
 def read_hostfile(path: str) -> list[HostEntry]:
@@ -120,7 +120,7 @@ def with_slots(hosts: Sequence[HostEntry], ssh: Sequence[str], python: str = "")
 
 
 def _failed(name: str, code: int, words: Iterable[str]) -> str:
-    last = list(words)[-WORDS:]
+    last = list(words)[-KEPT_LINES:]
     last_lines = ": " + " | ".join(last) if last else ""
     todo = f"try `ssh {name} true`, and gt in the same folder there"
     return f"the workers' process on {name} ended (exit code {code}){last_lines}; {todo}"
@@ -136,8 +136,8 @@ class RemoteHost:
         address = order["own"] if is_this_host(self.name) else order["address"]
         own = {"workers": about["slots"], "first": about["first"], "server": [address, port]}
         self._order = json.dumps({**{key: order[key] for key in keys}, **own}).encode() + b"\n"
-        self._words: deque[str] = deque(maxlen=WORDS)
-        self._times: deque[float] = deque(maxlen=AGAIN)
+        self._words: deque[str] = deque(maxlen=KEPT_LINES)
+        self._times: deque[float] = deque(maxlen=MAX_ATTEMPTS)
         self._process: subprocess.Popen | None = None
 
     def start(self) -> int:
@@ -166,7 +166,7 @@ class RemoteHost:
 
     def again(self, now: float) -> bool:
         """True if it may be tried once more."""
-        if len(self._times) == AGAIN and now - self._times[0] < WITHIN:
+        if len(self._times) == MAX_ATTEMPTS and now - self._times[0] < ATTEMPTS_SECONDS:
             return False
         self._times.append(now)
         return True

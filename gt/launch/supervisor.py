@@ -2,7 +2,7 @@
 
 It forks the dispatcher, imports torch once, and forks the workers, which share the import. It restarts a worker that dies, and
 one that stays stopped once the dispatcher has given it up. It ends with the program: when its stdin ends, its parent changes,
-or on SIGTERM; the kernel continues it then if it is stopped (see __main__). It reports to the program in JSON lines on stdout.
+or on SIGTERM. If it is stopped then, the kernel continues it (see __main__). It reports to the program in JSON lines on stdout.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from gt import env, logs
 from gt.launch import machine
 from gt.launch.process import ending, fork, how_ended
 from gt.launch.ssh import RemoteHost
-from gt.wire.liveness import POLLS, Vigil, home, sight
+from gt.wire.liveness import POLLS_PER_HEARTBEAT, Vigil, home, sight
 
 POLL_SECONDS = 0.2  # seconds between looks at parent and children
-ASK, GRACE = 0.5, 1.0  # seconds for children to end after the dispatcher's Exit, and after SIGTERM
-AGAIN, WITHIN = 3, 60.0  # restarts of a worker, at most, within so many seconds
-GIVEN_UP = 2  # heartbeats for which a worker's process may be stopped until it is replaced
-NEVER_UP = 0.5  # heartbeats for which a starting process may be stopped until that is an error
-WORDS = 12  # lines of stderr kept of each worker, for the error if it dies at start
+EXIT_SECONDS, SIGTERM_SECONDS = 0.5, 1.0  # seconds for children to end after the dispatcher's Exit, and after SIGTERM
+MAX_RESTARTS, RESTARTS_SECONDS = 3, 60.0  # restarts of a worker, at most, within so many seconds
+REPLACED_HEARTBEATS = 2  # heartbeats for which a worker's process may be stopped until it is replaced
+STARTING_HEARTBEATS = 0.5  # heartbeats for which a starting process may be stopped until that is an error
+KEPT_LINES = 12  # lines of stderr kept of each worker, for the error if it dies at start
 HOST_GRACE_SECONDS = 3.0  # seconds more for hosts that are reached by ssh
 ENDED, LOST, UNREACHED = 0, 3, 4  # exit codes of a worker: told to end; its link ended; no server took it
 # Signals that launchers send to every process of a job, for the program to answer. STOP_SIGNAL is the supervisor's own.
@@ -60,13 +60,13 @@ class Supervisor:
         self._dispatcher = 0
         self._workers: dict[int, int] = {}  # pid -> number
         self._vigils: dict[int, Vigil] = {}  # by pid
-        self._next_poll = 0.0  # of them
+        self._next_poll = 0.0  # time of the next look at them
         self._words: dict[int, deque[str]] = {}
         self._again: dict[int, deque[float]] = {}  # number -> times of its restarts
         self._start: Callable[[int], None] = lambda number: None
         self._ready = self._stopping = self._silent = self._terminated = False
         self._port = 0  # once the dispatcher has reported it
-        self._status = b""  # of the dispatcher: an incomplete line
+        self._status = b""  # the dispatcher's output up to now: an incomplete line
         self._total = order.get("total") or order["workers"]
         self._hosts: dict[int, RemoteHost] = {}  # by pid of ssh
         self._patient = bool(order.get("patient"))
@@ -118,7 +118,7 @@ class Supervisor:
         os.close(start)
         self._workers[pid] = number
         self._watch(pid)
-        self._words[number] = deque(maxlen=WORDS)
+        self._words[number] = deque(maxlen=KEPT_LINES)
         self._select.register(end, selectors.EVENT_READ, partial(self._on_stderr, number=number))
 
     def _body(self, port: int, gpu: str, number: int) -> Callable[[], object]:
@@ -148,7 +148,8 @@ class Supervisor:
             self._reach(host)
 
     def _watch(self, pid: int) -> None:
-        self._vigils[pid] = Vigil(pid, home(), int((GIVEN_UP if self._ready else NEVER_UP) * POLLS))
+        patience = REPLACED_HEARTBEATS if self._ready else STARTING_HEARTBEATS
+        self._vigils[pid] = Vigil(pid, home(), int(patience * POLLS_PER_HEARTBEAT))
 
     def _up(self) -> None:
         """Report that all have started. From here on the program watches the dispatcher."""
@@ -159,9 +160,10 @@ class Supervisor:
 
     def _lost_worker(self, number: int) -> None:
         """Start another worker in its place, unless it keeps dying. The dispatcher reports lost tensors to sessions."""
-        now, times = time.monotonic(), self._again.setdefault(number, deque(maxlen=AGAIN))
-        if len(times) == AGAIN and now - times[0] < WITHIN:
-            sys.stderr.write(f"gt: worker {number} died {AGAIN + 1} times within {WITHIN:g} s and is not started again\n")
+        now, times = time.monotonic(), self._again.setdefault(number, deque(maxlen=MAX_RESTARTS))
+        if len(times) == MAX_RESTARTS and now - times[0] < RESTARTS_SECONDS:
+            often = f"{MAX_RESTARTS + 1} times within {RESTARTS_SECONDS:g} s"
+            sys.stderr.write(f"gt: worker {number} died {often} and is not started again\n")
             return
         times.append(now)
         self._start(number)
@@ -207,7 +209,7 @@ class Supervisor:
         """End workers that the dispatcher has given up, even if they could continue. RuntimeError at the start."""
         now = time.monotonic()
         if self._vigils and now >= self._next_poll:
-            self._next_poll = now + self._order["heartbeat"] / POLLS
+            self._next_poll = now + self._order["heartbeat"] / POLLS_PER_HEARTBEAT
             for pid, vigil in self._vigils.items():
                 if not vigil.poll():
                     continue
@@ -233,10 +235,10 @@ class Supervisor:
         _signal(self._dispatcher, stop)
         for host in self._hosts.values():
             host.close()
-        left = self._wait(left, ASK + (HOST_GRACE_SECONDS if self._hosts else 0.0))
+        left = self._wait(left, EXIT_SECONDS + (HOST_GRACE_SECONDS if self._hosts else 0.0))
         for pid in left:
             _signal(pid, stop if pid in self._workers else signal.SIGTERM)
-        for pid in self._wait(left, GRACE):
+        for pid in self._wait(left, SIGTERM_SECONDS):
             _signal(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)

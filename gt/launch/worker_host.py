@@ -17,7 +17,7 @@ from typing import Any
 
 from gt import env
 from gt.errors import DispatcherLost
-from gt.launch.supervisor import AGAIN, ENDED, LOST, POLL_SECONDS, UNREACHED, WITHIN, Supervisor, preload, work
+from gt.launch.supervisor import ENDED, LOST, MAX_RESTARTS, POLL_SECONDS, RESTARTS_SECONDS, UNREACHED, Supervisor, preload, work
 from gt.wire import tcp
 from gt.wire.socket import resolve
 
@@ -77,8 +77,8 @@ class WorkerHost(Supervisor):
             self._due[number] = now + CLOSE_SECONDS
             return
         times = self._again.get(number)
-        if times is not None and len(times) == AGAIN and now - times[0] < WITHIN:
-            self._finish(1, f"worker {number} died {AGAIN + 1} times within {WITHIN:g} s")
+        if times is not None and len(times) == MAX_RESTARTS and now - times[0] < RESTARTS_SECONDS:
+            self._finish(1, f"worker {number} died {MAX_RESTARTS + 1} times within {RESTARTS_SECONDS:g} s")
         else:
             self._due[number] = now
 

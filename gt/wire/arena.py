@@ -35,7 +35,7 @@ from gt.wire.messages import OfferArena, OfferFile
 NAME = "gt-arena"  # of the memory, as /proc shows it
 HEADER_BYTES = 4096  # before the first block; the nonce is at its start
 BLOCK_BYTES = 4096  # blocks begin at multiples of this
-PAGE_BYTES = 2 << 20  # of a huge page; an arena is a multiple
+PAGE_BYTES = 2 << 20  # a huge page; an arena is a multiple of it
 MAX_ARENA_BYTES = 1 << 40
 NONCE_BYTES = 16
 WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # a NumPy type of that size, whatever the element means
@@ -168,7 +168,7 @@ class PeerFile:
             about = os.fstat(descriptor)
             if not stat.S_ISREG(about.st_mode) or about.st_size != offer.nbytes:
                 raise OSError(
-                    f"descriptor {offer.fd} is no file of {offer.nbytes} bytes: mode {about.st_mode:o}, {about.st_size} bytes"
+                    f"descriptor {offer.fd} is not a file of {offer.nbytes} bytes: mode {about.st_mode:o}, size {about.st_size}"
                 )
             if offer.write and about.st_uid != os.geteuid():
                 raise OSError(f"the file belongs to user {about.st_uid}, want {os.geteuid()} to write it")
@@ -221,14 +221,14 @@ def _open_proved(offer: OfferArena, process: int) -> int:
     """A descriptor of the arena that is offered, once it is proved to be this process's and the client's."""
     # Before it is opened, even with O_PATH: a network's file system may ask its server then
     if not os.readlink(f"fd/{offer.fd:d}", dir_fd=process).startswith(f"/memfd:{NAME} "):
-        raise OSError(f"descriptor {offer.fd} of process {offer.pid} is no arena")
+        raise OSError(f"descriptor {offer.fd} of process {offer.pid} is not an arena")
     descriptor = os.open(f"fd/{offer.fd:d}", os.O_PATH | os.O_CLOEXEC, dir_fd=process)
     try:
         own = f"/proc/self/fd/{descriptor}"
         named = os.readlink(own).startswith(f"/memfd:{NAME} ")
         about = os.fstat(descriptor) if named else None
         if about is None or not stat.S_ISREG(about.st_mode):
-            raise OSError(f"descriptor {offer.fd} of process {offer.pid} is no arena")
+            raise OSError(f"descriptor {offer.fd} of process {offer.pid} is not an arena")
         if about.st_uid != os.geteuid() or about.st_mode & 0o177:
             raise OSError(f"arena of user {about.st_uid}, mode {about.st_mode & 0o777:o}: want own user's, mode 600")
         fd = os.open(own, os.O_RDWR | os.O_CLOEXEC)

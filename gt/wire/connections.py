@@ -13,11 +13,11 @@ from gt.wire.messages import CHUNK, MAX_BODY_BYTES
 
 SPEAK_SECONDS = 15.0  # seconds until a connection has to send a whole message
 LEAVE_SECONDS = 5.0  # seconds for a refused peer to read the reason
-SILENT = 128  # connections without a message yet, at most; fewer where descriptors are few
+MAX_SILENT_CONNECTIONS = 128  # connections without a message yet, at most; fewer where descriptors are few
 EARLY_BYTES = 64 << 10  # bytes that one of these may send
 ALL_EARLY_BYTES = 4 << 20  # bytes that all of these may send together
 UNFINISHED_BYTES = 3 * CHUNK  # bytes of an unfinished message on the wire; a Dealer sends two CHUNKs at most
-PARTS = 4096  # parts of a divided message, at most
+MAX_PARTS = 4096  # parts of a divided message, at most
 PARTED_BYTES = 2 * MAX_BODY_BYTES + 16 * CHUNK  # bytes of a divided message, at most
 ALL_PARTED_BYTES = 128 << 20  # bytes of divided messages on all connections together
 FIRST_BYTES = 256 << 10  # bytes of a first message
@@ -60,16 +60,16 @@ class Connection:
         self.body.append(body[1:])
         self.frames += frames
         self.parted += len(body) + sum(map(len, frames))
-        if self.parted > PARTED_BYTES or len(self.frames) > PARTS:
+        if self.parted > PARTED_BYTES or len(self.frames) > MAX_PARTS:
             parts = f"{self.parted} bytes and {len(self.frames)} frames"
-            return f"a message came in parts of {parts}, at most {PARTED_BYTES} and {PARTS}"
+            return f"a message came in parts of {parts}, at most {PARTED_BYTES} and {MAX_PARTS}"
         return None
 
 
 class Connections:
     """heartbeat: seconds that a peer may be silent. silent: number of connections that may have sent no message yet."""
 
-    def __init__(self, heartbeat: float = 10.0, silent: int = SILENT) -> None:
+    def __init__(self, heartbeat: float = 10.0, silent: int = MAX_SILENT_CONNECTIONS) -> None:
         self._beats = BEATS_BYTES / heartbeat  # bytes a second
         self._most_silent = silent
         self._open: dict[int, Connection] = {}

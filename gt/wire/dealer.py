@@ -21,11 +21,11 @@ from gt.errors import Refused
 from gt.wire import codec, tcp
 from gt.wire.access.approach import Approach
 from gt.wire.connections import cut
-from gt.wire.liveness import POLLS, Cable, Vigil
+from gt.wire.liveness import POLLS_PER_HEARTBEAT, Cable, Vigil
 from gt.wire.messages import CHUNK, Exit, Message, Reject, Welcome
 from gt.wire.signals import uninterrupted
 from gt.wire.socket import (
-    BURST,
+    BURST_MESSAGES,
     GONE,
     LINGER_SECONDS,
     NOW,
@@ -62,10 +62,11 @@ DEFAULT_TIMEOUTS = LinkTimeouts()
 class Dealer:
     """A link to the dispatcher. Callbacks must not wait for messages of the link.
 
-    on_message(message, frames) is called for each message. on_turn() is called in each turn, every 10 ms at the latest; it may
-    call send. on_lost(reason) is called once, when the dispatcher dies, is not reached within `timeouts.connect`, or is stopped
-    for `timeouts.heartbeat`. Where its process cannot be seen, silence for several times that counts. It is not called after
-    close() or a Reject.
+    on_message(message, frames): called for each message.
+    on_turn(): called in each turn, every 10 ms at the latest; it may call send.
+    on_lost(reason): called once, when the dispatcher dies, is not reached within `timeouts.connect`, or is stopped for
+        `timeouts.heartbeat`. If its process cannot be seen, several times that of silence count. Not called after close() or a
+        Reject.
 
     A turn is one round of work at the socket: receive, call back, send. The link has a thread that takes turns. A thread that
     sends (`push`) or waits (`lead`) takes turns itself, which saves waking one thread to wake another. Meanwhile the link's
@@ -104,7 +105,7 @@ class Dealer:
         self._fault: Exception | None = None  # error of a turn in another thread
         self._sock: zmq.Socket | None = None  # once connected, until closed
         self._vigil: Vigil | None = None  # once the dispatcher has named its process
-        self._next_poll = 0.0  # of it
+        self._next_poll = 0.0  # time of the next look at it
         self._thread = threading.Thread(target=self._main, name="gt-link", daemon=True)
         _open_dealers.add(id(self))
         self._thread.start()
@@ -238,7 +239,7 @@ class Dealer:
         finally:
             self._user = 0
 
-    def _receive(self, sock: zmq.Socket, burst: int = BURST) -> bool:
+    def _receive(self, sock: zmq.Socket, burst: int = BURST_MESSAGES) -> bool:
         """Receive up to `burst` messages. True if there was one."""
         for count in range(burst):
             if not events_of(sock) & _IN:
@@ -250,7 +251,7 @@ class Dealer:
             if type(message) is Welcome:
                 match message.process:
                     case [int(pid), str(home)]:
-                        self._vigil = Vigil(pid, home, POLLS)
+                        self._vigil = Vigil(pid, home, POLLS_PER_HEARTBEAT)
             self._on_message(message, frames)
         return True
 
@@ -303,7 +304,7 @@ class Dealer:
     def _arrive(self, context: zmq.Context) -> str:
         """Wait for a connection, or close(); the reason if there will be none, else "". Nothing is sent before.
 
-        A server sends no Reject to a peer without a key, so a refusal is passed on as a Reject from here, and ends the link.
+        A server sends no Reject to a peer without a key. So this end turns a refusal into a Reject, which ends the link.
         """
         deadline = math.inf if self._wait is None else time.monotonic() + self._wait
         approach = self._approach
@@ -373,12 +374,12 @@ class Dealer:
         """The reason, once it is certain that the dispatcher's process is stopped or its host is gone, else ""."""
         if (now := time.monotonic()) < self._next_poll:
             return ""
-        self._next_poll = now + self._heartbeat / POLLS
+        self._next_poll = now + self._heartbeat / POLLS_PER_HEARTBEAT
         return cable.poll() or ("" if self._vigil is None else self._vigil.poll())
 
     def _pause(self) -> int:
         """Milliseconds to sleep in poll."""
-        return int(1000 * (TURN_SECONDS if self._on_turn is not None else min(1.0, self._heartbeat / POLLS)))
+        return int(1000 * (TURN_SECONDS if self._on_turn is not None else min(1.0, self._heartbeat / POLLS_PER_HEARTBEAT)))
 
     def _flush(self, sock: zmq.Socket) -> str:
         deadline = time.monotonic() + LINGER_SECONDS

@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-# Modules of torch that workers defer: they carry out no op. Inductor executes the meta kernels.
+# Modules of torch that workers defer: they execute no op. Inductor executes the meta kernels.
 UNUSED = ("torch._meta_registrations", "torch.distributions", "torch.export")
 # Modules that only these import, which other functions of torch take for attributes of torch
 REACHED = frozenset({"_custom_ops", "_decomp", "_export", "_prims", "_refs"})

@@ -67,7 +67,7 @@ from gt.wire.messages import (
     World,
 )
 
-SHOWN = 40  # characters of a peer's text in an error
+MAX_SHOWN_CHARACTERS = 40  # characters of a peer's text in an error
 RELEASE = "0.1.0"  # for people; VERSION decides
 
 # role -> (messages that it may send after Hello, messages that it may receive)
@@ -103,10 +103,10 @@ def hello(role: str, config: str = "", config_path: str = "", **rest: dict[str, 
 
 def examine(hello: Hello) -> None:
     """Raise Refused unless the peer speaks our version and has a known role."""
-    role = hello.role[:SHOWN]
+    role = hello.role[:MAX_SHOWN_CHARACTERS]
     if hello.version != VERSION:
         raise Refused(
-            f"the {role or 'peer'} speaks protocol {hello.version} (gt {hello.gt[:SHOWN]}), the server protocol "
+            f"the {role or 'peer'} speaks protocol {hello.version} (gt {hello.gt[:MAX_SHOWN_CHARACTERS]}), the server protocol "
             f"{VERSION} (gt {RELEASE}): install the same gt on both sides"
         )
     if hello.role not in MAY_SEND:

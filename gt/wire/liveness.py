@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 STOPPED = "TtZX"  # states of proc(5) without progress: stopped, traced, zombie, dead
-POLLS = 8  # of a process in a heartbeat
+POLLS_PER_HEARTBEAT = 8  # looks at a process within one heartbeat
 SHORTEST_SECONDS = 2.0  # least seconds without an acknowledgement that count: the kernel may delay one
 # Offsets in tcp_info: unanswered probes in a row, segments in flight, milliseconds since the last acknowledgement.
 _PROBES, _UNACKED, _ANSWERED = 3, 24, 56

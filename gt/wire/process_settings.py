@@ -15,13 +15,13 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 KEPT_BYTES = 64 << 20  # free bytes at the end of a heap that glibc keeps
 TURN_SECONDS = 0.001  # seconds
 LARGE_BYTES = 8 << 20  # bytes from which an allocation is mapped by the system
-YOUNG = 50_000  # new objects until a pass of the collector over the youngest: most of so many are gone by then
+YOUNG_OBJECTS = 50_000  # new objects until a pass of the collector over the youngest: most of so many are gone by then
 # Passes over the youngest for each pass over the middle generation, which meets all that they left: with 5, some 0.1 s.
 # A survivor is met once by either number.
 MIDDLE = 1
-NEVER = 1 << 30  # passes over the middle generation until a full pass
+NEVER_PASSES = 1 << 30  # passes over the middle generation until a full pass
 EVERY_SECONDS = 30.0  # seconds between full passes, at least
-REST = 1000  # times the length of the last full pass, also at least
+REST_FACTOR = 1000  # times the length of the last full pass, also at least
 OVERDUE_SECONDS = 900.0  # seconds after which a full pass runs even beside work
 
 
@@ -42,7 +42,7 @@ def collect_less() -> None:
     Full passes, 0.1 s for a million objects, are left to `CycleCollector`.
     """
     gc.freeze()
-    gc.set_threshold(YOUNG, MIDDLE, NEVER)
+    gc.set_threshold(YOUNG_OBJECTS, MIDDLE, NEVER_PASSES)
 
 
 @contextmanager
@@ -80,7 +80,7 @@ class CycleCollector:
             return
         gc.collect()
         took = time.monotonic() - now
-        self._next = now + max(EVERY_SECONDS, took * REST)
+        self._next = now + max(EVERY_SECONDS, took * REST_FACTOR)
         self._latest = self._next + OVERDUE_SECONDS
 
 

@@ -18,15 +18,15 @@ from gt.logs import Sparse
 from gt.wire import codec, tcp
 from gt.wire.access import auth, server_files
 from gt.wire.access.auth import Access
-from gt.wire.connections import SILENT, Connection, Connections, on_wire
+from gt.wire.connections import MAX_SILENT_CONNECTIONS, Connection, Connections, on_wire
 from gt.wire.liveness import Cable
 from gt.wire.messages import CHUNK, Exit, Message
 from gt.wire.socket import (
-    BURST,
+    BURST_MESSAGES,
     GONE,
     LINGER_SECONDS,
     NOW,
-    QUEUE,
+    QUEUE_MESSAGES,
     Frames,
     ask,
     descriptor_of,
@@ -46,9 +46,9 @@ log = logging.getLogger("gt.wire")
 
 ACCEPTED = int(zmq.EVENT_ACCEPTED)
 _IN = int(zmq.POLLIN)
-WARY, CALM = 0.01, 0.05  # seconds between looks at connections: while one is suspicious, and otherwise
-SPOKEN = 5  # ends and refusals logged in a second, at most
-DEAD = 1000  # gone peers that are remembered
+WARY_SECONDS, CALM_SECONDS = 0.01, 0.05  # seconds between looks at connections: while one is suspicious, and otherwise
+MAX_LOGGED_ENDS = 5  # ends and refusals logged in a second, at most
+MAX_GONE_PEERS = 1000  # gone peers that are remembered
 ENDED = "its connection ended: the process exited, was killed, or stopped answering"
 OUT = "the server took this connection for ended: connect again"
 
@@ -80,12 +80,13 @@ class Router:
     def __init__(self, host: str, port: int, heartbeat: float = 10.0, access: Access | None = None) -> None:
         access = access or Access()
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._connections = Connections(heartbeat, SILENT if descriptors < 0 else min(SILENT, descriptors // 4))
+        silent = MAX_SILENT_CONNECTIONS if descriptors < 0 else min(MAX_SILENT_CONNECTIONS, descriptors // 4)
+        self._connections = Connections(heartbeat, silent)
         self._heartbeat = heartbeat
         self._cables: dict[bytes, Cable] = {}
         self._dead: dict[bytes, bool] = {}  # the last gone peers -> True if told
         self._packed: tuple[Message | None, bytes] = (None, b"")
-        self._sparse = Sparse(log, SPOKEN)
+        self._sparse = Sparse(log, MAX_LOGGED_ENDS)
         self._next_poll = 0.0
         self._again = False  # the porter may have further requests
         self._context = zmq.Context(io_threads=1)
@@ -116,7 +117,7 @@ class Router:
         if self._connections.unsettled or self._again:
             timeout = 0.0
         ready = dict(self._poller.poll(int(timeout * 1000 + 0.999)))
-        found: list[Arrived | Gone] = []
+        events: list[Arrived | Gone] = []
         # In this order: a connection's start is known before its admission, and its end after all of its messages are queued.
         # Bytes that were read before messages are received belong to these messages, or to an unfinished one.
         requests = self._requests() if self._again or self._asked in ready else []
@@ -128,14 +129,14 @@ class Router:
         now = time.monotonic()
         due = self._connections and now >= self._next_poll
         sent = {connection: tcp.received(connection.fd) for connection in self._connections} if due else {}
-        burst = 1 << 16 if self._connections.unsettled else BURST if due or self._sock in ready else 0
-        drained = self._receive(found, burst)
+        burst = 1 << 16 if self._connections.unsettled else BURST_MESSAGES if due or self._sock in ready else 0
+        drained = self._receive(events, burst)
         if self._connections.unsettled:
             for peer in self._connections.collect_ended():
-                self._report_end(peer, found)
+                self._report_end(peer, events)
         if due:
             self._poll(now, sent, drained)
-        return found
+        return events
 
     def cut_off(self) -> list[Gone]:
         """Peers whose host has acknowledged nothing for a heartbeat."""
@@ -187,7 +188,7 @@ class Router:
         options(self._sock, 0.0 if here else heartbeat, CHUNK)
         # Credit bounds the messages in flight, and a full queue would make ROUTER drop messages silently.
         self._sock.setsockopt(zmq.SNDHWM, 0)
-        self._sock.setsockopt(zmq.RCVHWM, QUEUE)
+        self._sock.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
         ask(self._sock, auth.lock(entry, access.token, ips[0], port))
         self._porter.bind("inproc://zeromq.zap.01")
@@ -228,11 +229,11 @@ class Router:
 
     def _requests(self) -> list[list[bytes]]:
         """Requests of libzmq, one for each connection that has shown a key."""
-        found: list[list[bytes]] = []
+        requests: list[list[bytes]] = []
         with contextlib.suppress(zmq.Again):
-            while len(found) < BURST:
-                found.append(self._porter.recv_multipart(zmq.NOBLOCK))
-        return found
+            while len(requests) < BURST_MESSAGES:
+                requests.append(self._porter.recv_multipart(zmq.NOBLOCK))
+        return requests
 
     def _follow(self) -> None:
         now = time.monotonic()
@@ -316,7 +317,7 @@ class Router:
 
     def _bury(self, peer: bytes, told: bool) -> None:
         self._dead[peer] = told
-        if len(self._dead) > DEAD:
+        if len(self._dead) > MAX_GONE_PEERS:
             del self._dead[next(iter(self._dead))]
 
     def _poll(self, now: float, sent: dict[Connection, tuple[int, int]], drained: bool) -> None:
@@ -328,7 +329,7 @@ class Router:
         for connection, reason in late.items():
             self._end(connection, reason)
         took = time.monotonic() - now
-        self._next_poll = now + max(WARY if connections.silent or connections.growing else CALM, 20 * took)
+        self._next_poll = now + max(WARY_SECONDS if connections.silent or connections.growing else CALM_SECONDS, 20 * took)
 
     def _end(self, connection: Connection, reason: str) -> None:
         """End a connection, unless it has just ended, when another may have its descriptor."""

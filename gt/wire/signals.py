@@ -60,7 +60,7 @@ class uninterrupted:
         for number, before in self._before:
             try:
                 _set(number, before)
-            except BaseException as error:  # of a handler: the system calls it before it sets another
+            except BaseException as error:  # raised by a handler, which the system calls before it sets another
                 raised = error
         if raised is not None:
             for number, before in self._before:

@@ -2,8 +2,8 @@
 
 `Dealer` is a client's or worker's end, with an I/O thread of its own. `Router` is the dispatcher's end, polled by its loop.
 Both see the end of a killed peer at once, through the socket's monitor. On one host the kernel shows that a peer is stopped
-(liveness.py). On other hosts ZMTP heartbeats show it. libzmq's threads send these beside Python, but may be delayed on a loaded
-machine, so their limit is much longer.
+(liveness.py). On other hosts ZMTP heartbeats show it. libzmq's threads send these, which a loaded machine may delay, so their
+limit is much longer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gt.errors import DispatcherLost, SystemFailure
 from gt.wire.access.auth import CURVE, PLAIN, USER, Credentials
 
 Frames = Sequence[Any]  # bytes-like, at most messages.CHUNK bytes each
-QUEUE = 64  # messages in libzmq's queue of a Dealer; more wait in its deque, where they cost a reference
-BURST = 256  # messages received in a row before other work
+QUEUE_MESSAGES = 64  # messages in libzmq's queue of a Dealer; more wait in its deque, where they cost a reference
+BURST_MESSAGES = 256  # messages received in a row before other work
 PATIENCE_HEARTBEATS = 6  # silent heartbeats after which a peer on another host counts as lost
 LINGER_SECONDS = 1.0  # seconds that close() waits for queued messages
 HANDSHAKE_SECONDS = 10.0  # seconds that a handshake may take

@@ -11,7 +11,7 @@ import struct
 import termios
 
 UNANSWERED_SECONDS = 2.5
-UNREAD_SECONDS = 60.0  # the same while the other host answers that its process reads nothing
+UNREAD_SECONDS = 60.0  # limit while the other host answers that its process reads nothing
 _PROBES = struct.Struct("=4xB3xI12xI28xI")  # of struct tcp_info: backoff, rto in microseconds, unacked, last_ack_recv in ms
 _RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info, since Linux 4.1
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03"  # start of a ZMTP 3 greeting, up to the version

@@ -19,7 +19,7 @@ from gt.worker.process.restart import Renewal, told_to_end
 
 def main(argv: list[str] | None = None, own: bool = False) -> int:
     """Exit code. own: this process is the worker and nothing else, so that it can execute itself anew."""
-    parser = argparse.ArgumentParser(prog="gt worker", description="One worker: carries out what the server says.")
+    parser = argparse.ArgumentParser(prog="gt worker", description="Run one worker, which executes instructions of a server.")
     parser.add_argument("-H", "--host", default="", help="host of the server; default: GT_SERVER's, or localhost")
     parser.add_argument("-p", "--port", default="", help=f"port of the server; default: GT_SERVER's, or {PORT}")
     parser.add_argument("--name", default="", help="name in messages and logs; default: the next free one")
@@ -27,12 +27,12 @@ def main(argv: list[str] | None = None, own: bool = False) -> int:
     parser.add_argument("--worker-token-file", type=Path, help="file with the secret of the server's workers, if it has one")
     parser.add_argument("--device", default="", help="cpu or cuda:0; default: the GPU if there is one")
     names = [*ENGINES, *env.BACKEND_ALIASES]
-    parser.add_argument("--backend", choices=names, help="library that carries out ops; pytorch is torch; default: GT_BACKEND")
+    parser.add_argument("--backend", choices=names, help="library that executes ops; pytorch is torch; default: GT_BACKEND")
     parser.add_argument("--wait", type=float, help="seconds to wait for the server; default: no limit")
     parser.add_argument("--memory-limit", default="", help="most memory of the worker, as 4GiB; default: GT_MEMORY_LIMIT")
     library = "import this module, and execute the ops that it registers with torch; again for more; default: GT_LIBRARIES"
     parser.add_argument("--library", action="append", dest="libraries", metavar="MODULE", help=library)
-    parser.add_argument("--signals", type=int, help=argparse.SUPPRESS)  # of a process that has executed itself anew
+    parser.add_argument("--signals", type=int, help=argparse.SUPPRESS)  # to restore after the process has executed itself anew
     args = parser.parse_args(argv)
     if args.signals is not None and (number := told_to_end(args.signals)):
         return 128 + number

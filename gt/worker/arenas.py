@@ -29,10 +29,10 @@ from gt.worker.process.memory_budget import Budget
 from gt.worker.uploads import UploadBuffers
 
 log = logging.getLogger("gt.worker")
-MAX_PINNED_BYTES = 128 << 20  # of an arena that is pinned for a smaller tensor
-MAX_MAPPED_BYTES = 16 << 40  # of all arenas: an eighth of an address space of 47 bits
+MAX_PINNED_BYTES = 128 << 20  # an arena up to this size is pinned whole; a larger one only for a tensor of half of it
+MAX_MAPPED_BYTES = 16 << 40  # all arenas together: an eighth of an address space of 47 bits
 MAX_MAPPED_ARENAS = 8192  # arenas: an eighth of the mappings that Linux gives a process
-DESCRIPTOR_SHARE = 0.5  # of the limit of descriptors: an arena takes one, a file up to two
+DESCRIPTOR_SHARE = 0.5  # part of the process's descriptors: an arena takes one, a file up to two
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class WorkerArenas:
     uploads: UploadBuffers
     budget: Budget
     _arenas: dict[int, _OpenedArena] = field(default_factory=dict)
-    _mapped: weakref.WeakSet[PeerArena] = field(default_factory=weakref.WeakSet)  # those that are closed too
+    _mapped: weakref.WeakSet[PeerArena] = field(default_factory=weakref.WeakSet)  # also arenas that are closed by now
     _reads: dict[int, _TensorBlock] = field(default_factory=dict)  # by key of an upload
     _writes: dict[int, _TensorBlock | FileBlock] = field(default_factory=dict)  # by key of a fetched piece
 

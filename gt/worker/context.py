@@ -34,7 +34,7 @@ class Rebindable:
 
 
 class FirstLaunch:
-    """Steps that a GPU carries out for the first time, which may take long: the driver loads their kernels.
+    """Steps that a GPU executes for the first time, which may take long: the driver loads their kernels.
 
     `under_way` is True while such a step runs. From its second time on a step replaces its wrapper in the table of steps.
     """
@@ -73,8 +73,8 @@ class ExecutionContext:
     downloads: Downloads
     arenas: WorkerArenas
     budget: Budget = field(default_factory=Budget)
-    epoch: int = 0  # of the Run under way, see uploads.UploadBuffers
-    base: int = 0  # of the Run under way: ops are numbered from it
+    epoch: int = 0  # epoch of the Run under way, see uploads.UploadBuffers
+    base: int = 0  # op number from which the Run under way counts
     collectives: Counter[str] = field(default_factory=Counter)
 
     @cached_property
@@ -127,12 +127,12 @@ class CountedWork:
     after: SlotCursors
 
     def count_again(self) -> None:
-        """The device has carried out the rows once more, with no code of this worker."""
+        """The device has executed the rows once more, with no code of this worker."""
         self._count(1)
         self.worker.plane.restore_cursors(self.after)
 
     def undo(self) -> None:
-        """The rows were not carried out."""
+        """The rows were not executed."""
         self._count(-1)
         self.worker.plane.restore_cursors(self.before)
 

@@ -1,4 +1,4 @@
-"""Carries out instructions in order: definitions become bound steps, and a stream names them by number.
+"""Executes instructions in order: definitions become bound steps, and a stream names them by number.
 
 A step that fails is reported as OpError and leaves placeholders of the right shape. So the instructions after it still run, and
 no peer waits for a collective that never begins. Knows neither torch nor sockets.
@@ -37,7 +37,7 @@ from gt.worker.program.runner import BoundDefinition, ProgramRunner
 from gt.worker.uploads import UploadBuffers
 
 Send = Callable[..., None]  # (message, frames=())
-PAUSED = -1  # of a session: it is not known yet from which seq on nothing is begun
+PAUSED = -1  # in place of a seq: the session is interrupted, and the seq from which nothing begins is not known yet
 WAITING = ("compile", "load", "device")  # kinds by `where` of a thread that may wait for the device
 
 
@@ -62,7 +62,7 @@ class Executor:
         self._compiled: dict[int, CompiledProgram] = {}  # by definition
         self._first_launch = FirstLaunch(self._table.steps)
         self._action_times = ActionTimes()
-        self.session = NOBODY  # whose streams follow
+        self.session = NOBODY  # the session of the streams that follow
         self.traces: dict[int, Tracer] = {}  # by session
         self._busy = False
         self._thread = self._peak_bytes = 0
@@ -74,7 +74,7 @@ class Executor:
 
     @property
     def instructions(self) -> int:
-        """Instructions that were carried out."""
+        """Instructions that were executed."""
         return self.runner.executed
 
     def cancel_fetch(self, key: int) -> None:

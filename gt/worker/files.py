@@ -32,11 +32,11 @@ log = logging.getLogger("gt.worker")
 MAX_IO_BYTES = 8 << 20  # of one read or write
 SHORT_RUN_BYTES = 4096  # runs of fewer bytes are read together with what is between them
 # Copies are written past the page cache, which takes a fifth of the CPU time: the steps beside a save need it
-UNCACHED_BYTES = 256 << 10  # of a piece, at least: for a smaller one the disk's answer takes longer than the write
+UNCACHED_BYTES = 256 << 10  # pieces from this size on bypass the page cache; a smaller one waits longer than it writes
 ALIGNED = mmap.PAGESIZE  # a multiple of every disk's blocks
 
-HOST_SHARE = 0.1  # of the host's memory, at most in copies that a worker has still to write, or keeps for the next save
-PART_BYTES = 1 << 20  # of a tensor's memory that is copied to be written, within the caches of a core
+HOST_SHARE = 0.1  # part of the host's memory for copies that a worker has still to write, or keeps for the next save
+PART_BYTES = 1 << 20  # bytes copied at a time before they are written: they fit a core's caches
 ANSWER_SECONDS = 10.0  # that the executing thread waits for the next part of a piece, where there is no room for a copy
 
 
@@ -149,12 +149,12 @@ def _write_blocks(fd: int, data: memoryview, offset: int) -> int:
 def _read(fd: int, data: memoryview, offset: int) -> None:
     at = 0
     while at < len(data):
-        got = os.preadv(fd, [data[at : at + MAX_IO_BYTES]], offset + at)
-        if not got:
+        count = os.preadv(fd, [data[at : at + MAX_IO_BYTES]], offset + at)
+        if not count:
             raise OSError(
                 f"the file ends at byte {offset + at}, want {len(data) - at} bytes more: it was cut after it was opened"
             )
-        at += got
+        at += count
         moved()
 
 
@@ -202,7 +202,7 @@ class WorkerFiles:
         self.opened: dict[int, PeerFile] = {}
         self.bytes_read = self.bytes_written = 0
         self._spare: dict[int, list[np.ndarray]] = {}  # memory of copies that are written, by size
-        self._waiting_bytes = 0  # of copies whose writing has not begun
+        self._waiting_bytes = 0  # bytes of copies whose writing has not begun
         self._pending: dict[int, PendingWrite] = {}  # by key of the piece
         self._of: dict[int, FileThread] = {}  # by key, of files that are open or about to be
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""A worker's process: one link to the dispatcher, one plane to the other workers, instructions carried out in order.
+"""A worker's process: one link to the dispatcher, one plane to the other workers, instructions executed in order.
 
 The link's I/O thread handles messages that must not wait for an instruction (Data, Abort, Query). The thread that calls `run`
 executes, until Exit, SIGTERM or the end of the link. A World is queued among the Runs. The Runs before it were planned with its
@@ -70,11 +70,11 @@ log = logging.getLogger("gt.worker")
 MAX_RUNS_PER_DONE = 8
 # A Run of fewer numbers that took more seconds is answered by itself
 SHORT_RUN_NUMBERS, LONG_RUN_SECONDS = 400, 5e-4
-MAX_JOINED_BYTES = 16 << 10  # of a piece that is sent with its Run's Done
+MAX_JOINED_BYTES = 16 << 10  # bytes of a fetched piece that is sent with its Run's Done
 EXIT_SECONDS = 2.0  # until a process that shares memory with others is ended
 HOT_SECONDS = 0.02  # after an instruction in which another is likely
 NOBODY = -1  # no session yet
-MAX_SMALL_UPLOAD_BYTES = 64 << 10  # of an upload without UploadProgress
+MAX_SMALL_UPLOAD_BYTES = 64 << 10  # bytes of an upload that is not acknowledged by UploadProgress
 
 
 class Terminated(BaseException):
@@ -98,9 +98,9 @@ class Loop:
         self.executor = Executor(engine, plane, self.send, budget)
         self._home = liveness.home() or bsd.gethostname()
         self.link: Dealer | None = None
-        self.done = self._running = -1  # the last Run carried out (on a GPU: issued), and the one under way
+        self.done = self._running = -1  # the last Run executed (on a GPU: issued), and the one under way
         self._ran = 0.0, 0.0  # seconds in Runs, and when the one under way began, 0.0 for none; one value, for other threads
-        self._unreported = 0  # Runs carried out that no Done has reported
+        self._unreported = 0  # Runs executed that no Done has reported
         self._pieces: list[tuple[int, memoryview | bytes]] = []  # small ones, whole, which the next Done takes along
         self._completions: Completions[Done] = Completions(self.send)
         self._shared = False  # a Run is done once the device has completed it
@@ -110,7 +110,7 @@ class Loop:
         self._inbox: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         self._exit: Exit | None = None
         self._why = ""
-        self._session = NOBODY  # of the next Runs
+        self._session = NOBODY  # the session that the next Runs belong to
         self._members: frozenset[int] = frozenset()  # workers whose memory it shares, or will once it handles that World
 
     def send(self, message: Message, frames: tuple = (), alone: bool = False) -> None:
@@ -365,12 +365,17 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """Options of one worker, from its operator or from the program that starts it. host, port: of the server.
+    """Options of one worker, from its operator or from the program that starts it.
 
-    name: wanted, "" for the next free one. device: "" takes a GPU if the engine has one. wait: seconds to look for the server,
-    None for ever. secret: of the server's workers, "" where it asks for none. memory: bytes it may take, 0 for GT_MEMORY_LIMIT,
-    else its share of the host's; of a GPU bytes of the device, and no limit by itself.
-    libraries: modules whose ops it executes. rank: its index, -1 lets the dispatcher choose.
+    host, port: the server's address.
+    name: the name that it asks for, "" for the next free one.
+    device: "" takes a GPU if the engine has one.
+    wait: seconds to look for the server, None for ever.
+    secret: the secret of the server's workers, "" where it asks for none.
+    memory: limit in bytes, of the device on a GPU. 0 takes GT_MEMORY_LIMIT; without that a CPU worker has its share of the
+        host's memory, and a GPU worker no limit.
+    libraries: modules whose ops it executes.
+    rank: its index, -1 lets the dispatcher choose.
     """
 
     host: str
@@ -398,9 +403,9 @@ def run(
 ) -> str:
     """Be a worker until Exit, SIGTERM or the end of the link. Returns the reason why it ended, "" if it was asked to.
 
-    joined: called with the name that the server gave. renew: restarts the process under that name, once a session that had it
-    to itself has ended or left its device unusable; without it the worker ends then. May be called in the main thread of a
-    forked child.
+    joined: called with the name that the server gave.
+    renew: restarts the process under that name, when a session that had it to itself ends, or leaves its device unusable.
+        Without it the worker ends then. May be called in the main thread of a forked child.
     """
     logs.setup("worker", f"gt.worker {options.name}".strip())
     main = threading.current_thread() is threading.main_thread()

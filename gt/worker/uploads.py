@@ -39,7 +39,7 @@ class UploadBuffers:
     _ready: Condition = field(default_factory=Condition)
     _arriving: dict[int, _Arriving] = field(default_factory=dict)
     _cancelled: dict[int, Exception] = field(default_factory=dict)
-    _expected: set[int] = field(default_factory=set)  # those that are read from files
+    _expected: set[int] = field(default_factory=set)  # uploads that are read from files
     _forgotten: int = -1  # the last key that was removed from these; keys count up
     _failure: str = ""
     admit: Callable[[int], None] = lambda nbytes: None  # MemoryError if there is no room for so many bytes

@@ -108,7 +108,7 @@ class Player:
         return self.play({"do": "wait", "as": name, "request": request, "seconds": seconds})
 
     def settle(self, name: str = "client", seconds: float = PATIENCE) -> Message | None:
-        """Wait until all that was said has been carried out, or refused."""
+        """Wait until all that was said has been executed, or refused."""
         self.send(Fetch(END, -1), name=name)
         return self.wait(END, name, seconds)
 

@@ -292,14 +292,14 @@ class Engine:
             said = self._op.foreign(rng)
             self._case.text = said[0]
             if said[1]:
-                self.add(Sign("foreign name", "carried out", said[0]))
+                self.add(Sign("foreign name", "executed", said[0]))
             return
         op = table[self._order[self._next_op % len(self._order)]]
         self._next_op += 1
         self._case.text = op.name
         self.counts.ops.add(op.name)
         outcome = self._op.attempt(rng, op, str(self.canary), self._case)
-        if outcome in ("value", "carried out"):
+        if outcome in ("value", "executed"):
             self.counts.carried_out.add(op.name)
         if outcome == "not zero":
             self.add(Sign("uninitialised", op.name, f"{self._case.text} gave bytes that nobody wrote"))
@@ -408,7 +408,7 @@ class OpSession:
         return answer
 
     def attempt(self, rng: random.Random, op: operators.Op, canary: str, case: Case) -> str:
-        """refused, failed, carried out, value, not zero, or silent if no answer came."""
+        """refused, failed, executed, value, not zero, or silent if no answer came."""
         self.tried += 1
         self.player.group = self.tried
         call = operators.Call(rng, op, [form for form, _ in self.operands], canary)
@@ -423,7 +423,7 @@ class OpSession:
         answer = self.ask(lambda request: Describe(request, made))
         if not isinstance(answer, Described):
             return self._outcome(answer)
-        outcome = "carried out"
+        outcome = "executed"
         for tensor, wire in zip(made, answer.specs, strict=False):
             outcome = self._read(rng, tensor, wire, op.name) or outcome
         self.batch([], [FREE, len(made), *made])
@@ -457,10 +457,10 @@ class OpSession:
     def _outcome(self, answer: Message | None) -> str:
         if answer is None:
             return "refused" if self.player.peers["client"].lost else "silent"
-        return "failed" if isinstance(answer, Failed) or self.over else "carried out"
+        return "failed" if isinstance(answer, Failed) or self.over else "executed"
 
     def foreign(self, rng: random.Random) -> tuple[str, bool]:
-        """A name that is no op, called: its text, and whether that was carried out."""
+        """A name that is no op, called: its text, and whether that was executed."""
         self.tried += 1
         self.player.group = self.tried
         name = f"aten.{rng.choice(mutate.NAMES)}.{rng.choice(('__call__', '__call__', *mutate.NAMES))}"

@@ -32,7 +32,7 @@ GROUPS = {"eager": ("tp_colpar", "tp_rowpar"), "captured": ("", ""), "pipelined"
 
 
 def train(mode: str, device: str) -> list[float]:
-    """The losses of one round: a perceptron of two layers, its step carried out as the mode says."""
+    """The losses of one round: a perceptron of two layers, its step executed as the mode says."""
     import torch
 
     import gt

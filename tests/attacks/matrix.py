@@ -17,7 +17,7 @@ from typing import Any
 
 import gt
 from gt import env
-from gt.launch.supervisor import AGAIN
+from gt.launch.supervisor import MAX_RESTARTS
 from tests.attacks.beside import ROOT, Holder
 from tests.attacks.ground import Ground, alive, born, children
 from tests.attacks.victim import VIEWS
@@ -206,7 +206,7 @@ class Matrix:
         if cell.moment == "starting":
             self._starting(cell)
         else:
-            if self.harmed >= AGAIN:  # workers that keep dying are not started again
+            if self.harmed >= MAX_RESTARTS:  # workers that keep dying are not started again
                 self.ground.stop()
             if self.ground.local is None:
                 self.ground.start()

@@ -94,6 +94,7 @@ MISTAKES = [
     ("a: 3", r"a \(f.yaml:1\): the group is '3', want a mapping, such as `workers: \[0, 1\]`$"),
     ("a:\n  workers:[0]\n", r"the group is 'workers:\[0\]', want a mapping, such as .*, with a space after the colon$"),
     ("tensor_parallel: 2", r"the group is '2', want a mapping.*; ready configs have such layouts, as gt:llama/tp2$"),
+    ("a: {workers: [0], axis: 1}", "unknown key 'axis' in the group: it is a key of shard; write shard: {axis: ..., "),
     ("a: {gpus: [0]}", r"a \(f.yaml:1\): unknown key 'gpus' in the group; did you mean 'workers'\?$"),
     ("a: {tensor_parallel: 2}", r"unknown key 'tensor_parallel' in the group; known: .*gt:llama/tp2$"),
     ("a:\n  workers: [0]\n  workers: [1]\n", r"a \(f.yaml:3\): the group has 'workers' twice, first in line 2"),
@@ -225,7 +226,7 @@ def test_a_group_that_is_compiled_has_captured_steps_compiled(compiled, backend,
 
     def seal(number: int, schedule: str, backend: str, *rest: object) -> dict:
         asked.append(backend)
-        return {"why": "nothing is carried out here", "schedule": {}}
+        return {"why": "nothing is executed here", "schedule": {}}
 
     with planned(f"a: {{workers: [0], compile: {str(bool(compiled)).lower()}}}\n", 1) as plan:
         plan.seal = seal

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gt.client.session import Session
-from gt.dispatcher.core import SPOKEN
+from gt.dispatcher.core import MAX_LOGGED_REFUSALS
 from gt.dispatcher.events import Malformed, PeerLost, Received, Tick
 from gt.dispatcher.server import Server
 from gt.dispatcher.state.fetches import MAX_REQUESTS
@@ -118,9 +118,9 @@ def test_a_mutated_template_is_one_or_a_value_error(seed):
         (Ops(0, [], [[1, "f", 1, "g" * 5000, False]], []), "Ops.origins"),
         (Ops(0, [], [], [FREE, -2]), "Ops.code frees -2 tensors"),
         (Ops(0, [], [], [FREE, 1 << 40, 1]), "Ops.code frees"),
-        (Ops(0, [], [], [7, 7]), "no template and no control code"),
+        (Ops(0, [], [], [7, 7]), "want a template or a control code"),
         (Ops(0, [], [], [1, 99]), "tensor %99 is not of this session"),
-        (Ops(0, [[16, NEG]], [], [16, 0, 1, 2]), "names what this session does not have"),
+        (Ops(0, [[16, NEG]], [], [16, 0, 1, 2]), "names an id that this session does not have"),
         (Ops(0, [[16, UPLOAD]], [], [16, 0]), "ends within an op"),
         (Ops(0, [[16, UPLOAD]], [], [16, 0, 0, 1]), "uploads frame 0 of 0"),
         (Ops(0, [[16, UPLOAD]], [], [16, 0, -1, 1 << 41]), "as the id of a new tensor"),
@@ -277,7 +277,7 @@ def fetching(bench: CoreBench) -> int:
 @pytest.mark.parametrize(
     ("peer", "message", "frames", "says"),
     [
-        (b"w1", Piece(0, 0, 64), (bytes(64),), "another worker's to answer"),
+        (b"w1", Piece(0, 0, 64), (bytes(64),), "belongs to another worker's piece"),
         (b"w0", Piece(0, 8, 64), (bytes(8),), "Piece.offset is 8"),
         (b"w0", Piece(0, 0, 64), (bytes(65),), "Piece.offset is 0 with 65 bytes of 64"),
         (b"w0", Done(99), (), "Done.seq is 99"),
@@ -351,9 +351,9 @@ def test_refusals_are_logged_so_many_a_second(bench, caplog):
     with caplog.at_level(logging.WARNING, "gt.dispatcher"):
         for n in range(1000):
             bench.feed(Malformed(b"x%d" % n, "garbage", 5.0))
-        assert len(caplog.records) == SPOKEN
+        assert len(caplog.records) == MAX_LOGGED_REFUSALS
         bench.feed(Malformed(b"y", "garbage", 6.5))
-    assert f"{1000 - SPOKEN} more of the last second's refusals" in caplog.text
+    assert f"{1000 - MAX_LOGGED_REFUSALS} more of the last second's refusals" in caplog.text
 
 
 # ---- bounded on the way to workers

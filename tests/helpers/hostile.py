@@ -1,6 +1,6 @@
 """A dispatcher's core among hostile clients and workers, beside one honest program whose every value is compared.
 
-No sockets. The honest workers parse all that they are told (half a batch would not parse) and carry out what is of the
+No sockets. The honest workers parse all that they are told (half a batch would not parse) and execute what is of the
 honest session. What hostile peers say is plausible first and mutated then, from one seed.
 """
 
@@ -391,7 +391,7 @@ class Liar:
 
 
 class HonestWorker:
-    """Parses everything, carries out what belongs to the honest session, answers Done to all."""
+    """Parses everything, executes what belongs to the honest session, answers Done to all."""
 
     def __init__(self, field: Field, peer: bytes) -> None:
         self.field, self.peer = field, peer

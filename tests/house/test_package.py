@@ -66,6 +66,18 @@ def test_the_wheel_holds_all_of_gt_and_the_ready_configs_and_nothing_else(wheel:
     assert held == code | configs
 
 
+def test_every_folder_of_data_is_listed_as_a_package() -> None:
+    """Else setuptools warns that it will leave the folder out one day."""
+    code = "import setuptools; setuptools.setup = lambda **given: print(*given['packages']); import runpy; "
+    code += "runpy.run_path('setup.py', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=limit(60))
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")}
+    wanted = {"gt." + str(folder).replace("/", ".") for folder in folders}
+    files_of_gt = [path for path in (ROOT / "gt").rglob("*.*") if "__pycache__" not in path.parts]
+    wanted |= {str(path.parent.relative_to(ROOT)).replace("/", ".") for path in files_of_gt}
+    assert wanted <= set(done.stdout.split()), done.stderr
+
+
 def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile, metadata: email.message.Message) -> None:
     assert (metadata["Name"], metadata["Version"], metadata["Requires-Python"]) == ("gt-torch", gt.__version__, ">=3.10")
     assert metadata["License-Expression"] == "BSD-3-Clause" and metadata["Author"] == "GT Contributors"
@@ -141,7 +153,7 @@ def test_a_wrong_name_gets_near_ones(name: str, says: str) -> None:
 
 def test_a_file_that_is_no_config_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(ConfigError, match=r"weights\.bin: cannot be read \(it is no text in UTF-8\)"):
+    with pytest.raises(ConfigError, match=r"weights\.bin: cannot be read \(it is not text in UTF-8\)"):
         files.read(str(tmp_path / "weights.bin"))
     with pytest.raises(ConfigError, match=r"nothing\.yaml: cannot be read \(No such file"):
         files.read(str(tmp_path / "nothing.yaml"))
@@ -191,16 +203,33 @@ def test_public_names_are_the_same_for_checkers_and_at_run_time() -> None:
 
 def test_a_checker_sees_the_types_of_public_names(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
-    (tmp_path / "user.py").write_text(
-        "import gt\nreveal_type(gt.cpu_workers)\nreveal_type(gt.signal.context)\nreveal_type(gt.OpFailed)\ngt.nothing\n"
-    )
-    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", "--cache-dir", str(tmp_path / "cache")]
-    command += ["--no-error-summary", "--follow-imports", "silent", str(tmp_path / "user.py")]
+    lines = [
+        "import gt",
+        "reveal_type(gt.cpu_workers)",
+        "reveal_type(gt.signal.context)",
+        "reveal_type(gt.OpFailed)",
+        "gt.cpu_wrkers(2)",
+        "@gt.compile",
+        "def step(x: int) -> str: return ''",
+        "reveal_type(step(1))",
+        "@gt.compile(schedule='1f1b')",
+        "def scheduled(x: int) -> str: return ''",
+        "scheduled('a')",
+        "reveal_type(scheduled.explain())",
+    ]
+    (tmp_path / "user.py").write_text("\n".join(lines) + "\n")
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "pyproject.toml"]
+    command += ["--no-error-summary", "--follow-imports", "silent", "--cache-dir", str(tmp_path / "cache")]
+    command.append(str(tmp_path / "user.py"))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(100))
-    said = done.stdout.splitlines()
+    said = {int(line.split(":")[1]): line for line in done.stdout.splitlines()}
     config = "config: str | typing.Mapping[str, Any] | None ="
-    assert f'"def (n: int, {config}, *, name: bool =' in said[0], done.stdout + done.stderr
-    assert "gt.client.groups.group_context.context" in said[1] and "gt.errors.OpFailed" in said[2]
+    assert f'"def (n: int, {config}, *, name: bool =' in said[2], done.stdout + done.stderr
+    assert "gt.client.groups.group_context.context" in said[3] and "error" not in said[3], said[3]
+    assert "gt.errors.OpFailed" in said[4]
+    assert 'has no attribute "cpu_wrkers"' in said[5], "a misspelt name is an error, and not Any"
+    assert '"str"' in said[8] and 'expected "int"' in said[11] and "TextReport" in said[12], done.stdout
+    assert set(said) == {2, 3, 4, 5, 8, 11, 12}, "nothing else is wrong with this program"
 
 
 def slug(heading: str) -> str:

@@ -2,7 +2,7 @@
 
 Both workers hold every tensor, so each op is one instruction on both. Interrupts arrive at any moment, several in a row, among
 errors of ops and lost workers. Afterwards workers have skipped the same ops, which are ends of the queue at an interrupt, and a
-tensor that has not failed has the value of the ops that were carried out.
+tensor that has not failed has the value of the ops that were executed.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ class Simulation:
                 assert before.batch in self.interrupts and op.batch > before.batch, (before, op, self.interrupts)
 
     def _model(self, skipped: set[int]) -> dict[int, list | None]:
-        """Values of the ops that were carried out; [None] for worthless ones, None for those that no op made."""
+        """Values of the ops that were executed; [None] for worthless ones, None for those that no op made."""
         cells: dict[int, Any] = {}
         names = {number: TEMPLATES[row][0] for number, row in ROWS.items()}
         for op in self.ops:

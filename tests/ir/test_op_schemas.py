@@ -204,7 +204,7 @@ def test_an_op_takes_tensors_of_the_shapes_that_its_template_says():
     assert "operand 0 of aten.neg.default is f32[4], its template says f32[1048576]" in says
 
 
-# ---- what a worker carries out
+# ---- what a worker executes
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_wrong_line_of_a_hostfile_is_named(line: str, says: str) -> None:
 def test_other_systems_are_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.unsupported("linux") == machine.unsupported() == ""
     why = machine.unsupported("darwin")
-    assert why.startswith("this is macOS, and a program that uses GT needs Linux") and "container" in why
+    assert why.startswith("this is macOS, and GT needs Linux") and "container" in why
     monkeypatch.setattr(machine, "unsupported", lambda: why)
     with pytest.raises(SystemFailure, match="this is macOS"):
         gt.connect("localhost:1")

@@ -177,8 +177,8 @@ def test_a_nursery_ends_with_its_program_also_while_what_it_starts_is_stopped(wh
 
 
 def test_a_nursery_that_is_stopped_is_named(monkeypatch):
-    monkeypatch.setattr(local, "LOOK", 0.05)
-    monkeypatch.setattr(local, "STOP", 0.1)
+    monkeypatch.setattr(local, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(local, "STOP_SECONDS", 0.1)
     me = os.getpid()
     before = children(me)
     with pytest.raises(SystemFailure, match=r"process \d+, which starts dispatcher and workers, is stopped"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gt.wire.process_settings import YOUNG, collect_less, uncollected
+from gt.wire.process_settings import YOUNG_OBJECTS, collect_less, uncollected
 
 
 class Node:
@@ -61,9 +61,9 @@ def test_a_pass_over_the_middle_generation_meets_few_objects():
     collect_less()
     gc.callbacks.append(note)
     try:
-        kept = [[n] for n in range(10 * YOUNG)]
+        kept = [[n] for n in range(10 * YOUNG_OBJECTS)]
     finally:
         gc.callbacks.remove(note)
         gc.set_threshold(*before)
         gc.unfreeze()
-    assert len(kept) == 10 * YOUNG and len(met) > 1 and max(met) < 4 * YOUNG
+    assert len(kept) == 10 * YOUNG_OBJECTS and len(met) > 1 and max(met) < 4 * YOUNG_OBJECTS

@@ -250,12 +250,12 @@ def test_without_the_file_a_token_opens_a_server_that_encrypts(folder, monkeypat
             Session(first.address, token="guess")
         with pytest.raises(Refused, match="lets in its own user's processes only: start it with --encrypt"):
             Session(second.address, token="t")
-        with pytest.raises(DispatcherLost, match="no server of this user"):
+        with pytest.raises(DispatcherLost, match="is of another user"):
             Session(second.address, wait=0.2)
 
 
 def test_a_worker_waits_for_a_server_and_finds_the_next_ones_secret(folder, monkeypatch):
-    monkeypatch.setattr(approach, "LONGEST", 0.03)
+    monkeypatch.setattr(approach, "LAST_PAUSE_SECONDS", 0.03)
     heard, lost = threading.Event(), threading.Event()
     (port,) = free_ports()
     first = Running(port=port)
@@ -350,7 +350,7 @@ def test_a_dead_servers_secret_is_not_told_to_who_takes_its_port(folder):
     os.close(dead._descriptor)
     fake = Fake(PLAIN)
     os.rename(dead.path, dead.path.with_name(f"server-{LOCAL}-{fake.port}"))
-    with pytest.raises(DispatcherLost, match="no server of this user"):
+    with pytest.raises(DispatcherLost, match="is of another user"):
         Session(f"{LOCAL}:{fake.port}", wait=0.2)
     assert b"HELLO" not in fake.close()
 

@@ -17,9 +17,9 @@ from gt.wire.connections import (
     EARLY_BYTES,
     FIRST_BYTES,
     LEAVE_SECONDS,
+    MAX_PARTS,
+    MAX_SILENT_CONNECTIONS,
     PARTED_BYTES,
-    PARTS,
-    SILENT,
     SPEAK_SECONDS,
     UNFINISHED_BYTES,
     Connection,
@@ -244,7 +244,7 @@ def test_those_who_say_nothing_go():
 
 
 def test_the_oldest_of_too_many_go():
-    made = several(SILENT + 5)
+    made = several(MAX_SILENT_CONNECTIONS + 5)
     assert [connection.fd for connection in made.overdue(1.0, {})] == [0, 1, 2, 3, 4]
 
 
@@ -351,5 +351,5 @@ def test_a_message_in_parts_is_bounded():
         said, sent = connection.assemble(connections.PART + bytes(CHUNK), ()), sent + CHUNK
     assert "came in parts of" in said and sent <= PARTED_BYTES + CHUNK
     connection = Connection(3, 1, 0.0, heard=True)
-    assert f"at most {PARTED_BYTES} and {PARTS}" in connection.assemble(connections.PART, (b"",) * (PARTS + 1))
+    assert f"at most {PARTED_BYTES} and {MAX_PARTS}" in connection.assemble(connections.PART, (b"",) * (MAX_PARTS + 1))
     assert f"the first message has {FIRST_BYTES + 1} bytes" in Connection(3, 1, 0.0).assemble(bytes(FIRST_BYTES + 1), ())

@@ -29,10 +29,12 @@ _COPY, _CLONE, _VIEW = info_of(aten.copy_.default), info_of(aten.clone.default),
 class CallMemory:
     """The memory of one recorded call, named by the id of the tensor that has it.
 
-    of: memory of tensors that are views. written: all that it writes; arguments: the places of those that it writes;
-    state: the written memory that Python state names. rebound: the places of arguments that it gives other memory, another
-    shape, requires_grad=False, hooks or a .grad by assignment; required: of those that it gives requires_grad=True, and nothing
-    else.
+    of: memory of tensors that are views.
+    written: all memory that the call writes.
+    arguments: places of the arguments that it writes.
+    state: written memory that Python state names.
+    rebound: places of arguments that get other memory, another shape, requires_grad=False, hooks, or a .grad by assignment.
+    required: places of arguments that get requires_grad=True, and nothing else.
     """
 
     of: dict[int, int]

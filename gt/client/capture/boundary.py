@@ -39,7 +39,7 @@ class RecordedCall:
     names: dict[int, Any]  # id of a tensor from before the call -> its path in Python
     inputs: dict[int, RemoteTensor]  # argument -> its tensor, which a replay fills
     settings: dict[str, tuple[dict, str, Any]]  # path -> param_group, key and value of an optimizer's settings
-    draws: HostDraws | None  # of random numbers on the CPU, where earlier calls had some
+    draws: HostDraws | None  # random numbers drawn on the CPU, where earlier calls drew some
     memory: CallMemory
     made: frozenset[str] = frozenset()  # places where it has left new state
 

@@ -46,7 +46,7 @@ class CapturedProgram:
 
     number: int
     recorder: Recorder
-    key: tuple  # of a call: structure, arguments, modes
+    key: tuple  # what tells calls apart: structure, arguments, modes
     guard: Guard
     inputs: dict[int, RemoteTensor]  # argument -> the tensor that a replay fills
     same: dict[int, tuple[RemoteTensor, int]]  # argument -> the very tensor that it must be, and its id
@@ -55,12 +55,12 @@ class CapturedProgram:
     results: list  # leaves of what the function returned
     tree: TreeSpec  # their structure
     draws: int  # random ops
-    host_draws: HostDraws | None  # what it draws on the CPU
-    argument_reads: list[ArgumentRead]  # what it reads of its arguments
+    host_draws: HostDraws | None  # random numbers that it draws on the CPU
+    argument_reads: list[ArgumentRead]  # values that it reads of its arguments
     why: str  # reason for which the call was recorded
-    answer: dict  # of the dispatcher, to FinishCapture
+    answer: dict  # the dispatcher's answer to FinishCapture
     written: tuple[int, ...]  # inputs that the program changes, and the caller's tensors with them
-    memory: CallMemory  # of the recorded call
+    memory: CallMemory  # memory of the recorded call
     keep: list = field(default_factory=list)  # tensors whose ids the program uses
     replays: int = 0
 

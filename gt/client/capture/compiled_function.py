@@ -1,9 +1,9 @@
 """`gt.compile`: records calls of a function until two agree, and replays them from then on as one message.
 
 Python does not run in a replay. Everything that could change the outcome of a call is therefore a guard (state_walk.py).
-A side effect beside tensors and a read of a value prevent a program. Then Python runs at each call, and runs of its ops are
-programs (fragment_tape.py). Python cannot be resumed in the middle of a function, so this is how a step is cut at a read
-without rewriting its bytecode; matched ops need no guards. It costs the issue of ops, which one program saves.
+A side effect outside of tensors, or a read of a value, prevents a program. Then Python runs at each call, and the ops between
+two reads are programs (fragment_tape.py). Python cannot resume in the middle of a function, so this cuts a step at a read
+without rewriting bytecode. Such ops need no guards, since they are matched; but each call issues all of them again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
@@ -85,10 +85,22 @@ MAX_EAGER_CALLS = 64  # calls that run eagerly before the next recording; the nu
 MAX_REASONS = 20  # that explain() shows of one function
 MAX_WARNINGS_PER_FUNCTION = 100
 _numbers, _slots = itertools.count(1), itertools.count(1)
-_LEAF_TYPES = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str})  # of arguments that are leaves of a tree
+_LEAF_TYPES = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str})  # types of arguments that are leaves of a tree
 _flat_trees: dict[int, TreeSpec] = {}  # by number of arguments
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def compile(
+    fn: Callable[P, R], *, schedule: str | None = ..., backend: str | None = ..., recompute: bool | None = ...
+) -> CompiledFunction[P, R]: ...
+@overload
+def compile(
+    fn: None = None, *, schedule: str | None = ..., backend: str | None = ..., recompute: bool | None = ...
+) -> Callable[[Callable[P, R]], CompiledFunction[P, R]]: ...
 def compile(
     fn: Callable | None = None, *, schedule: str | None = None, backend: str | None = None, recompute: bool | None = None
 ) -> Any:
@@ -135,10 +147,10 @@ def _flat(args: tuple, kwargs: dict) -> tuple[list, TreeSpec]:
     return list(args), _flat_trees[count]
 
 
-class CompiledFunction:
+class CompiledFunction(Generic[P, R]):
     """The result of gt.compile: a callable that owns the captured programs of one function."""
 
-    def __init__(self, fn: Callable, schedule: str = "", backend: str = "", recompute: bool | None = None) -> None:
+    def __init__(self, fn: Callable[P, R], schedule: str = "", backend: str = "", recompute: bool | None = None) -> None:
         functools.update_wrapper(self, fn)
         self.fn, self.schedule, self.backend, self.recompute = fn, schedule, backend, recompute
         self._programs: list[CapturedProgram] = []  # most recently used first
@@ -150,19 +162,19 @@ class CompiledFunction:
         self._eager_calls = 0  # calls left that are not recorded
         self._next_eager_calls = MAX_FUTILE_CALLS
         self._why = "the first call"
-        self._strict = False  # whether libraries are told that values cannot be read
+        self._strict = False  # True if libraries are told that values cannot be read
         self._sealed = 0  # programs made so far
         UploadedValues.wanted = True
         self._recorded = False  # whether a call has been
-        self._draws_on_host = False  # whether a call has drawn random numbers on the CPU
-        self._drawn: HostDraws | None = None  # of the last call, if that uploads what it draws
+        self._draws_on_host = False  # True once a call has drawn random numbers on the CPU
+        self._drawn: HostDraws | None = None  # the last call's draws, if it uploads them
         self._fragment_calls = 0
-        self._cuts: Counter[tuple[str, str]] = Counter()  # of these calls
+        self._cuts: Counter[tuple[str, str]] = Counter()  # (where a run of ops ended, why) -> how often, in these calls
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         recorder = current_session.current()
         leaves, tree = _flat(args, kwargs)
         if recorder.tape is not None:

@@ -1,10 +1,9 @@
-"""Constant folding in a recorded call: values that depend on the call's own constants only, such as positions and masks, or
-on arguments whose values this process has.
+"""Constant folding in a recorded call, for values such as positions and masks.
 
-Libraries read such values to choose an algorithm (is this mask all true?). Of constants the choice is the same at each call.
-What depends on arguments is a guard of the program: a replay computes it anew, from its own arguments. All is computed here, on
-the CPU; every other read inside a recording is refused. Only integers and truth values are folded, since these are equal on
-every device.
+Libraries read such values to choose an algorithm (is this mask all true?). A value is folded if it depends only on constants
+of the call, or on arguments whose values this process has. A choice by constants is the same at each call. A choice by
+arguments is a guard of the program: each replay computes it from its own arguments. Every other read inside a recording is
+refused. Folding is done on the CPU, for integers and truth values only, since these are equal on every device.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from gt.client.values.foldable_ops import execute
 from gt.client.values.uploaded_values import DTYPES, MAX_BYTES
 from gt.ir.ops import RANDOM
 
-MAX_ELEMENTS = 1 << 22  # of a folded value: larger ones take long, and no library reads them to choose
+MAX_ELEMENTS = 1 << 22  # largest folded value: larger ones take long, and no library reads them to choose
 
 
 def argument_value(leaf: Any, recorder: Recorder) -> torch.Tensor | None:
@@ -72,7 +71,7 @@ class ArgumentRead:
         if torch.equal(values[self.tensor], self.value):
             return ""
         places = " and ".join(map(str, sorted(self.arguments.values())))
-        return f"a value that the function reads of argument {places} is another one"
+        return f"the function reads a value of argument {places}, which is another one now"
 
 
 class Constants:

@@ -54,7 +54,7 @@ def compilation_lines(plans: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def fragment_lines(session: Session, slot: int, calls: int, cuts: Counter[tuple[str, str]]) -> tuple[int, list[str]]:
-    """The number of programs of a function that runs in parts, and how much of its ops they carry out, as text. Waits.
+    """The number of programs of a function that runs in parts, and how much of its ops they execute, as text. Waits.
 
     cuts: place and reason -> how often a part ended there.
     """

@@ -87,10 +87,10 @@ def memory_of(gradient: RemoteTensor | None) -> NamedMemory | None:
     """The memory of a gradient or state, the same object for all programs; None for no gradient."""
     if gradient is None:
         return None
-    found = _memories.get(id(_ref(gradient)))
-    if found is None:
-        found = _memories[id(_ref(gradient))] = NamedMemory(gradient)
-    return found
+    memory = _memories.get(id(_ref(gradient)))
+    if memory is None:
+        memory = _memories[id(_ref(gradient))] = NamedMemory(gradient)
+    return memory
 
 
 @dataclass(slots=True)
@@ -237,8 +237,8 @@ def _adopt(memory: NamedMemory, other: NamedMemory) -> None:
 
 def find_memory(tensor: RemoteTensor) -> NamedMemory | None:
     """The memory that this object names, if programs write it."""
-    found = _memories.get(id(_ref(tensor)))
-    return found if found is not None and found.tensor is tensor else None
+    memory = _memories.get(id(_ref(tensor)))
+    return memory if memory is not None and memory.tensor is tensor else None
 
 
 @dataclass(slots=True)

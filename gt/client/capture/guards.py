@@ -43,9 +43,9 @@ class _Places:
 
     def identical(self) -> bool:
         """True if each place holds the very object that it held."""
-        found = chain.from_iterable(map(get, holders) for get, holders in self._groups)
+        current = chain.from_iterable(map(get, holders) for get, holders in self._groups)
         return (
-            all(map(is_, chain.from_iterable(found), self._got))
+            all(map(is_, chain.from_iterable(current), self._got))
             and all(map(is_, [holder[key] for holder, key in self._pairs], self._values))
             and all(_same_entries(*row) for row in self._by_tensor)
         )

@@ -78,11 +78,11 @@ class HostDraws:
 
     def __post_init__(self) -> None:
         self._uploads: list[_Result] = []
-        self._operands: list[torch.Tensor] = []  # those of the op under way that depend on a draw, and are not uploaded yet
+        self._operands: list[torch.Tensor] = []  # of the op under way: they depend on a draw and are not uploaded yet
         self._made: dict[int, tuple[weakref.ref, _Result]] = {}  # id of a tensor -> itself, and its name on the tape
         self._storages: dict[int, StorageWeakRef] = {}  # made in the call: an address is not used again while this is held
         self._filled = 0  # uploads that were found among the inputs
-        self._drawn: set[int] = set()  # those of which the content depends on a draw
+        self._drawn: set[int] = set()  # addresses of storages whose content depends on a draw
         self._modes = _Ops(self), _Functions(self)
 
     # ---- during the call

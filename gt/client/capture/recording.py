@@ -177,13 +177,13 @@ class CallRecording:
 
     def reads(self) -> dict[int, int]:
         """Id of a tensor from before the call that it reads or writes -> the first op that does."""
-        made: set[int] = set()
+        own: set[int] = set()
         first_uses: dict[int, int] = {}
         for n, op in enumerate(self.ops):
             for i in op.ins:
-                if i not in made:
+                if i not in own:
                     first_uses.setdefault(i, n)
-            made.update(op.outs)
+            own.update(op.outs)
         return first_uses
 
     def draws(self) -> int:

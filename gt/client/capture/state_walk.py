@@ -30,8 +30,8 @@ from gt.client.device.remote_tensor import RemoteTensor, Shown, is_leaf
 from gt.client.device.sparse_tensor import RemoteSparse
 
 _UNSET = object()  # value of a context variable without one
-MAX_ITEMS = 200_000  # of one snapshot
-MAX_COMPARED_BYTES = 1 << 16  # of an array or CPU tensor that is compared by value
+MAX_ITEMS = 200_000  # values that one snapshot compares
+MAX_COMPARED_BYTES = 1 << 16  # largest array or CPU tensor that is compared by value
 _SCALAR_TYPES = frozenset({
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(...), slice, range,
     datetime.date, datetime.datetime, datetime.timedelta, pathlib.PosixPath,
@@ -374,7 +374,7 @@ def _names(code: types.CodeType) -> set[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= _names(constant)
-        elif isinstance(constant, tuple):  # of a class pattern
+        elif isinstance(constant, tuple):  # attribute names of a class pattern
             names |= {name for name in constant if isinstance(name, str)}
     return names
 

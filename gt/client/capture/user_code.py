@@ -29,7 +29,7 @@ _SITE_FOLDERS = tuple(
 )
 _installed: dict[str, bool] = {
     "__main__": False
-}  # of a module's top package; __main__ is the user's even if an installed notebook kernel started it
+}  # top packages of libraries; __main__ is the user's even if an installed notebook kernel started it
 
 
 def is_library(module: str | None) -> bool:

@@ -113,8 +113,8 @@ class NewFolder:
         others = [entry.name for entry in list(os.scandir(self.target)) if not entry.is_file(follow_symlinks=False)]
         if others:
             raise CheckpointError(
-                f"{self.target} is a folder with {others[0]!r}, which is no plain file, and would be replaced: "
-                "want a checkpoint, or a name that is not in use"
+                f"{self.target} is a folder with {others[0]!r}, which is not a plain file, and a save would replace it: "
+                "want a checkpoint, or a path that does not exist"
             )
 
     def refuse(self, names: Iterable[str]) -> None:

@@ -32,7 +32,7 @@ from gt.ir.layout import Boxes
 from gt.ir.spec import DTYPES
 from gt.wire.arena import place
 
-MAX_JSON_BYTES = 256 << 20  # of a manifest or an index
+MAX_JSON_BYTES = 256 << 20  # largest manifest or index
 MAX_READS = 100  # tries to read a checkpoint that others replace meanwhile
 _INDEX = ".safetensors.index.json"
 _DTYPES = {name: getattr(torch, name) for name in safetensors_format.NAMES}
@@ -42,10 +42,10 @@ _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 def load(path: str | os.PathLike, into: Any = None, *, device: str | None = None, strict: bool = True) -> Any:
     """The state of a checkpoint: a folder of gt.save, a folder of transformers, or one safetensors file.
 
-    Tensors that were remote when they were saved are remote again, in whatever layout their first use gives them; those of
-    others' files are remote too.
+    Tensors that were remote when they were saved are remote again, and so are those of other libraries' files. Their first use
+    decides their layout.
 
-    into: modules and optimizers, or dicts and lists of these and of tensors, which get the values of the same names; parameters
+    into: modules and optimizers, or dicts and lists of these and of tensors. They get the values of the same names. Parameters
         on the meta device become remote ones. The whole state is returned as well.
     strict: False leaves alone what only `into` or only the checkpoint has; tensors of both must have one shape all the same.
     device: "cpu" reads all tensors into this process, without workers; "remote" makes all remote.
@@ -143,7 +143,7 @@ class _Files:
     def __init__(self, opened: contextlib.ExitStack, device: str | None, tick: progress.Tick) -> None:
         self._opened, self._device, self._tick = opened, device, tick
         self.remote: list[RemoteTensor] = []  # tensors that were made
-        self._sources: dict[int, tuple[LoadedFile, FileEntry, torch.dtype]] = {}  # of these, by id
+        self._sources: dict[int, tuple[LoadedFile, FileEntry, torch.dtype]] = {}  # by id of a loaded tensor
         self._copied = 0  # bytes of unread tensors since ended ones were freed
         self._files: dict[Path, tuple[LoadedFile, dict[str, FileEntry], dict[str, str]]] = {}
 
@@ -202,10 +202,10 @@ def _read_here(file: LoadedFile, entry: FileEntry, dtype: torch.dtype) -> torch.
         return torch.empty(entry.shape, dtype=dtype)
     data, at = bytearray(entry.nbytes), 0
     while at < entry.nbytes:
-        got = os.preadv(file.fd, [memoryview(data)[at:]], entry.offset + at)
-        if not got:
+        count = os.preadv(file.fd, [memoryview(data)[at:]], entry.offset + at)
+        if not count:
             raise CheckpointError(f"{file.path} ends at byte {entry.offset + at}: it was cut while it was read")
-        at += got
+        at += count
     return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
 
 
@@ -227,7 +227,7 @@ def _read(where: Path, files: _Files) -> Any:
             f"{where} has {pickled}, a pickle, which can run code: GT reads safetensors only; convert it first"
         )
     found = f"{len(indices)} indices" if indices else "no safetensors file"
-    raise CheckpointError(f"{where} is no checkpoint: it has {found}, want {MANIFEST}, model.safetensors or one *{_INDEX}")
+    raise CheckpointError(f"{where} is not a checkpoint: it has {found}, want {MANIFEST}, model.safetensors or one *{_INDEX}")
 
 
 def _read_flat(places: dict[str, Path], files: _Files) -> dict[str, torch.Tensor]:
@@ -246,12 +246,12 @@ def _json(path: Path) -> Any:
         if size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} has {size} bytes, at most {MAX_JSON_BYTES} are read")
         try:
-            made = json.loads(file.read().decode())
+            value = json.loads(file.read().decode())
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is no JSON, or was cut: {error!s:.200}") from None
-    if not isinstance(made, dict):
-        raise CheckpointError(f"{path} is no JSON object")
-    return made
+            raise CheckpointError(f"{path} is not JSON, or was cut short: {error!s:.200}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return value
 
 
 def _by_index(index: Path, files: _Files) -> dict[str, Path]:
@@ -289,14 +289,14 @@ def _some(names: list[str]) -> str:
 def _read_own(where: Path, files: _Files) -> Any:
     """The state of a checkpoint of gt.save."""
     path = where / MANIFEST
-    made = _json(path)
-    if made.get("format") != "gt":
-        raise CheckpointError(f"{path} is no manifest of gt.save")
-    if made.get("version") != saving.VERSION:
-        raise CheckpointError(f"{path} has version {made.get('version')!r:.40}, this GT reads version {saving.VERSION}")
+    manifest = _json(path)
+    if manifest.get("format") != "gt":
+        raise CheckpointError(f"{path} is not a manifest of gt.save")
+    if manifest.get("version") != saving.VERSION:
+        raise CheckpointError(f"{path} has version {manifest.get('version')!r:.40}, this GT reads version {saving.VERSION}")
     try:
-        sizes, described, sets = made["files"], made["tensors"], made["sets"]
-        wanted = state_tree.names(made["state"])
+        sizes, described, sets = manifest["files"], manifest["tensors"], manifest["sets"]
+        wanted = state_tree.names(manifest["state"])
         assert isinstance(sizes, dict) and isinstance(sets, list) and all(len(row) == 2 for row in described.values())
         assert wanted <= set(described) and all(Path(name).name == name for name in [*sizes, *sets])
     except _DAMAGE as error:
@@ -322,7 +322,7 @@ def _read_own(where: Path, files: _Files) -> Any:
         return tensors[entry]
 
     try:
-        return state_tree.decode(made["state"], get)
+        return state_tree.decode(manifest["state"], get)
     except _DAMAGE as error:  # such as an array of a dtype that NumPy does not have
         raise _damaged(path, error) from None
 

@@ -15,7 +15,7 @@ from gt.client.device.remote_tensor import Shown
 from gt.errors import CheckpointError, GTError
 
 MAX_SHOWN = 8  # differences in an error
-PART_BYTES = 32 << 20  # of a module's tensors that are read at once, unless
+PART_BYTES = 32 << 20  # bytes of a module's tensors that are read at once, unless
 MAX_PARTS = 64  # parts have less than this share
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta"})
 
@@ -247,9 +247,9 @@ def _optimizer_changes(optimizer: torch.optim.Optimizer, state: Any, name: str, 
         problems.append(f"{name or 'the state'} is {_show(state)}, want the state of a {type(optimizer).__name__}")
         return
     have = [len(group["params"]) for group in optimizer.param_groups]
-    got = [len(group.get("params", ())) for group in groups]
-    if got != have:
-        problems.append(f"{name or 'the state'} has groups of {got} parameters, want {have}")
+    saved_sizes = [len(group.get("params", ())) for group in groups]
+    if saved_sizes != have:
+        problems.append(f"{name or 'the state'} has groups of {saved_sizes} parameters, want {have}")
         return
     saved = [number for group in groups for number in group["params"]]
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]

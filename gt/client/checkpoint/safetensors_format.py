@@ -20,7 +20,7 @@ from gt.client.checkpoint.folder import reason
 from gt.errors import CheckpointError
 from gt.ir.spec import DTYPES
 
-LENGTH_BYTES = 8  # of the header's length, at the beginning of a file
+LENGTH_BYTES = 8  # bytes of the number at a file's beginning: the header's length
 MAX_HEADER_BYTES = 100_000_000  # as the library's
 ALIGNED = 64  # the first tensor begins at a multiple of this
 NAMES = {  # torch's dtype -> the format's
@@ -82,7 +82,7 @@ def open_file(path: Path) -> tuple[int, int]:
         if stat.S_ISREG(about.st_mode):
             return fd, about.st_size
         os.close(fd)
-    raise CheckpointError(f"{path} is no regular file")
+    raise CheckpointError(f"{path} is not a regular file")
 
 
 def read_header(fd: int, size: int, path: Path) -> tuple[dict[str, FileEntry], dict[str, str]]:
@@ -103,12 +103,12 @@ def read_header(fd: int, size: int, path: Path) -> tuple[dict[str, FileEntry], d
     try:
         header = json.loads(text.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # not UTF-8 either
-        raise bad(f"its header is no JSON: {error!s:.200}") from None
+        raise bad(f"its header is not JSON: {error!s:.200}") from None
     if not isinstance(header, dict):
-        raise bad("its header is no JSON object")
+        raise bad("its header is not a JSON object")
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise bad(f"{_METADATA} is no object of strings")
+        raise bad(f"{_METADATA} is not an object of strings")
     spans, entries, first = [], {}, LENGTH_BYTES + length
     for name, row in header.items():
         entry, start, end = _entry(name, row, first, bad)
@@ -129,7 +129,7 @@ def read_header(fd: int, size: int, path: Path) -> tuple[dict[str, FileEntry], d
 def _entry(name: str, row: Any, first: int, bad: Any) -> tuple[FileEntry, int, int]:
     """One row of a header, with the place of its data."""
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
-        raise bad(f"tensor {name!r:.100} has not just dtype, shape and data_offsets")
+        raise bad(f"tensor {name!r:.100} wants the keys dtype, shape and data_offsets, and no others")
     kind, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
     if not isinstance(kind, str) or kind not in _TORCH:
         raise bad(f"tensor {name!r:.100} has dtype {kind!r:.40}, want one of {', '.join(sorted(_TORCH))}")
@@ -146,7 +146,7 @@ def _entry(name: str, row: Any, first: int, bad: Any) -> tuple[FileEntry, int, i
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; ValueError for a name that it has twice."""
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         raise ValueError("a name occurs twice")
-    return made
+    return unique

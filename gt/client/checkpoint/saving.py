@@ -37,11 +37,11 @@ from gt.wire.signals import uninterrupted
 
 log = logging.getLogger("gt.client")
 
-VERSION = 1  # of the manifest
-FILE_BYTES = 5_000_000_000  # of a file, unless one tensor is larger
+VERSION = 1  # version of the manifest's format
+FILE_BYTES = 5_000_000_000  # largest file, unless one tensor is larger
 ROWS = 256  # tensors of one request to the server
-REQUESTS = 4  # of such requests under way, while the program waits
-COPIED_BYTES = 1 << 30  # of tensors that workers copy for a save which streams them while the program goes on
+MAX_REQUESTS = 4  # such requests under way at once, while the program waits
+COPIED_BYTES = 1 << 30  # bytes of tensors that workers copy at once for a save that streams them while the program goes on
 _SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _DEFAULT_SET, _MODEL_SET = "state", "model"
 
@@ -312,7 +312,7 @@ class _Writer:
                 rows = [[s.tensor._ref.id, place(numbers[fd], s.entry.offset)] for fd, s in part if s.entry is not None]
                 self._requests.append(session.begin_store(rows, not self._wait))
                 self._asked.append(sum(s.entry.nbytes for _, s in part if s.entry is not None))
-                if self._wait and len(self._requests) >= REQUESTS:
+                if self._wait and len(self._requests) >= MAX_REQUESTS:
                     self._await_one()
             return
         streamed = [(fd, s.entry, s.tensor) for fd, s in remote if s.entry is not None and s.entry.nbytes]
@@ -337,7 +337,7 @@ class _Writer:
         request = self._requests.popleft()
         try:
             shared = self._session.wait(request, self._tick)["shared"]
-        except CheckpointError as error:  # of a worker, which knows no names of files
+        except CheckpointError as error:  # raised for a worker, which knows no names of files
             raise CheckpointError(f"{self._folder.target} cannot be saved: {error}") from None
         if not shared:
             raise CheckpointError("a worker has joined that does not share this host's files: save again")

@@ -81,7 +81,7 @@ def _plain(thing: Any) -> Any:
 def _encode_mapping(thing: Mapping, put: Put, path: Path) -> dict:
     rows = [[encode(key, put, path), encode(value, put, (*path, key))] for key, value in thing.items()]
     if any(isinstance(key, (dict, list)) and set(key) != {"tuple"} and set(key) != {"float"} for key, _ in rows):
-        raise CheckpointError(f"{show(path)} has a key that is no text, number or tuple of such")
+        raise CheckpointError(f"{show(path)} has a key that is not supported: want text, a number, or a tuple of these")
     metadata = getattr(thing, "_metadata", None)  # versions of modules, in torch's state dicts
     if metadata is not None:
         return {"ordered": rows, "metadata": encode(metadata, put, path)}
@@ -96,24 +96,24 @@ def decode(node: Any, get: Get) -> Any:
         return [decode(row, get) for row in node]
     kinds = set(node)
     if kinds in ({"ordered"}, {"ordered", "metadata"}):
-        made = OrderedDict((decode(key, get), decode(value, get)) for key, value in node["ordered"])
+        ordered = OrderedDict((decode(key, get), decode(value, get)) for key, value in node["ordered"])
         if "metadata" in node:
-            made._metadata = decode(node["metadata"], get)  # type: ignore[attr-defined]
-        return made
+            ordered._metadata = decode(node["metadata"], get)  # type: ignore[attr-defined]
+        return ordered
     ((kind, value),) = node.items()
     return _DECODERS[kind](value, get)
 
 
 def names(node: Any) -> set[str]:
     """Names of all tensors of a state's JSON."""
-    found: set[str] = set()
+    tensors: set[str] = set()
 
     def note(name: str) -> torch.Tensor:
-        found.add(name)
+        tensors.add(name)
         return torch.empty(0)
 
     decode(node, note)
-    return found
+    return tensors
 
 
 _DTYPES = {name: getattr(torch, name) for name in DTYPES}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from gt.errors import UnsupportedOp
-from gt.ir.spec import DIMS, DTYPES, Spec, row_major_stride
+from gt.ir.spec import DTYPES, MAX_DIMS, Spec, row_major_stride
 
 _table: dict[tuple, Meta] = {}
 
-LARGE_BYTES = 16 << 20  # of a result: the op that makes it takes longer than a message that frees others first
+LARGE_BYTES = 16 << 20  # results from this size on take longer to make than a message takes that frees others first
 
 
 class Meta:
@@ -55,8 +55,8 @@ def intern(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: 
     key = (shape, stride, offset, dtype)
     meta = _table.get(key)
     if meta is None:
-        if len(shape) > DIMS:
-            raise UnsupportedOp(f"a tensor of {len(shape)} dims: torch's ops take {DIMS} at most")
+        if len(shape) > MAX_DIMS:
+            raise UnsupportedOp(f"a tensor of {len(shape)} dims: torch's ops take {MAX_DIMS} at most")
         if dtype_name(dtype) not in DTYPES:
             raise UnsupportedOp(f"a remote tensor of {dtype}: want one of {', '.join(DTYPES)}; try its bytes as uint8")
         meta = _table.setdefault(key, Meta(*key))

@@ -176,7 +176,7 @@ class RemoteTensor(torch.Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         duplicate = kwargs.pop("copy", False)
-        place = 3 if args and isinstance(args[0], (str, int, torch.device)) else 2  # of `copy` as a positional argument
+        place = 3 if args and isinstance(args[0], (str, int, torch.device)) else 2  # place of `copy` as a positional argument
         if len(args) > place:
             duplicate, args = args[place], (*args[:place], *args[place + 1 :])
         if args and isinstance(args[0], RemoteTensor):  # `x.to(other)` means other's device and dtype
@@ -396,6 +396,6 @@ def make(meta: Meta, ref: Ref | Alias, base: torch.Tensor | None = None) -> Remo
 
 def rebind(target: RemoteTensor, value: RemoteTensor) -> None:
     """Make `target` name the memory of `value`, for `p.data = y`, in-place view ops and out= that resizes."""
-    shell = make(value._ref.meta, value._ref, target)  # of the target's kind, else torch refuses it
+    shell = make(value._ref.meta, value._ref, target)  # a tensor of the target's kind, else torch refuses it
     _base.data.__set__(target, shell)
     target._ref = Alias(value)

@@ -1,7 +1,7 @@
 """torch.save and torch.load: a file says which tensors were remote, and loading makes them remote again.
 
-A remote tensor has no storage. The file has its values as a CPU storage with the location `remote:0`. torch.load reads that
-storage on the CPU, and its tensors move once the whole object is there. Shared memory in the file stays shared.
+A remote tensor has no storage. The file has its values as a CPU storage with the location `remote:0`. torch.load reads
+that storage on the CPU. Its tensors move once the whole object is read. Shared memory in the file stays shared.
 """
 
 from __future__ import annotations

@@ -66,14 +66,14 @@ def _problems(reader: Any, plan: Any, check: Check) -> list[str]:
     files: dict[str, list] = {}
     for item in plan.items:
         files.setdefault(os.fspath(reader.storage_data[item.storage_index].relative_path), []).append(item)
-    found: list[str] = []
+    problems: list[str] = []
     for name, items in sorted(files.items()):
         path = os.path.join(reader.path, name)
         try:
-            found += check(reader, path, items)
-        except Exception as error:  # of any type, by what the file has in place of what was saved
-            found.append(f"{path}: {str(error) or type(error).__name__:.200}")
-    return found
+            problems += check(reader, path, items)
+        except Exception as error:  # of any type: it depends on what the file has in place of the saved data
+            problems.append(f"{path}: {str(error) or type(error).__name__:.200}")
+    return problems
 
 
 def _torch_problems(reader: Any, path: str, items: list) -> Iterable[str]:

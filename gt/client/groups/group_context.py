@@ -34,7 +34,7 @@ class GroupStack(threading.local):
 
     def __init__(self) -> None:
         self.names: list[str] = [""]  # paths such as "outer/inner", the innermost last
-        self.in_backward: list[bool] = [False]  # whether each was entered inside a backward pass
+        self.in_backward: list[bool] = [False]  # True for each that was entered inside a backward pass
         self._micro = -1
         self.change_scope()
 

@@ -47,19 +47,19 @@ class LossScale:
         owned = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p.grad, RemoteTensor)]
         if self._scale is None or not owned or getattr(optimizer, AMP_KEYS[1], None) is not None:
             return
-        found = torch.zeros((), device="remote")
+        overflow = torch.zeros((), device="remote")
         with torch.no_grad():
             gradients = [p.grad for p in owned]
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones((), device="remote"))
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, torch.ones((), device="remote"))
             if getattr(optimizer, "_step_supports_amp_scaling", False):
-                for key, value in zip(AMP_KEYS, (None, found), strict=True):
+                for key, value in zip(AMP_KEYS, (None, overflow), strict=True):
                     setattr(optimizer, key, value)
                 self._aside[id(optimizer)] = optimizer, []
-            elif found.item():
+            elif overflow.item():
                 self._aside[id(optimizer)] = optimizer, list(zip(owned, gradients, strict=True))
                 for p in owned:
                     p.grad = None
-            torch._amp_update_scale_(self._scale, self._tracker, found, GROWTH, BACKOFF, INTERVAL)
+            torch._amp_update_scale_(self._scale, self._tracker, overflow, GROWTH, BACKOFF, INTERVAL)
             self._inverse = None
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -17,7 +17,7 @@ from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.groups.loss_scale import LossScale, ScaledCast, ScaledGradient
 from gt.config.schema import DTYPES, Precision
 
-FULL = torch.float32  # of the parameters that are cast
+FULL = torch.float32  # dtype of the parameters that are cast
 Undo = Callable[[], None]
 
 

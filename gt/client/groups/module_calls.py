@@ -113,15 +113,15 @@ class ModuleCalls:
         """Identities of the modules inside that match a pattern, and are in no other that does."""
         if not self._patterns:
             return frozenset()
-        found = self._known.get(module)
-        if found is None:
+        parameters = self._known.get(module)
+        if parameters is None:
             names = {name: inner for name, inner in module.named_modules()}
             matched = {name for name in names if any(matches(name, pattern) for pattern in self._patterns)}
             self._unmatched -= {pattern for pattern in self._patterns if any(matches(name, pattern) for name in names)}
             self._seen = self._seen or [name for name in names if name]
             outer = [name for name in matched if not any(name != other and other in matched for other in around(name))]
-            found = self._known[module] = frozenset(id(names[name]) for name in outer)
-        return found
+            parameters = self._known[module] = frozenset(id(names[name]) for name in outer)
+        return parameters
 
 
 def begin(recorder: Any) -> Callable[[], None]:

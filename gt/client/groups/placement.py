@@ -33,9 +33,9 @@ def apply(
 ) -> dict[str, Rule]:
     """Run the forward of every module whose name matches a pattern in that pattern's signal group.
 
-    rules: {pattern: group} or {pattern: {"group": ..., "parts": ...}} (a weight that fuses q, k and v has 3 parts), or
-    a config's rules; the most specific pattern wins (gt.config.match). A group may be a suffix such as `_colpar`:
-    that group of the stage around the module. With a list of groups the modules are divided into as many runs. A second
+    rules: {pattern: group}, {pattern: {"group": ..., "parts": ...}}, or a config's rules. A weight that fuses q, k and v has
+    3 parts. The most specific pattern wins (gt.config.match). A group may be a suffix such as `_colpar`: it means that
+    group of the stage around the module. With a list of groups the modules are divided into as many runs. A second
     call replaces the first. Returns name of a module -> its rule. ConfigError if a pattern matches no module.
     """
     listed = read(rules)
@@ -132,7 +132,7 @@ def balance(modules: Iterable[nn.Module], stages: int, example: Any) -> list[tup
     """
     listed = list(modules)
     if not 1 <= stages <= len(listed):
-        raise ValueError(f"{len(listed)} modules cannot be cut into {stages} stages")
+        raise ValueError(f"{len(listed)} modules cannot be divided into {stages} stages: want 1 to {len(listed)} stages")
     return partition(costs(listed, example), stages)
 
 

@@ -13,7 +13,7 @@ from gt.client.trace.recorder import Recorder
 from gt.wire.messages import MAX_ROLES
 
 log = logging.getLogger("gt.client")
-FIRST_PAUSE, LAST_PAUSE = 0.5, 60.0  # seconds between two reports; each pause is twice as long as the one before
+FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.5, 60.0  # between two reports; each is twice as long as the one before
 IDLE_SHARE = 400  # times as long as a report takes, until the next,
 QUICK_REPORTS = 5  # but for the first ones: a program may be at the beginning
 MAX_NAME_CHARACTERS = 200
@@ -44,19 +44,19 @@ class RoleReports:
             self._recorder.session.tell_roles(rows)
         now = time.monotonic()
         self._count += 1
-        self._pause = min(LAST_PAUSE, max(FIRST_PAUSE, 2 * self._pause))
+        self._pause = min(LAST_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * self._pause))
         self._next = now + max(self._pause, IDLE_SHARE * (now - began) if self._count > QUICK_REPORTS else 0.0)
 
 
 def roles(first: int) -> list[list]:
     """Rows of TensorRoles: live parameters, and tensors of live optimizers. first: least id of the session."""
     called = tensor_roles.names()
-    found = {i: (kind, name) for i, kind, name in tensor_roles.weights(called)}
+    role_of = {i: (kind, name) for i, kind, name in tensor_roles.weights(called)}
     for o in gc.get_objects():
         if issubclass(type(o), torch.optim.Optimizer):
             for i, kind, name in tensor_roles.rows(o, called):
-                found.setdefault(i, (kind, name))
+                role_of.setdefault(i, (kind, name))
     for i, kind, name in tensor_roles.gradients(called):
-        found.setdefault(i, (kind, name))
-    rows = [[i, kind, name[:MAX_NAME_CHARACTERS]] for i, (kind, name) in found.items() if i >= first]
+        role_of.setdefault(i, (kind, name))
+    rows = [[i, kind, name[:MAX_NAME_CHARACTERS]] for i, (kind, name) in role_of.items() if i >= first]
     return sorted(rows, key=lambda row: (ORDER.index(row[1]), row[0]))[:MAX_ROLES]

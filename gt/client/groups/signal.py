@@ -13,7 +13,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gt.client import current_session
-from gt.client.groups.group_context import context, stack
+from gt.client.groups.group_context import context as context  # a public name of gt.signal
+from gt.client.groups.group_context import stack
 from gt.client.trace.custom_ops import Move
 
 

@@ -15,7 +15,7 @@ from gt.client.reports import html
 from gt.ir.text import size
 
 USES = ("weights", "gradients", "optimizer", "activations")
-LINES = 10  # of a worker in a summary
+LINES = 10  # lines for one worker in a summary
 
 
 @dataclass(frozen=True, slots=True)

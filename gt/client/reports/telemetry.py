@@ -15,7 +15,7 @@ from gt.client.reports.spans import Span
 from gt.client.trace.recorder import Recorder
 
 LIBRARY = "gt"
-MIN_SECONDS = 1e-4  # of a span that is exported: batches of ops are no spans
+MIN_SECONDS = 1e-4  # shortest span that is exported: batches of ops are no spans
 
 
 class SpanExporter:

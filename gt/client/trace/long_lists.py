@@ -39,7 +39,7 @@ def in_chunks(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> Any:
 
 
 def register() -> None:
-    """Have calls with too many tensors carried out in chunks."""
+    """Have calls with too many tensors executed in chunks."""
     SEVERAL_OPS[LONG] = in_chunks
 
 

@@ -24,8 +24,8 @@ _KINDS = {
     "Tensor": TENSOR, "Optional[Tensor]": TENSOR, "number": VALUE, "Optional[number]": VALUE, "float": VALUE,
     "Optional[float]": VALUE, "List[Tensor]": TENSORS, "List[Optional[Tensor]]": TENSORS, "List[number]": VALUES,
 }  # fmt: skip
-# Modes of an entry: one new tensor, the first argument, several results, out=, shape from the dispatcher, chunks, and a result
-# of the default dtype that workers would not give it
+# Modes of an entry, by its result: one new tensor; the first argument; several tensors; out=; a shape that only the dispatcher
+# learns; chunks; torch's default dtype, which workers would not give it
 ONE, FIRST, MANY, INTO, ASK, LONG, DEFAULTED = range(7)
 # Ops whose output shape depends on a Scalar
 _SHAPED_BY_VALUE = ("aten.arange", "aten.range")
@@ -87,9 +87,9 @@ def _kind(argument: Any, typed: bool) -> int:
 
 _infos: dict[int, OpInfo] = {}
 _default = torch.float32  # torch's default dtype, of which the caches of `_infos` are
-_others: dict[torch.dtype, dict[int, dict[tuple, Entry]]] = {}  # those of other default dtypes, by the keys of `_infos`
+_others: dict[torch.dtype, dict[int, dict[tuple, Entry]]] = {}  # caches of other default dtypes, by the keys of `_infos`
 _handlers: dict[str, Handler | None] = {}  # by name of the overload; None: simply recorded, whatever the conditions say
-_conditional: list[tuple[Condition, Handler]] = []  # of the ops that have no handler by name; the first that holds
+_conditional: list[tuple[Condition, Handler]] = []  # handlers for ops without one by name: the first whose condition holds
 
 
 def register(by_name: dict[str, Handler | None], conditional: list[tuple[Condition, Handler]]) -> None:

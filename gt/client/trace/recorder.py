@@ -25,13 +25,13 @@ from gt.logs import sendable
 from gt.wire.signals import uninterrupted
 
 MIN_BATCH_NUMBERS, MAX_BATCH_NUMBERS = 80, 1400  # in the buffer: about 15 and 256 ops
-# On few cores a hand-over takes the core of the thread that records. Ops that read and make few bytes are soon done, and what
-# they leave is small, so that about 120 of them are the first batch: at most so many bytes, with weights gathered for them
+# On few cores a hand-over takes the core of the thread that records. Ops on few bytes are soon done and leave small results, so
+# the first batch waits for about 120 of them. It is handed over earlier once its ops read and make so many bytes.
 SHARED_BATCH_NUMBERS, SHARED_BATCH_BYTES = 640, 256 << 10
 MAX_BATCH_UPLOAD_BYTES = 16 << 20  # in a batch, which is then handed over
 MAX_HELD_BATCHES = 8  # joined in one while execution of a call is deferred: no worker waits, and credit lasts longer
 MAX_FREED_PER_BATCH = 1 << 15  # tensors
-MAX_PATH_CHARACTERS = 4096  # of a source file
+MAX_PATH_CHARACTERS = 4096  # longest path of a source file
 MAX_TEMPLATES = 16384  # in the table; then it starts again
 
 _ids = itertools.count(1)  # never restarts, so that ids of an ended session are invalid in the next
@@ -54,7 +54,7 @@ class Recorder:
         self._templates: list[list] = []
         self._origins: list[list] = []
         self._frames: list[bytes] = []
-        self._inline_bytes = 0  # of the frames
+        self._inline_bytes = 0  # bytes of small tensors in the batch's frames
         self._next_template, self._next_origin = FIRST, 1
         self.templates: dict[int, Template] = {}  # by number
         self._weights: dict[int, tuple[int, int]] = {}  # by template: numbers of a row, bytes that it reads and makes
@@ -84,7 +84,7 @@ class Recorder:
             self.flush()
             self.on_clear()
             with uninterrupted(), self._lock:
-                self._hand_over()  # what another thread has recorded meanwhile
+                self._hand_over()  # ops that another thread has recorded meanwhile
                 self.values.clear()
             self.cleared += 1
             self._next_template = FIRST

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.errors import UnsupportedOp
 
-MAX_ELEMENTS_ON_CPU = 1 << 20  # of all operands: the CPU may execute such an op to get its error, and may accept it
+MAX_ELEMENTS_ON_CPU = 1 << 20  # of all operands together: the CPU executes smaller ops to get torch's error
 # Ops of any size: their CPU kernels compare shapes before they compute, as every pointwise op's does
 _COMPARES_FIRST = frozenset(
     f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "cat", "stack", "convolution")

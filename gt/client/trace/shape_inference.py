@@ -349,9 +349,9 @@ def _check_cast(info: OpInfo, args: list, kwargs: dict) -> None:
     if not info.pointwise or not info.writes or not kind.endswith("_") or args[0].dtype.is_floating_point:
         return
     func = getattr(getattr(torch.ops.aten, kind[:-1], None), overload, None)
-    found = args[0] if func is None else func(*args, **kwargs)
-    if not torch.can_cast(found.dtype, args[0].dtype):
-        raise RuntimeError(f"result type {found.dtype} can't be cast to the desired output type {args[0].dtype}")
+    result = args[0] if func is None else func(*args, **kwargs)
+    if not torch.can_cast(result.dtype, args[0].dtype):
+        raise RuntimeError(f"result type {result.dtype} can't be cast to the desired output type {args[0].dtype}")
 
 
 def _check_target(info: OpInfo, meta: Meta, stand_in: torch.Tensor, args: list, kwargs: dict) -> None:

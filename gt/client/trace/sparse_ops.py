@@ -80,10 +80,10 @@ def _from_dense(x: torch.Tensor, sparse_dim: int | None = None, **options: Any) 
     layout, count = options.get("layout"), x.dim() if sparse_dim is None else sparse_dim
     if layout not in (None, torch.sparse_coo, torch.sparse_csr):
         raise UnsupportedOp(f"to_sparse with layout={layout}: remote has sparse_coo and sparse_csr")
-    there = x != 0
+    nonzero = x != 0
     if count < x.dim():
-        there = there.flatten(count).any(-1)
-    indices = there.nonzero().t().contiguous()
+        nonzero = nonzero.flatten(count).any(-1)
+    indices = nonzero.nonzero().t().contiguous()
     made = coo(indices, x[tuple(indices)], x.shape, True)
     return _as_csr(made) if layout is torch.sparse_csr else made
 

@@ -15,8 +15,8 @@ import torch
 from gt.ir.ops import RANDOM
 from gt.ir.template import Const, T, Template, V
 
-MAX_BYTES = 1 << 20  # of one result: larger ones take as long as a wait
-MAX_COST = 4 * MAX_BYTES  # of one op
+MAX_BYTES = 1 << 20  # largest result: a larger one takes as long as a wait
+MAX_COST = 4 * MAX_BYTES  # largest cost of one op, in bytes read and made
 _DTYPES = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64"})
 _POINTWISE = (
     "add sub rsub mul neg abs eq ne lt le gt ge logical_and logical_or logical_xor logical_not bitwise_and bitwise_or "

@@ -1,8 +1,9 @@
 """Values of small integer tensors that constants and uploads alone decide: a program reads them without a wait.
 
 The recorder's batches are kept as they are, and followed once the program reads an integer: recording an op costs nothing here.
-What is followed is a graph of rows between cells. A row is evaluated on this CPU when a read needs it, in the order of the
-program for each memory, so writes through views are as on a worker. An op that is not evaluated makes what it writes unknown.
+What is followed is a graph of rows between cells. A row is evaluated on this CPU when a read needs it. Rows on one memory are
+evaluated in the order of the program, so writes through views are as on a worker. An op that is not evaluated makes what it
+writes unknown.
 
 A value is what the ops say. If a worker fails at one of them, the next read that waits raises that error.
 """
@@ -101,7 +102,7 @@ class KnownValues:
     _rows: list[Row] = field(default_factory=list)
     _foldings: dict[int, tuple[int, Folding | None]] = field(default_factory=dict)  # template -> numbers of its rows
     _added: int = 0  # bytes since _rows and _cells were bounded
-    _interrupts: int = 0  # of the session, seen
+    _interrupts: int = 0  # interrupts of the session that were seen
 
     # ---- called while ops are recorded
 
@@ -186,7 +187,7 @@ class KnownValues:
     def _deciding(self, memory: Memory) -> tuple[list[Row], list[Row]]:
         """The rows that decide a memory's present value, in order, and the others.
 
-        A row that reads a memory is carried out before one that writes it.
+        A row that reads a memory is executed before one that writes it.
         """
         needed: set[Memory] = {memory}
         written: set[Memory] = set()
@@ -251,9 +252,9 @@ class KnownValues:
         writes = [known[place].memory for place in template.writes]
         for memory in writes:
             memory.blank = False
-        made = [out for out in template.outs if out.kind in ("new", "view")]
+        outputs = [out for out in template.outs if out.kind in ("new", "view")]
         results = []
-        for number, out in zip(code[outs : outs + len(made)], made, strict=True):
+        for number, out in zip(code[outs : outs + len(outputs)], outputs, strict=True):
             memory = known[out.of].memory if out.kind == "view" else Memory(way.cost, way.blank)
             results.append(Cell(memory))
             self._name(number, results[-1])

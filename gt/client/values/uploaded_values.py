@@ -15,8 +15,8 @@ import torch
 from gt.ir.instr import client_ops
 from gt.ir.template import Template
 
-MAX_BYTES = 1 << 20  # of one tensor; no library reads a larger one to choose an algorithm
-KEPT_BYTES = 8 << 20  # of all tensors
+MAX_BYTES = 1 << 20  # largest tensor that is kept; no library reads a larger one to choose an algorithm
+KEPT_BYTES = 8 << 20  # bytes of all kept tensors
 MAX_FOLLOWED_OPS = 4096  # since the newest upload: a program that reads values does so before its next step
 DTYPES = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})  # equal on every device
 

@@ -73,7 +73,7 @@ def _switches(switches: dict[str, Any]) -> None:
     }
     for name, value in switches.items():
         if name not in allowed or isinstance(value, (list, dict)) or not allowed[name](value):
-            raise ProtocolError(f"Hello.switches.{name:.40} is {value!r:.40}, which is no switch or no value of it")
+            raise ProtocolError(f"Hello.switches.{name:.40} is {value!r:.40}, want a known setting with a value that it allows")
 
 
 class SharedThreads:
@@ -85,7 +85,7 @@ class SharedThreads:
 
     def __init__(self, switches: dict[str, Any], config: Config, cluster: Cluster) -> None:
         self._switches, self._used, self._cluster = switches, used_workers(config), cluster
-        self._lives: dict[int, int] = {}  # of workers, as they were counted
+        self._lives: dict[int, int] = {}  # worker -> its count of lives when threads were shared out
         self._on_host: Counter[str] = Counter()
 
     def __call__(self, worker: Worker) -> dict[str, Any]:

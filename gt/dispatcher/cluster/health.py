@@ -17,7 +17,7 @@ from gt.dispatcher.planning.sharded_memory import sharded_memory
 from gt.dispatcher.schedule.measure import measured
 from gt.dispatcher.session import ClientSession
 from gt.ir.instr import COMMUNICATION
-from gt.wire.liveness import POLLS, STOPPED, describe
+from gt.wire.liveness import POLLS_PER_HEARTBEAT, STOPPED, describe
 from gt.wire.messages import Query, Report, Stats
 
 COMPILE = "compile"  # kind of what a worker is at while it compiles a program
@@ -134,16 +134,16 @@ class Watch:
             if worker.lost or worker.done >= worker.runs:
                 self.places.pop(worker.index, None)
             elif place is None or place.life != worker.lives or place.done != worker.done:
-                soon = now - self.heartbeat / POLLS  # it is asked for the first time at the next tick
+                soon = now - self.heartbeat / POLLS_PER_HEARTBEAT  # it is asked for the first time at the next tick
                 self.places[worker.index] = WorkerPosition(worker.lives, worker.done, now, now, soon, now)
-            elif now - place.asked >= self.heartbeat / POLLS:
+            elif now - place.asked >= self.heartbeat / POLLS_PER_HEARTBEAT:
                 place.asked = now
                 asked.append((worker.peer, Query(self.cluster.key(), False)))
         return asked, self._examine(now)
 
     def _examine(self, now: float) -> list[Examine]:
         self.halts = {i: halt for i, halt in self.halts.items() if self._living(i, halt.life)}
-        if not self.home or now - self._examined < self.heartbeat / POLLS:
+        if not self.home or now - self._examined < self.heartbeat / POLLS_PER_HEARTBEAT:
             return []
         self._examined = now
         return [
@@ -164,7 +164,7 @@ class Watch:
         else:
             first = Halt(worker.lives, event.at, describe(worker.info["pid"], event.state), event.at)
             self.halts.setdefault(index, first).seen = event.at
-        if place is not None and not place.waits and event.at - place.heard > 2 * self.heartbeat / POLLS:
+        if place is not None and not place.waits and event.at - place.heard > 2 * self.heartbeat / POLLS_PER_HEARTBEAT:
             self._worked(place, 1, event.seconds)
 
     def halted(self, share: float) -> dict[int, Halt]:

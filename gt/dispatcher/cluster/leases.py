@@ -26,7 +26,7 @@ log = logging.getLogger("gt.dispatcher")
 PATIENCE_SECONDS = 30.0  # seconds a client waits for workers that are not there
 RENEWAL_SECONDS = 120.0  # seconds in which a worker starts afresh, or is lost: a cold disk takes long to import torch
 REMINDER_SECONDS = 15.0  # seconds after which a client in the queue hears again that it is in it
-NOTICE, SHARE = 300.0, 0.1  # a session is warned so many seconds before its time ends, or this share of its time
+NOTICE_SECONDS, NOTICE_SHARE = 300.0, 0.1  # a session is warned so many seconds before its time ends, or this share of its time
 
 FREE, LENT, RENEWING, LOST = "free", "lent", "renewing", "lost"
 
@@ -61,7 +61,7 @@ class Terms:
             if left <= 0:
                 text = f"the session has had its {self.seconds:g} s (the server's --max-session-time) and is ended"
                 yield peer, SessionExpired(f"{text}: save what it computes in time, then connect again")
-            elif left <= min(NOTICE, SHARE * self.seconds) and not session.warned:
+            elif left <= min(NOTICE_SECONDS, NOTICE_SHARE * self.seconds) and not session.warned:
                 session.warned = True
                 yield peer, Notice(f"the session ends in {left:.0f} s: the server's --max-session-time is {self.seconds:g} s")
 
@@ -214,7 +214,7 @@ class Exclusive:
         self.leases: list[Lease] = []
         self.renewing: set[bytes] = set()  # their messages mean nothing any more
         self._of: dict[bytes, Lease] = {}
-        self._peers: dict[bytes, WorkerSlot] = {}  # of processes that are connected, those too that are to start afresh
+        self._peers: dict[bytes, WorkerSlot] = {}  # by connected process, those too that are about to restart
 
     def of(self, peer: bytes) -> Lease | None:
         return self._of.get(peer)
@@ -232,7 +232,7 @@ class Exclusive:
             slot = self.slots[name] = WorkerSlot(name)
         elif slot.state in (FREE, LENT):
             raise taken(slot.name)
-        self._part(slot)  # of a process before it, whose end is not known yet
+        self._part(slot)  # end the process before it, whose end is not known yet
         slot.peer, slot.info, slot.state = peer, {**info, "name": slot.name}, FREE if slot.lease is None else LENT
         self._peers[peer] = slot
         if slot.lease is not None:
@@ -327,10 +327,10 @@ class Exclusive:
             need = max(client.wanted, client.named, 1)
             text = f"place {client.place} in its queue; it has {have} of the {need} workers that the program wants"
         # How many are free is news to the first alone: the others would hear of every one that comes and goes.
-        told = (client.place, client.fits, have, (free, afresh) if client.place == 1 else ())
-        if told == client.told and now - client.told_at < REMINDER_SECONDS:
+        state = (client.place, client.fits, have, (free, afresh) if client.place == 1 else ())
+        if state == client.told and now - client.told_at < REMINDER_SECONDS:
             return None
-        client.told, client.told_at = told, now
+        client.told, client.told_at = state, now
         return Notice(text, client.place)
 
     def grant(self, client: Waiting, now: float) -> Lease:

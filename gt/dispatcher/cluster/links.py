@@ -1,8 +1,8 @@
 """Ways between workers, chosen from facts: their hosts, the links of these, and links that have failed. Pure functions.
 
-Workers of one host share memory. Others connect by TCP over the fastest subnet that both hosts have; where they have none, over
-routers, if the routes of each host lead to the other. Else hosts between relay: the fewest that lead there, and of several the
-fastest.
+Workers of one host share memory. Others connect by TCP over the fastest subnet that both hosts have. Without a common subnet
+they connect over routers, if the routes of each host lead to the other. Else hosts between them relay: as few as possible, and
+of equally short ways the fastest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from itertools import islice, pairwise, permutations
 from typing import Any, Literal, NamedTuple
 
-MAX_ORDERED_HOSTS = 7  # of which an order along their links is looked for
+MAX_ORDERED_HOSTS = 7  # hosts for which an order along their links is searched
 MAX_ATTEMPTS = 8  # pairs of addresses by which two hosts try to connect: each that fails may take seconds
 Failure = tuple[str, str, str, str]  # two hosts in order, and the addresses between which no connection was made, or it broke
 
@@ -104,7 +104,7 @@ def host(info: Mapping[str, Any]) -> Host:
 
 def ways(hosts: Sequence[Host], failed: frozenset[Failure] = frozenset()) -> dict[tuple[str, str], Way]:
     """The way of each pair of different hosts, in both directions."""
-    found: dict[tuple[str, str], Way] = {}
+    way_of: dict[tuple[str, str], Way] = {}
     speeds: dict[str, dict[str, int]] = {one.home: {} for one in hosts}
     for at, one in enumerate(hosts):
         for other in hosts[at + 1 :]:
@@ -112,15 +112,15 @@ def ways(hosts: Sequence[Host], failed: frozenset[Failure] = frozenset()) -> dic
             if direct is not None:
                 source, target = direct
                 kind: Literal["tcp", "routed"] = "tcp" if _joined(direct) else "routed"
-                found[one.home, other.home] = Way(kind, source.address, target.address)
+                way_of[one.home, other.home] = Way(kind, source.address, target.address)
                 speeds[one.home][other.home] = speeds[other.home][one.home] = min(source.mbps, target.mbps)
     for at, one in enumerate(hosts):
         paths = widest(one.home, speeds)
         for other in hosts[at + 1 :]:
-            if (one.home, other.home) not in found:
+            if (one.home, other.home) not in way_of:
                 path = paths.get(other.home)
-                found[one.home, other.home] = Way("none") if path is None else Way("via", via=path[1:-1])
-    return {**found, **{(b, a): way.back() for (a, b), way in found.items()}}
+                way_of[one.home, other.home] = Way("none") if path is None else Way("via", via=path[1:-1])
+    return {**way_of, **{(b, a): way.back() for (a, b), way in way_of.items()}}
 
 
 def by_nccl(a: Mapping[str, Any], b: Mapping[str, Any], way: Way) -> bool:
@@ -149,8 +149,8 @@ def candidates(one: Host, other: Host) -> Iterator[tuple[Link, Link]]:
 def _pairs(one: Host, other: Host) -> Iterator[tuple[Link, Link]]:
     """First those of a subnet that both have, the fastest first, then those that routers join.
 
-    Where both hosts have the same address, as docker gives it to its bridge on each, the subnet is most likely two of one
-    number, and comes last.
+    Both hosts may have the same address: docker gives it to its bridge on every host. Then the subnet is most likely two
+    separate networks of one number, and comes last.
     """
     pairs = [(a, b) for a in one.links for b in other.links if a.address != b.address or one.scope == other.scope]
     twice = {a.address for a in one.links} & {b.address for b in other.links} if one.scope != other.scope else set()
@@ -163,14 +163,14 @@ def _pairs(one: Host, other: Host) -> Iterator[tuple[Link, Link]]:
 
 def _routed(one: Host, other: Host, pairs: Sequence[tuple[Link, Link]]) -> Iterator[tuple[Link, Link]]:
     """Pairs without a common subnet, each end of which has a route to the other: those that need no default route first."""
-    found: list[tuple[int, tuple[Link, Link]]] = []
+    routed: list[tuple[int, tuple[Link, Link]]] = []
     for a, b in pairs:
         if (":" in a.address) == (":" in b.address) and not _joined((a, b)):
             forth, back = one.prefix(a.device, b.address), other.prefix(b.device, a.address)
             if forth >= 0 and back >= 0:
-                found.append(((forth == 0) + (back == 0), (a, b)))
+                routed.append(((forth == 0) + (back == 0), (a, b)))
     best: dict[tuple[str, str, bool], tuple[Link, Link]] = {}
-    for _, (a, b) in sorted(found, key=lambda row: (row[0], _slowness(row[1]))):
+    for _, (a, b) in sorted(routed, key=lambda row: (row[0], _slowness(row[1]))):
         best.setdefault((a.device, b.device, ":" in a.address), (a, b))
     return iter(best.values())
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from gt.dispatcher.cluster.observation import Answers
 
-PROCESS_SECONDS = 1.5e-3  # of CPU time that a look takes for each worker: in both processes, its counting apart
+PROCESS_SECONDS = 1.5e-3  # CPU time of a look for each worker: in both processes, without its counting
 OBSERVER_SECONDS = 6e-3  # for each observer: its Records are packed, sent, read and shown. Measured on a loaded machine
 OP_SECONDS = 1e-5  # that an op takes in a program and the dispatcher, at least: workers' time is known, theirs is not
-MAX_SHARE = 0.006  # of a run's CPU time
+MAX_SHARE = 0.006  # part of a run's CPU time that looks may take
 IDLE_CORES = 0.05  # a server whose workers take less does nothing,
 IDLE_SHARE = 0.005  # and looks may take this share of a core
 MAX_PAUSE_SECONDS = 10.0  # seconds between two looks

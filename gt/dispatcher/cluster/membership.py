@@ -35,7 +35,7 @@ log = logging.getLogger("gt.dispatcher")
 GOODBYE = "it said goodbye"
 MAX_REASON_CHARACTERS = 4000  # characters of another reason
 STALL_SECONDS = 300.0  # seconds, where a program says nothing of its stall_timeout
-OWN = frozenset({"workers", "stall_timeout"})  # of a client's switches those that no worker is told
+OWN = frozenset({"workers", "stall_timeout"})  # a client's switches that no worker is told
 
 
 class MembershipHost(Protocol):
@@ -132,7 +132,7 @@ class Membership:
         if lease is None or worker is None:
             return  # its program has ended meanwhile
         if not 0 <= message.worker < len(lease.cluster.workers):
-            raise ProtocolError(f"LinkFailed.worker is {message.worker}, which is no worker of this session")
+            raise ProtocolError(f"LinkFailed.worker is {message.worker}, want a worker of this session")
         other = lease.cluster.workers[message.worker]
         failed = other, message.epoch, message.source, message.target
         if lease.cluster.fail_link(worker, *failed, self._core.now):

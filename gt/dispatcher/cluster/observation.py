@@ -22,9 +22,9 @@ from gt.wire.records import HostRecord, LinkRecord, QueueRecord, Record, Schedul
 
 MAX_NAMES = 1024  # entries of a map that a worker tells
 MAX_GROUPS = 64  # names of a config's groups
-MAX_ACTIONS = 4096  # of one worker's last replay: a record has to fit a body
-MAX_SCHEDULE_ACTIONS = 32768  # of all workers
-MAX_ROWS_CHARACTERS = 1 << 18  # of a schedule as text
+MAX_ACTIONS = 4096  # actions of one worker's last replay: a record has to fit a body
+MAX_SCHEDULE_ACTIONS = 32768  # actions of all workers together
+MAX_ROWS_CHARACTERS = 1 << 18  # characters of a schedule as text
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ log = logging.getLogger("gt.dispatcher")
 
 MAX_OBSERVERS = 64
 MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.5, 60.0  # seconds between two Records
-WORKER_SECONDS = 0.03  # of the interval for each worker: the dispatcher takes about 0.3 ms for its Query, Report and record
+WORKER_SECONDS = 0.03  # least interval for each worker: the dispatcher spends about 0.3 ms on its Query, Report and record
 IDLE_SHARE = 200  # times as long as the slowest worker takes to count, so that counting takes 0.5% of its time
 PATIENCE_SECONDS = 1.0  # seconds for workers' answers; then Records are sent without them
 MAX_UNREAD_RECORDS = 16  # Records that an observer has not acknowledged
@@ -92,7 +92,7 @@ class Observers:
         self._answers: Answers = {}
         self._schedules: dict[int, ScheduleRecord] = {}  # by session
         self._asked: dict[Peer, int] = {}  # worker -> request that it has not answered
-        self._began = self._next = 0.0  # of the observation under way, and when the next may begin
+        self._began = self._next = 0.0  # times: the observation under way began, the next may begin
         self._under_way = False
         self._turn = 0  # counts observations
         self._cost = self._counting = 0.0  # CPU seconds of the slowest worker's answer, and of all
@@ -130,7 +130,7 @@ class Observers:
         """Take a subscription or an acknowledgement; ProtocolError for Records that were not sent."""
         observer, was = self.peers.get(peer), self.active
         if observer is None:
-            raise ProtocolError("only an observer says that")
+            raise ProtocolError("the message is one of observers, and this peer is not an observer")
         if not observer.seen <= message.seen <= observer.sent:
             raise ProtocolError(f"Observe.seen is {message.seen}, want {observer.seen} to {observer.sent}")
         observer.seen = message.seen

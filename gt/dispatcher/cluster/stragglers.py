@@ -41,9 +41,9 @@ SLOW_SECONDS = (
     600.0,
 )  # seconds at one instruction after which a program is told, then every 600
 QUIET_SECONDS = 60.0  # in which a program is not told again that it has come to a slow instruction at one line
-HALTED = 0.5  # of a heartbeat: a process that is stopped for a moment is looked at by a debugger
-NAMED = 4  # workers that one message names, at most
-REMEMBERED = 64  # slow lines of a program
+HALTED_HEARTBEATS = 0.5  # heartbeats for which a process may be stopped: a debugger or profiler stops it for a moment
+MAX_NAMED_WORKERS = 4  # workers that one message names, at most
+MAX_REMEMBERED_LINES = 64  # slow lines of a program
 DOING = {COMPILE: "compiling", LOAD: "loading kernels for", DEVICE: "waiting for its GPU, at"}
 
 
@@ -73,7 +73,7 @@ class Stragglers:
 
     def report(self, sessions: Iterable[ClientSession], now: float) -> None:
         """Notices and errors for the programs that wait for workers."""
-        halted = self.watch.halted(HALTED)
+        halted = self.watch.halted(HALTED_HEARTBEATS)
         for session in sessions:
             if session.uploads.awaited or session.arenas.asked:
                 self._end_held(session, halted, now)
@@ -176,14 +176,14 @@ class Stragglers:
 
     def _files(self, files: dict[str, set[int]], seconds: float) -> str:
         """Files that a program lends, and workers that wait for them."""
-        shown = ", ".join(f"{name!r:.100}" for name in list(files)[:NAMED])
-        more = f" and {len(files) - NAMED} more" if len(files) > NAMED else ""
+        shown = ", ".join(f"{name!r:.100}" for name in list(files)[:MAX_NAMED_WORKERS])
+        more = f" and {len(files) - MAX_NAMED_WORKERS} more" if len(files) > MAX_NAMED_WORKERS else ""
         waits = {index for workers in files.values() for index in workers}
         return f"{self._alive(waits)} got no answer of the file system of {shown}{more} for {seconds:.1f} s"
 
     def _alive(self, waits: set[int]) -> str:
-        names = ", ".join(self.cluster.workers[i].name for i in sorted(waits)[:NAMED])
-        more = f" and {len(waits) - NAMED} more" if len(waits) > NAMED else ""
+        names = ", ".join(self.cluster.workers[i].name for i in sorted(waits)[:MAX_NAMED_WORKERS])
+        more = f" and {len(waits) - MAX_NAMED_WORKERS} more" if len(waits) > MAX_NAMED_WORKERS else ""
         return f"workers {names}{more} are alive and have" if len(waits) > 1 else f"worker {names} is alive and has"
 
     @staticmethod
@@ -208,7 +208,7 @@ class Stragglers:
         again = "Nothing is lost: wait again (fetch the value once more)"
         if stopped:
             reason = "; ".join(
-                f"worker {self.cluster.workers[i].name} is stopped: {stopped[i]}" for i in sorted(stopped)[:NAMED]
+                f"worker {self.cluster.workers[i].name} is stopped: {stopped[i]}" for i in sorted(stopped)[:MAX_NAMED_WORKERS]
             )
             return WorkerStuck(f"{reason}. {again}; a worker that is stopped for {self.watch.heartbeat:g} s counts as lost")
         limit = f"no worker of this program has made progress for {session.stall_timeout:g} s"
@@ -220,24 +220,24 @@ class Stragglers:
         """Say once a level where the slowest worker is that waits for nobody."""
         places, awake = self.watch.places, self.watch.awake
         late = self._blamed({i for i in behind if now - max(places[i].came, awake) >= SLOW_SECONDS[0]})
-        told = self._told.setdefault(session.number, Told({}))
+        warned = self._told.setdefault(session.number, Told({}))
         if not late:
             return
         index, place = min(late.items(), key=lambda row: row[1].came)
         key = (index, place.life, *(place.at or ())[:2], place.came)
-        if told.key != key:
-            told.key, told.level = key, 0
+        if warned.key != key:
+            warned.key, warned.level = key, 0
         level = _level(now - max(place.came, awake))
-        if level <= told.level:
+        if level <= warned.level:
             return
-        told.level = level
+        warned.level = level
         line = self._line(session, place)
-        if level == 1 and now - told.lines.get(line, -QUIET_SECONDS) < QUIET_SECONDS:
+        if level == 1 and now - warned.lines.get(line, -QUIET_SECONDS) < QUIET_SECONDS:
             return
         if level == 1:
-            told.lines[line] = now
-            if len(told.lines) > REMEMBERED:
-                del told.lines[next(iter(told.lines))]
+            warned.lines[line] = now
+            if len(warned.lines) > MAX_REMEMBERED_LINES:
+                del warned.lines[next(iter(warned.lines))]
         session.send(Notice(f"slow: {self._says(session, late, now)}; the wait goes on, Ctrl-C ends it"))
 
     def _warn_of_files(self, session: ClientSession, now: float) -> None:
@@ -250,12 +250,12 @@ class Stragglers:
         if not files:
             return
         since = max(since, self.watch.awake)
-        told = self._told.setdefault(session.number, Told({}))
-        if told.files_since != since:
-            told.files_since, told.files_level = since, 0
+        warned = self._told.setdefault(session.number, Told({}))
+        if warned.files_since != since:
+            warned.files_since, warned.files_level = since, 0
         level = _level(now - since)
-        if level > told.files_level:
-            told.files_level = level
+        if level > warned.files_level:
+            warned.files_level = level
             session.send(Notice(f"slow: {self._files(files, now - since)}; the wait goes on, Ctrl-C ends it"))
 
     def _blamed(self, waits: set[int]) -> dict[int, WorkerPosition]:
@@ -264,8 +264,8 @@ class Stragglers:
         return {index: place for index, place in places.items() if not place.waits} or places
 
     def _says(self, session: ClientSession, late: dict[int, WorkerPosition], now: float) -> str:
-        rows = [self._one(session, index, place, now) for index, place in list(late.items())[:NAMED]]
-        more = f"; and {len(late) - NAMED} more workers" if len(late) > NAMED else ""
+        rows = [self._one(session, index, place, now) for index, place in list(late.items())[:MAX_NAMED_WORKERS]]
+        more = f"; and {len(late) - MAX_NAMED_WORKERS} more workers" if len(late) > MAX_NAMED_WORKERS else ""
         return "; ".join(rows) + more
 
     def _one(self, session: ClientSession, index: int, place: WorkerPosition, now: float) -> str:

@@ -1,5 +1,7 @@
-"""Roles that a client tells of its tensors, for observers: bytes of weights, gradients and optimizer state on each worker, and
-the layouts of the parameters. Asked for while somebody observes only, and computed anew a few times a minute.
+"""Roles of tensors, for observers: weights, gradients or optimizer state.
+
+The client reports roles while somebody observes. From them come the bytes of each role on each worker, and the layouts of the
+parameters. They are computed a few times a minute.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from gt.wire.records import GRADIENTS, OPTIMIZER, USES, WEIGHTS, LayoutRecord
 
 KINDS = frozenset(USES[:3])
 MAX_NAME_CHARACTERS = 200
-MAX_SHOWN_TENSORS, MAX_SHOWN_BOXES = 8192, 16384  # of one LayoutRecord
+MAX_SHOWN_TENSORS, MAX_SHOWN_BOXES = 8192, 16384  # tensors and boxes in one LayoutRecord
 MAX_SPLITS = 32768  # pieces that are computed at once: a tensor beyond them is left out
 RENEWAL_SECONDS = 10.0  # a tensor may have moved
 MIN_SECONDS = 0.4  # between two computations, however often a client tells
@@ -30,8 +32,8 @@ class RoleTable:
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, str, str]] = []
-        self._bytes: dict[str, Counter[str]] = {}  # of a worker, by use
-        self._gradients: dict[str, int] = {}  # of a worker, when the client told: each step may make others
+        self._bytes: dict[str, Counter[str]] = {}  # worker -> bytes by use
+        self._gradients: dict[str, int] = {}  # worker -> bytes at the client's last report: each step may make others
         self._new = False  # told, and not computed yet
         self._layouts: LayoutRecord | None = None
         self._renewed = -MIN_SECONDS  # when that was computed, and when it is computed again
@@ -108,13 +110,13 @@ class RoleTable:
         if not self._rows or not self._layouts:
             return None
         left, uses = live, {}
-        told = Counter(self._bytes.get(worker, Counter()))
+        by_use = Counter(self._bytes.get(worker, Counter()))
         for use in (OPTIMIZER, WEIGHTS):
-            resting = min(away, told[use])
-            told[use] -= resting
+            resting = min(away, by_use[use])
+            by_use[use] -= resting
             away -= resting
         for use in (WEIGHTS, OPTIMIZER, GRADIENTS):  # tensors may be gone since: what is told is never more than what is alive
-            uses[use] = min(left, told[use])
+            uses[use] = min(left, by_use[use])
             left -= uses[use]
         return {**uses, USES[3]: left}
 

@@ -27,7 +27,7 @@ MAX_OPS, MAX_EVENTS = 1 << 16, 1 << 15  # of one trace
 MAX_LAUNCHED_OPS = 1 << 15  # ops of all programs that a trace names
 MAX_PARTS = 64  # TraceRows of one worker
 ROWS_PER_PART = 1 << 13
-MAX_SECONDS = 1e12  # of a clock
+MAX_SECONDS = 1e12  # largest reading of a clock that is believed
 PINGS = 4  # questions for the clock of a worker on another host
 ALL = -1  # number of the dispatcher in TraceRows.worker
 
@@ -241,8 +241,8 @@ class Traces:
     def _parts(self, trace: SessionTrace) -> Iterator[TraceRows]:
         """The dispatcher's own rows: events by kind, and in `names` the origins and ops.
 
-        ["event", kinds], ["origin", number, file, line, group, backward, micro-batch], ["op", seq, op, origin, layout] and for
-        the replay of a program ["launch", seq, program], with ["program", number, [[op, origin, layout], ...]] before it.
+        Rows: ["event", kinds]; ["origin", number, file, line, group, backward, micro-batch]; ["op", seq, op, origin, layout].
+        A replay is ["launch", seq, program], behind the program's ["program", number, [[op, origin, layout], ...]].
         """
         kinds: dict[str, int] = {}
         events: list[float] = []

@@ -48,8 +48,8 @@ class Worker:
     switches: dict | None = None  # as its newest TorchSettings said
     session: int = -1  # the same
     shared: bool = False  # the same
-    weight: int = 0  # of `defines`
-    seconds: float = 0.0  # what `code` and `cuts` take, by estimate
+    weight: int = 0  # total weight of `defines`
+    seconds: float = 0.0  # estimated seconds of `code` and `cuts`
     told: list = field(default_factory=list)  # definitions that go with whatever is sent next
     cuts: list = field(default_factory=list)  # (defines, code) before these
 
@@ -134,9 +134,9 @@ class Cluster:
         self.generation = 0
         self.announced = False  # the newest World has these indices
         self.settled = False  # a session has used the indices
-        self.seq = 0  # of the next op, over all sessions
+        self.seq = 0  # number of the next op, over all sessions
         self.next_key = 0
-        self.now = 0.0  # of the event that is being dealt with
+        self.now = 0.0  # time of the event that is being handled
         self.queue = RunQueue()
         self.formed: dict[int, int] = {}  # workers whose devices share memory, and which of their lives do
         self._channels: dict[int, tuple[int, Sizes]] = {}
@@ -197,12 +197,12 @@ class Cluster:
 
     def hosts_of(self, members: Iterable[Worker]) -> list[Host]:
         """The hosts of workers that are not lost, each once."""
-        found: dict[str, Host] = {}
+        hosts: dict[str, Host] = {}
         for worker in members:
             if not worker.lost:
                 one = links.host(worker.info)
-                found.setdefault(one.home, one)
-        return list(found.values())
+                hosts.setdefault(one.home, one)
+        return list(hosts.values())
 
     def ways(self) -> dict[tuple[str, str], Way]:
         """The way of each pair of hosts."""

@@ -25,8 +25,8 @@ class Abandoned(BaseException):
 class Inline:
     """No threads: a call is done at once, and nothing is ever apart. The base of Background."""
 
-    beside = False  # whether there are threads
-    pending = False  # whether one waits for the baton
+    beside = False  # True if there are threads
+    pending = False  # True while a thread waits for the baton
 
     def begin(self, call: Callable[[], None]) -> None:
         """Have a call done, now or in turns."""

@@ -18,9 +18,9 @@ from collections.abc import Callable
 
 log = logging.getLogger("gt.dispatcher")
 
-KEPT = 16  # descriptors
-SPARE = 8  # more that have to be free before the shortage is over
-LOOKED = 4096  # descriptors that are looked at in one go
+KEPT_DESCRIPTORS = 16
+SPARE_DESCRIPTORS = 8  # more that have to be free before the shortage is over
+MAX_LOOKED_DESCRIPTORS = 4096  # descriptors that are looked at in one go
 PATIENCE_SECONDS = 2.0  # seconds that a connection may say nothing while there are too few
 
 
@@ -39,14 +39,14 @@ class Reserve:
         self._seen: dict[int, float] = {}
         self._place = self._room = 0
         self._counted = 0  # strangers of this round so far
-        self._strangers = 0  # of the last whole round: connections that may be ended for newcomers
+        self._strangers = 0  # connections that may be ended for newcomers, counted in the last whole round
         self.short = False
-        self._keep(KEPT)
+        self._keep(KEPT_DESCRIPTORS)
 
     def poll(self, now: float) -> bool:
         """True while the process has too few descriptors, which is said once."""
         if not self.short:
-            if self._keep(KEPT + 1):
+            if self._keep(KEPT_DESCRIPTORS + 1):
                 os.close(self._kept.pop())
                 return False
             log.warning("%s; it goes on with those who are connected", self.reason())
@@ -54,10 +54,10 @@ class Reserve:
             self._counted, self._strangers = 0, 1  # nobody has looked yet
             self.close()
         self._shed(now)
-        if self._keep(KEPT + SPARE):
-            for descriptor in self._kept[KEPT:]:
+        if self._keep(KEPT_DESCRIPTORS + SPARE_DESCRIPTORS):
+            for descriptor in self._kept[KEPT_DESCRIPTORS:]:
                 os.close(descriptor)
-            del self._kept[KEPT:]
+            del self._kept[KEPT_DESCRIPTORS:]
             self._silent.clear()
             self._room = 0
             self.short = False
@@ -98,7 +98,7 @@ class Reserve:
         """End connections to the server's port that belong to nobody who is served."""
         limit, known = resource.getrlimit(resource.RLIMIT_NOFILE)[0], self._known()
         told, ended = self._told(), 0
-        start, end = self._place, min(self._place + LOOKED, limit)  # all are in use: no folder has to be read
+        start, end = self._place, min(self._place + MAX_LOOKED_DESCRIPTORS, limit)  # all are in use: no folder has to be read
         for descriptor in range(start, end):
             with contextlib.suppress(OSError):
                 status = os.fstat(descriptor)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 log = logging.getLogger("gt.dispatcher")
 
 LONG_SECONDS = 1.0  # seconds of a turn that are worth a warning
-RECENT = 1024  # turns
+RECENT_TURNS = 1024
 PERCENTILE = 99
 WARN_AGAIN_SECONDS = 10.0  # seconds between two warnings
 
@@ -18,7 +18,7 @@ class Lag:
     """`turn` is told of each; `counters` is the part of gt.stats()."""
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._recent: deque[float] = deque(maxlen=RECENT_TURNS)
         self._longest = 0.0
         self._last = -WARN_AGAIN_SECONDS
 

@@ -14,10 +14,11 @@ from typing import Any
 MIN_UNITS = 2  # units of a session under way on a worker, however long they take: one to do, one to go on with
 AHEAD_SECONDS = 0.02  # estimated seconds that a session may have under way on a worker beyond these
 UNIT_SECONDS = 0.004  # estimated seconds of a unit, about: an op that takes longer is one by itself
-# Where another session uses the worker: work under way is waited for, and some ops take longer than is estimated.
-MAX_UNITS = 4  # units
-GRAIN = 64  # ops of a unit
-CLOSER = 8  # times less than AHEAD_SECONDS and UNIT_SECONDS: single precision on a GPU takes so much longer than half precision
+# Where another session uses the worker, it waits for work under way, and some ops take longer than is estimated. So there the
+# two limits of seconds are divided: single precision on a GPU takes so much longer than half precision, which is estimated.
+MAX_UNITS = 4
+OPS_PER_UNIT = 64
+SHARED_DIVISOR = 8
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class Unit:
 
 @dataclass(slots=True)
 class Flight:
-    """Units of one session that one worker has not carried out: (its Run, estimated seconds)."""
+    """Units of one session that one worker has not executed: (its Run, estimated seconds)."""
 
     units: deque[tuple[int, float]] = field(default_factory=deque)
     seconds: float = 0.0
@@ -112,7 +113,7 @@ class RunQueue:
             self._count(owner, seconds > 0)
 
     def done(self, worker: int, run: int) -> None:
-        """A worker has carried out its Runs up to this one."""
+        """A worker has executed its Runs up to this one."""
         for owner, flight in self._flights.get(worker, {}).items():
             units = flight.units
             while units and units[0][0] <= run:
@@ -153,7 +154,7 @@ class RunQueue:
             if flight is None or len(flight.units) < MIN_UNITS:
                 continue
             contended = len(flights) > 1
-            if flight.seconds + seconds > (AHEAD_SECONDS / CLOSER if contended else AHEAD_SECONDS) or (
+            if flight.seconds + seconds > (AHEAD_SECONDS / SHARED_DIVISOR if contended else AHEAD_SECONDS) or (
                 contended and len(flight.units) >= MAX_UNITS
             ):
                 return False

@@ -13,7 +13,7 @@ from gt.dispatcher.fairness.background import Inline
 from gt.dispatcher.fairness.lag import Lag
 
 SLICE_SECONDS = 0.01  # seconds
-STEP = 128  # things that are dropped between looks at the clock
+DROPS_PER_LOOK = 128  # things that are dropped between looks at the clock
 
 
 class Pace:
@@ -63,7 +63,7 @@ class Leavings:
         while self._rest:
             container, emptied = self._rest[0]
             while container:
-                for _ in range(min(STEP, len(container))):
+                for _ in range(min(DROPS_PER_LOOK, len(container))):
                     item = container.popitem()[1] if isinstance(container, dict) else container.pop()
                     if emptied is not None:
                         emptied(item)

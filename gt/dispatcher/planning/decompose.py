@@ -27,17 +27,17 @@ class OpPlanner(Protocol):
 
     def starts(self, known: OpSchema, origin: Origin, ins: list[Tensor], mesh: Mesh) -> Starts: ...
     def bound(self, wants: tuple[Layout, ...], makes: tuple[Layout, ...], orders: list[Order]) -> OpPlan: ...
-    def carry_out(self, known: OpSchema, plan: OpPlan, ins: list[Tensor], values: tuple, outs: list[int]) -> None: ...
+    def bring_and_emit(self, known: OpSchema, plan: OpPlan, ins: list[Tensor], values: tuple, outs: list[int]) -> None: ...
     def plan_part(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None: ...
 
 
 class Decompose:
-    """Ops of one session that are carried out as several."""
+    """Ops of one session that are executed as several."""
 
     def __init__(self, context: SessionContext, redistributor: Redistributor, planner: OpPlanner) -> None:
         self._context, self._redistributor, self._planner = context, redistributor, planner
         self._emitter, self._table = context.emitter, context.table
-        self._tables: dict[tuple, Layout] = {}  # of that shape, where one was last looked up on that mesh
+        self._tables: dict[tuple, Layout] = {}  # (shape, mesh) -> layout that was looked up last
 
     def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], outs: list[int], values: tuple, mesh: Mesh) -> bool:
         """Carry an op out as several ops, if that is how it is done where its inputs lie so."""
@@ -67,9 +67,9 @@ class Decompose:
     def _table_layout(self, known: OpSchema, starts: Starts, mesh: Mesh) -> Layout | None:
         """Layout of the table that is looked up, or whose gradient this is, as far as it is known."""
         if known.name == "embedding":
-            lies = Layout(mesh, tuple(R if p is None else p for p in starts[0]))
-            self._tables[mesh, known.template.ins[0].shape] = lies
-            return lies
+            layout = Layout(mesh, tuple(R if p is None else p for p in starts[0]))
+            self._tables[mesh, known.template.ins[0].shape] = layout
+            return layout
         made = known.template.outs[0].spec
         return self._tables.get((mesh, made.shape)) if known.name in LOOK_UPS and made is not None else None
 
@@ -94,7 +94,7 @@ class Decompose:
             made = [names[name] for name in part.outs]
             if part.wants:
                 plan = part.known[0].plans.get("said") or self._said(part, mesh)
-                self._planner.carry_out(part.known[0], plan, operands, (), made)
+                self._planner.bring_and_emit(part.known[0], plan, operands, (), made)
             else:
                 self._planner.plan_part(part.known[0], origin, operands, (), made)
             over = [names[name] for name in dict.fromkeys((*part.ins, *part.outs)) if last.get(name) == n and name != SUMS]

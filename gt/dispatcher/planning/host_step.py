@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-VALUE, STATE = 4, 8  # bytes of the parameter, or of its gradient, and of its state
-ARITHMETIC_BYTES = VALUE + 2 * VALUE + 2 * STATE  # bytes read and written in host memory: gradient, parameter and state
+VALUE_BYTES, STATE_BYTES = 4, 8  # bytes of the parameter, or of its gradient, and of its state
+# read and written in host memory: gradient, parameter and state
+ARITHMETIC_BYTES = VALUE_BYTES + 2 * VALUE_BYTES + 2 * STATE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,12 @@ def choose(asked: str, params_away: bool, rates: Iterable[HostRates | None]) -> 
     linked = [rate for rate in rates if rate is not None]
     if not linked:
         return StepChoice(True, "workers compute in host memory, so nothing has to cross a link")
-    streamed = STATE + VALUE * params_away
+    streamed = STATE_BYTES + VALUE_BYTES * params_away
     device = max(streamed / rate.link for rate in linked)
-    host = max(max(VALUE / rate.link, ARITHMETIC_BYTES / rate.memory) for rate in linked)
+    host = max(max(VALUE_BYTES / rate.link, ARITHMETIC_BYTES / rate.memory) for rate in linked)
     link, memory = min(rate.link for rate in linked), min(rate.memory for rate in linked)
     known = "measured" if all(rate.measured for rate in linked) else "nominal"
-    moved = f"{VALUE} bytes over the link, {ARITHMETIC_BYTES} in host memory"
+    moved = f"{VALUE_BYTES} bytes over the link, {ARITHMETIC_BYTES} in host memory"
     costs = f"{_times(host)} on the host ({moved}), {_times(device)} on the device"
     bytes_ = f"{streamed} bytes over the link each way"
     at = f"at {known} {link / 1e9:.1f} GB/s and {memory / 1e9:.1f} GB/s"

@@ -65,7 +65,7 @@ class ListOps:
         self._cluster, self._failures, self._offload = context.cluster, context.failures, planner.offload
 
     def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
-        """Cut, bring and emit; or, where all lies as it did when nothing had to be brought, only emit."""
+        """Cut, bring and emit; or only emit, where all layouts are those for which nothing had to be brought."""
         combined = list_rules.combination(known, values)
         key = ("list", combined, *[id(t.layout) for t in ins])
         cuts = None if self._failures.troubled else known.plans.get(key)
@@ -146,9 +146,9 @@ class ListOps:
             return None
         wants = self._wants(known, layout, ins)
         brought = [self._redistributor.redistribute(t, want) for t, want in zip(ins, wants, strict=True)]
-        made = self._context.intern(list_rules.made(layout, op.combined))
-        makes = (made,) * len(known.template.outs)
-        key = (layout, made, *map(id, wants))
+        result = self._context.intern(list_rules.made(layout, op.combined))
+        makes = (result,) * len(known.template.outs)
+        key = (layout, result, *map(id, wants))
         bound = known.plans.get(key)
         if bound is None:
             bound = known.plans[key] = self._binder.bind(known, wants or list(makes), makes)
@@ -185,7 +185,7 @@ class ListOps:
         for view in views:
             assert view.layout is not None
             pairs = zip(layout.placements, view.layout.placements, strict=True)
-            self._context.lay(view, Layout(layout.mesh, tuple(term if isinstance(p, Shard) else q for p, q in pairs)))
+            self._context.set_layout(view, Layout(layout.mesh, tuple(term if isinstance(p, Shard) else q for p, q in pairs)))
         assert t.layout is not None
         return t.layout
 

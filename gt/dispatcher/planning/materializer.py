@@ -87,7 +87,7 @@ class Materializer:
         storage.slots = {i: slot for i, slot in slots.items() if i in storage.tensors}
 
     def take_back(self, since: int) -> None:
-        """Ops from this number on were not carried out: no tensor that is older is changed by them."""
+        """Ops from this number on were not executed: no tensor that is older is changed by them."""
         for storage in {id(tensor.storage): tensor.storage for tensor in self._table.rows.values()}.values():
             root = next((slot for i, slot in storage.slots.items() if storage.tensors[i].base is None), None)
             created = next((step.seq for step in storage.recipe or () if root in step.outs), since)
@@ -158,6 +158,8 @@ class Materializer:
         """Layout of every value of the recipe if all can be made in parts; None if something has to run whole."""
         layouts: dict[int, Layout] = {}
         shape = root.spec.shape
+        # Forward through the recipe. A source may have any layout: the wanted one if it has the root's shape. A later value has
+        # the layout that the op's sharding rule makes without an exchange. If a rule wants other inputs, there is none.
         for step in recipe:
             template = step.known.template
             specs = [template.outs[i].spec for i in step.known.news]

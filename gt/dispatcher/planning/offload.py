@@ -4,8 +4,8 @@ The client declares state after a step; that of a fused op is known at once. A l
 one part is computed, the state of the next begins to come back. After a part its own state is evicted. Others are evicted after
 each use. Workers bring back whatever is used, so this is only about when.
 
-Where the host computes the step, an op on state in host memory is a `host_op`: state stays there, and so does what is made of
-it. Other operands take part by copies (host_copies.py).
+Where the host computes the step, an op on state in host memory becomes a `host_op`. State and results stay in host memory.
+Other operands take part by copies (host_copies.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gt.ir.instr import Define
 from gt.ir.layout import local_shape
 from gt.ir.template import T
 
-PART_BYTES = 64 << 20  # of offloaded tensors on a worker at a time; two parts are there at once
+PART_BYTES = 64 << 20  # bytes of offloaded tensors in one part; a worker has two parts at once
 MIN_BYTES = 4 << 10  # on a worker: of smaller tensors nothing is gained
 
 

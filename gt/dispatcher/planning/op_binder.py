@@ -55,5 +55,5 @@ def _seconds(known: OpSchema, ins: Sequence[Layout], rank: int, gpu: bool) -> fl
     nbytes = sum(prod(shape) * spec.itemsize for shape, spec in zip(shapes, specs, strict=True))
     try:
         return cost.at_least(cost.flops(known.template.op, shapes, made), nbytes, gpu)
-    except (IndexError, OverflowError):  # no such op: it fails where it is carried out
+    except (IndexError, OverflowError):  # no such op: it fails where it is executed
         return 0.0

@@ -1,4 +1,4 @@
-"""One session's op stream: batches as they come, carried out in order, as far as it can be planned.
+"""One session's op stream: batches as they come, executed in order, as far as it can be planned.
 
 How an op is planned may depend on ops that follow (fused_projections.py). A batch may end by chance, because its client had
 nothing to do, and that must change no plan. So such an op and those behind it wait for the next batch, or for a question of the
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from gt.dispatcher.cluster.workers import Worker
-from gt.dispatcher.fairness.run_queue import CLOSER, GRAIN, UNIT_SECONDS
+from gt.dispatcher.fairness.run_queue import OPS_PER_UNIT, SHARED_DIVISOR, UNIT_SECONDS
 from gt.dispatcher.planning.planner import Planner
 from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.programs.fragments import Fragments
@@ -58,15 +58,15 @@ class OpStream:
         self.definitions = Definitions(context)
         self._work: Iterator[None] | None = None
         self._asked = False  # a fetch follows within the same event
-        self.interrupted = -1  # the last batch of those of which workers begin nothing more
-        self._pausing: set[int] = set()  # workers that have not said yet how far they are
-        self._questions: Counter[int] = Counter()  # that each worker has still to answer, of interrupts that have ended too
-        self._begun = -1  # the last op that one of the others has begun
-        self.stale: list[tuple[Sequence[int], int]] = []  # workers and id of copies that an interrupt may have prevented
-        self.ops = 0  # planned
-        self._next_look = 0  # at all tensors, once so many ops are planned
+        self.interrupted = -1  # last batch of an interrupt: workers begin nothing more up to it
+        self._pausing: set[int] = set()  # workers that have not answered yet how far they have come
+        self._questions: Counter[int] = Counter()  # by worker: unanswered questions, also those of interrupts that are over
+        self._begun = -1  # largest op number that an answering worker has begun
+        self.stale: list[tuple[Sequence[int], int]] = []  # (workers, id) of copies that an interrupt may have prevented
+        self.ops = 0  # number of ops planned
+        self._next_look = 0  # op count at which all tensors are looked at again
         self.in_thread = False  # work of this session goes on in a thread
-        self.told_stuck = False  # the client knows that workers are, since batches were last acknowledged
+        self.told_stuck = False  # the client was told that workers are stuck, since batches were last acknowledged
 
     @property
     def long(self) -> bool:
@@ -220,7 +220,7 @@ class OpStream:
         yield from self._advance(self._asked or len(self.coming) > MAX_WAITING_BATCHES)
 
     def acknowledge(self) -> None:
-        """Acknowledge the batches that all workers have carried out, forget their journal, and answer what waited for them."""
+        """Acknowledge the batches that all workers have executed, forget their journal, and answer what waited for them."""
         last, pending = None, self.pending
         while pending and self._outbox.reached(pending[0].runs):
             last = pending.popleft()
@@ -271,8 +271,8 @@ class OpStream:
         emitter, op = self._emitter, self._op
         at, end = batch.at, len(code)
         shared = context.cluster.queue.shared(context.number)
-        grain = left = GRAIN if shared else end
-        unit = UNIT_SECONDS / CLOSER if shared else UNIT_SECONDS
+        grain = left = OPS_PER_UNIT if shared else end
+        unit = UNIT_SECONDS / SHARED_DIVISOR if shared else UNIT_SECONDS
         queue.due = at + CLOCK_INTERVAL
         while at < end:
             start = at
@@ -291,6 +291,8 @@ class OpStream:
                 emitter.begin_op()
                 queue.due = 0
                 continue
+            # The client's numbers are not trusted: a look-up that fails, or an id that is taken, ends the session. Checks are
+            # written out here, since this loop runs for every op.
             try:
                 known = templates[number]
                 first = at + 2
@@ -300,7 +302,7 @@ class OpStream:
                 ins = [rows[i] for i in code[first:second]]
                 at = queue.position = third + known.results
             except (IndexError, KeyError, TypeError) as error:
-                raise ProtocolError(f"Ops.code at {at} names what this session does not have: {error!r}") from error
+                raise ProtocolError(f"Ops.code at {at} names an id that this session does not have: {error!r}") from error
             if at > end:
                 raise ProtocolError(f"Ops.code ends within an op, at {end}")
             if [t.spec for t in ins] != known.specs:
@@ -311,7 +313,7 @@ class OpStream:
             try:
                 op(known, origin, ins, tuple(code[second:third]), code[third:at])
             except NeedsLookahead:
-                batch.at = start
+                batch.at = start  # nothing was done for the op: it is planned again with the next batch here
                 return False
             emitter.end_op()
             self.ops += 1
@@ -380,7 +382,7 @@ class OpStream:
         if number == DROP and at + 2 <= len(code):
             programs.drop(code[at + 1])
             return at + 2
-        raise ProtocolError(f"Ops.code has {number!r:.40} at {at}, which is no template and no control code")
+        raise ProtocolError(f"Ops.code has {number!r:.40} at {at}, want a template or a control code")
 
 
 def _check_operands(known: OpSchema, ins: Sequence[Tensor]) -> None:

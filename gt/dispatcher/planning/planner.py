@@ -76,6 +76,7 @@ class Planner:
         """Plan and emit one op; NeedsLookahead, and nothing is done, if it has to wait for what follows."""
         if self._shards:
             known, values = self.sharded.before(known, ins, values)
+        # The hot path: the op was planned for inputs in these layouts before, none has to be brought, and nothing has failed.
         plan = known.plans.get(self._key(origin, ins))
         if plan is not None and plan.direct and not self._failures.troubled:
             self.hits += 1
@@ -89,9 +90,10 @@ class Planner:
             self._write(known, plan, ins, ids, values, outs)
             self._after(known, origin, ins, outs)
             return
-        self._queue.due = 0  # what is planned anew takes long
+        self._queue.due = 0  # a new plan takes long, so the clock is looked at behind it
         if origin.meaning is not None:
             declare_frozen(known, origin.meaning, ins)
+        # Raised before anything is changed: the op is given here again once more of the stream has come.
         if needs_lookahead(self._context, known, origin, ins, outs):
             raise NeedsLookahead
         if self._emitter.scribe is not None:
@@ -115,6 +117,7 @@ class Planner:
     def _planned(
         self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int], plan: OpPlan | None
     ) -> None:
+        # A tensor that is written needs a place of its own first, and its layout is a part of the plan's key.
         if any(ins[i].layout is None for i in known.template.writes):
             self._place_targets(known, origin, ins)
             plan = known.plans.get(self._key(origin, ins))
@@ -122,7 +125,7 @@ class Planner:
             self._decompose.mean_of_rows(known, origin, ins, values, outs)
             return
         if plan is not None and plan.wants + plan.outs and lost_in(self._cluster, (plan.wants + plan.outs)[0].mesh):
-            plan = None  # of unplaced tensors, which may now go elsewhere
+            plan = None  # a plan for unplaced tensors is void: they may be placed elsewhere now
         if plan is None or (origin.meaning is not None and any(t.movable for t in ins)):
             mesh = self._mesh(known, origin, ins)
             if lost_in(self._cluster, mesh):
@@ -136,19 +139,21 @@ class Planner:
             plan.direct = all(t.layout is w for t, w in zip(ins, plan.wants, strict=True))
             known.plans[key] = plan
             if before != key and not (known.name in VIEWS or known.template.writes):
-                # where bases or targets had to move first, the next one has to as well: bringing would make a copy
+                # The plan also serves inputs in the layouts from before they were moved. Views and writes are excepted: their
+                # base or target has to move itself, while a plan would bring a copy of it.
                 known.plans[before] = replace(plan, direct=False)
         if any(t.storage.failed and t.storage.failed.lost >= 0 for t in ins):
             self.abandon(known, (plan.wants + plan.outs)[0].mesh, ins, outs)
             return
+        # An op that reads only a weight's shape places it, but does not decide its layout: a later use still may.
         unplaced = [t.storage for t in ins if t.layout is None and t.storage.param]
-        self.carry_out(known, plan, ins, values, outs)
+        self.bring_and_emit(known, plan, ins, values, outs)
         for storage in unplaced:
             storage.undecided = storage.undecided or known.name in SHAPE_ONLY
         if origin.meaning is not None and origin.meaning.kind == COLUMN:
             record_producer(self._table, known, ins, outs)
 
-    def carry_out(self, known: OpSchema, plan: OpPlan, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
+    def bring_and_emit(self, known: OpSchema, plan: OpPlan, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Bring the inputs to where the plan wants them, and emit the op."""
         for tensor, want in zip(ins, plan.wants, strict=True):
             if tensor.layout is not None and tensor.layout.partial and not same_terms(tensor.layout, want):
@@ -161,7 +166,7 @@ class Planner:
                 self._redistributor.write_back(brought[index], ins[index], plan.wants[index])
 
     def plan_part(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
-        """Plan and emit one of the ops that another is carried out as."""
+        """Plan and emit one of the ops that another is executed as."""
         self._planned(known, origin, ins, values, outs, known.plans.get(self._key(origin, ins)))
 
     def bound(self, wants: tuple[Layout, ...], makes: tuple[Layout, ...], orders: list[Order]) -> OpPlan:
@@ -348,7 +353,7 @@ class Planner:
     def _start(self, tensor: Tensor, mesh: Mesh, meaning: Meaning | None, stays: bool) -> list[Placement | None]:
         """Placements of an input on this mesh before planning, axis by axis; None: the rule may choose.
 
-        Data that lies whole is split as it enters a group, at every use, unless it `stays` to be written or viewed. A sharded
+        Replicated data is split as it enters a group, at every use, unless it `stays` to be written or viewed. A sharded
         parameter is used whole, unless it stays.
         """
         if tensor.storage.rest is not None and not stays and tensor.layout is not None and tensor.layout.mesh == mesh:

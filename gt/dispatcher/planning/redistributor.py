@@ -42,6 +42,7 @@ class Redistributor:
         assert tensor.layout is not None
         if tensor.layout == want:
             return tensor.id
+        # A copy is valid for one version of its storage. A write makes it stale, and the next use in that layout replaces it.
         kept = (tensor.copies or {}).get(want)
         if kept and kept[0] == tensor.storage.version:
             return kept[1]
@@ -132,6 +133,7 @@ class Redistributor:
                 self._steps.clear()
             cluster, steps = self._cluster, []
             now = have
+            # A transfer lands on the other mesh without partial placements, which `on_mesh` then makes there.
             if have.mesh != want.mesh:
                 landing = Layout(want.mesh, tuple(R if isinstance(p, Partial) else p for p in want.placements))
                 name = self._context.groups.transfer(have.mesh, want.mesh)
@@ -167,9 +169,10 @@ class Redistributor:
                 if not worker.lost:
                     emitter.write(worker, define, ids)
             name = root.layout.mesh.axes[axis][0]
+            # The root is reduced in place, so every view of it has the sum too: only their layouts change.
             for tensor in storage.tensors.values():
                 assert tensor.layout is not None
-                self._context.lay(tensor, tensor.layout.with_placement(axis, R))
+                self._context.set_layout(tensor, tensor.layout.with_placement(axis, R))
             op = "" if place.op == "sum" else f" ({place.op})"
             text = f"all_reduce{op} over {name}"
             emitter.line(root.id, root.spec.text(), root.layout, text, [root.id], self._context.note(f"{root.spec.nbytes} B"))
@@ -232,6 +235,8 @@ class Redistributor:
             self.reduce_partial(storage)
         if root.layout == want:
             return
+        # The root keeps its id: it is converted under a new one, and the old id then names the result. Workers that are on the
+        # old mesh alone forget all ids.
         old = root.layout
         self._note_move(storage, stays=set(old.mesh.workers) <= set(want.mesh.workers))
         result = self.convert(root.id, root, old, want)
@@ -248,7 +253,8 @@ class Redistributor:
             self._alias(made, root.id, want)
         else:
             self._restride(made, root, want)
-        self._context.lay(root, want)
+        self._context.set_layout(root, want)
+        # In order of ids a base comes before its views, so each view is made on a base that is already in place.
         for view in sorted(storage.tensors.values(), key=lambda t: t.id):
             if view.base is not None:
                 self._remake(view)
@@ -267,11 +273,11 @@ class Redistributor:
                 emitter.write(worker, define, emitter.ids([source, target]))
         emitter.free(layout.mesh.workers, [source])
 
-    def write_back(self, copy: int, tensor: Tensor, lies: Layout) -> None:
+    def write_back(self, copy: int, tensor: Tensor, have: Layout) -> None:
         """Bring what was written into a copy home to the tensor it is a copy of."""
         assert tensor.layout is not None
         layout, emitter = tensor.layout, self._emitter
-        back = self.convert(copy, tensor, lies, layout)
+        back = self.convert(copy, tensor, have, layout)
         orders = []
         for rank, index in enumerate(layout.mesh.workers):
             spec = dense(local_shape(layout, tensor.spec.shape, rank), tensor.spec)
@@ -320,7 +326,7 @@ class Redistributor:
         new_ids = [view.id if i == index else emitter.temporary() for i in known.news]
         self._binder.compute(known, [layout] * known.tensors, outs, [view.base.id], values, new_ids)
         emitter.free(layout.mesh.workers, [i for i in new_ids if i != view.id])
-        self._context.lay(view, outs[index])
+        self._context.set_layout(view, outs[index])
 
     def view_layouts(self, known: OpSchema, base: Layout) -> list[Layout] | None:
         """Layouts of a view's outputs on a base, or None where it has no local form."""
@@ -351,6 +357,8 @@ class Redistributor:
             if tensor.copies or tensor.sums:
                 self.drop_copies(tensor)
             tensor.released = True
+            # A released base lives as long as a view of it does, which may have to be made again on it; then it goes, and
+            # perhaps its own base.
             while tensor is not None and tensor.released and not tensor.children:
                 if tensor.layout is not None:
                     gone.setdefault(tensor.layout.mesh, []).append(tensor.id)

@@ -14,7 +14,7 @@ from gt.dispatcher.sharding import zero
 from gt.dispatcher.state.tensors import Storage, Tensor
 from gt.ir.layout import Layout, local_shape
 
-MOMENTS = 2  # of AdamW, each of the bytes of its weight
+MOMENTS = 2  # AdamW's state, each with the bytes of its weight
 KINDS = ("weights", "gradients", "optimizer")
 
 

@@ -18,7 +18,7 @@ from gt.ir.instr import COLLECTIVES, FREE, RECEIVES, Define
 from gt.wire.messages import FinishCapture
 
 BATCHED = COLLECTIVES | {"together"}  # kinds that stay in one definition with what follows them
-MAX_NUMBERS_PER_DEFINITION = 1 << 19  # of a program's code; a longer program is several definitions
+MAX_NUMBERS_PER_DEFINITION = 1 << 19  # numbers of code in one definition; a longer program has several
 
 
 def _channels(define: Define) -> list[tuple[int, int, bool]]:
@@ -67,7 +67,7 @@ class ProgramWriter:
                 ends[last[i]].append(i)
         if owned is None:
             read = _read_before_made(rows)  # a tensor from before that gets another layout here is made again
-            self._free([i for i in made if i in self.lasting and i not in read])  # of the replay before
+            self._free([i for i in made if i in self.lasting and i not in read])  # values that the replay before has made
         for n, row in enumerate(rows):
             self._row(row)
             self._free(ends.get(n, ()))

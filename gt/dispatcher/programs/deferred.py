@@ -97,7 +97,7 @@ class DeferredRuns:
         return replace(one, rows=[row for row in rows if row[2] or row[3]], runs={})
 
     def _parts(self, tape: Recording, base: int, ends: dict[int, StreamEnds]) -> dict[int, tuple[list[dict], list[int]]]:
-        """Each worker's part: programs that are carried out once, the one that places weights first; and ids to free then."""
+        """Each worker's part: programs that are executed once, the one that places weights first; and ids to free then."""
         lasting = {i for end in ends.values() for i in end.made}
         ahead: dict[int, list[Instruction]] = {}
         later: dict[int, list[Instruction]] = {}
@@ -120,7 +120,7 @@ class DeferredRuns:
     def _program(
         self, tape: Recording, base: int, ends: dict[int, StreamEnds], parts: dict[int, tuple[list[dict], list[int]]]
     ) -> BufferedInstructions:
-        """The rest, as programs that are carried out once."""
+        """The rest, as programs that are executed once."""
         emitter = self._emitter
         emitter.resume_run(base)
         for index, end in ends.items():

@@ -54,8 +54,8 @@ class FragmentCode:
 class _Scalars:
     """Places of a fragment's scalars: in the client's code, and in the instructions that carry them as they are.
 
-    An instruction has all scalars of its op in their order, or some of them (of an op on lists that is carried out in parts).
-    The latter are recognised by identity: each number of a message but the small integers is an object of its own.
+    An instruction has all scalars of its op in their order. An instruction of a list op that is executed in parts has some of
+    them. These are recognised by identity: each number of a message, small integers apart, is a Python object of its own.
     """
 
     def __init__(self, pattern: FragmentPattern, call: FragmentCall, numbers: Sequence[int]) -> None:
@@ -123,7 +123,7 @@ def write_fragment(
         sources = _place_scalars(payload, rows, places)
         workers[worker] = WorkerCode(payload, getter(sources))
     if not workers:
-        return "no worker does anything for it"
+        return "it gives no worker any work"
     uses = dict.fromkeys(row.define for rows in tape.code.values() for row in rows)
     constants = scalars.constants()
     return FragmentCode(workers, [*uses], rebound, constants)

@@ -1,8 +1,8 @@
 """Places where a session's runs of ops have parted or met again: fragments end there, so that what is common is a program.
 
-A branch that Python takes by chance makes another run of ops each time, of which all but the branch was met before. Where two
-runs differ is learned from the runs, as a trace cache learns where its traces end: behind the last op that both have, and
-before the first that both have again. An op is known by its template and its line; shapes and ids of tensors are not asked for.
+A branch that Python takes by chance makes another run of ops each time, of which all but the branch was met before. Two runs
+part behind the last op that both have, and meet before the first op that both have again. These places are learned by
+comparing runs, as a trace cache learns where traces end. Ops are compared by template and line, not by shapes or tensor ids.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.ir.instr import END_FRAGMENT, FRAGMENT, FRAGMENT_HEADER, FREE, LENGTHS
 
 MAX_ENDS = 128  # runs of ops that new ones are compared with
-MAX_PLACES = 1024  # of each kind; the one that was met longest ago goes beyond that
+MAX_PLACES = 1024  # remembered places of each kind; beyond that the one met longest ago is forgotten
 SEED, COUNTER, COUNT = FRAGMENT_HEADER - 3, FRAGMENT_HEADER - 2, FRAGMENT_HEADER - 1  # places in a header
 Place = tuple[int, int]  # numbers of an op's template and origin
 

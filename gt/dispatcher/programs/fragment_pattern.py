@@ -14,7 +14,7 @@ from typing import Any
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.ir.instr import FREE, LENGTHS, PARAM
 
-MAX_NUMBERS = 1 << 13  # of a fragment; clients send some 1,500
+MAX_NUMBERS = 1 << 13  # numbers in a fragment's code; clients send some 1,500
 Getter = Callable[[list], tuple]
 
 
@@ -85,18 +85,18 @@ class FragmentPattern:
         at_fixed, fixed = self.fixed
         if at_fixed(code) != fixed:
             return None
-        ins, made = self.first_in(code), self.first_made(code)
+        ins, new_ids = self.first_in(code), self.first_made(code)
         if tuple(map(ins.__getitem__, self.in_order)) != self.in_places(code):
             return None
-        if tuple(map(made.__getitem__, self.made_order)) != self.made_places(code):
+        if tuple(map(new_ids.__getitem__, self.made_order)) != self.made_places(code):
             return None
-        if len({*ins, *made}) != len(ins) + len(made):
+        if len({*ins, *new_ids}) != len(ins) + len(new_ids):
             return None
         if any(code[place] != seed or code[place + 1] - counter != relative for place, relative in self.randoms):
             return None
         if any(text(code[place]) != shown for place, shown in self.constants.items()):
             return None
-        return FragmentCall(ins, made, code, seed, counter)
+        return FragmentCall(ins, new_ids, code, seed, counter)
 
 
 def text(value: Any) -> str:

@@ -34,13 +34,13 @@ from gt.ir.instr import BACKENDS, END_FRAGMENT, FRAGMENT_HEADER, OFFLOAD, Define
 from gt.ir.layout import Layout
 from gt.ir.spec import Spec
 
-MAX_FRAGMENTS = 512  # of one session; the least recently used one goes beyond that
+MAX_FRAGMENTS = 512  # fragments of a session; beyond that the least recently used one is dropped
 MAX_ALIKE = 8  # fragments of one length and first op
 MAX_TRIES = 4  # recordings of a fragment that can be no program
 MAX_MISFITS = 4  # calls in a row for which a program does not serve; then another is recorded
 MAX_SLOTS = 1024  # functions with counters
-MAX_REASONS = 16  # of one function
-SHORT_INSTRUCTIONS = 2048  # of all workers: a program of fewer is written in milliseconds
+MAX_REASONS = 16  # reasons kept for one function
+SHORT_INSTRUCTIONS = 2048  # instructions on all workers together: a shorter program is written in milliseconds
 NEW, RECORDED = "they were met for the first time", "they were recorded"
 UNFIT = "ZeRO reduces gradients among them, or a shape depends on values"
 KEPT, HELD = "more results were kept than in the calls before", "more inputs were kept than in the calls before"
@@ -54,9 +54,9 @@ class MadeTensor:
     spec: Spec
     layout: Layout
     base: tuple[bool, int] | None
-    known: OpSchema | None  # of a view: its op, and its index among the outputs
+    known: OpSchema | None  # for a view: the op that made it, and which output it is
     index: int
-    default: bool  # of its storage, as the next three
+    default: bool  # this and the next three describe its storage, see state/tensors.py
     undecided: bool
     home: Meaning | None
     rest: Layout | None
@@ -70,17 +70,17 @@ class FragmentProgram:
     defines: dict[int, Define]  # by worker
     uses: list[Define]  # definitions that its code names
     journal: list[Planned]
-    specs: list[Spec]  # of the tensors from before
-    bases: list[tuple[int, int]]  # tensors that the code names beside these: bases of one of them, so many steps up
-    layouts: list[Layout | None]  # of the tensors from before and these bases
-    changed: list[tuple[int, Layout]]  # those of them that have another layout afterwards
-    views: list[int]  # of the storage of each of those, the number of tensors that were alive
-    rebound: list[int]  # those that get other memory
-    sharing: tuple[int, ...]  # of each, the first that shares its memory
-    moved: tuple[int, ...]  # of these, those that the program frees
-    writes: tuple[int, ...]  # of these, those whose memory it changes
-    flags: list[tuple[bool, bool]]  # of these, `default` and `undecided` of the storage afterwards
-    rests: list[tuple[int, Layout | None]]  # those whose storage rests in another layout afterwards
+    specs: list[Spec]  # of each tensor from before: dtype and shape
+    bases: list[tuple[int, int]]  # further tensors that the code names: (number, steps) is that tensor's base, so many views up
+    layouts: list[Layout | None]  # of each tensor from before, then of each of `bases`
+    changed: list[tuple[int, Layout]]  # (number, layout) of each that has another layout afterwards
+    views: list[int]  # by entry of `changed`: how many tensors of its storage were alive
+    rebound: list[int]  # numbers of tensors whose memory is replaced
+    sharing: tuple[int, ...]  # by tensor from before: the first one that shares its memory
+    moved: tuple[int, ...]  # numbers of tensors from before that the program frees
+    writes: tuple[int, ...]  # numbers of tensors from before whose memory it writes
+    flags: list[tuple[bool, bool]]  # by tensor from before: `default` and `undecided` of its storage afterwards
+    rests: list[tuple[int, Layout | None]]  # (number, layout) of tensors whose storage rests in another layout afterwards
     makes: list[MadeTensor]
     live: frozenset[int]  # numbers of tensors that may be alive afterwards
     constants: list[tuple[list[int], int]]
@@ -93,18 +93,18 @@ class Fragment:
     number: int
     key: tuple
     pattern: FragmentPattern
-    rests: tuple[bool, ...]  # of the tensors from before: an op on tensors at rest is planned in another way
+    rests: tuple[bool, ...]  # by tensor from before: True if it is at rest, which changes how ops on it are planned
     program: FragmentProgram | None = None
     tries: int = 0
     misfits: int = 0  # calls in a row for which its program did not serve
-    why: str = ""  # reason for which it is no program
+    why: str = ""  # the reason why it has no program
     kept: set[int] = field(default_factory=set)  # numbers of tensors that were alive behind some call
     held: set[int] = field(default_factory=set)  # numbers of tensors from before that were alive behind some call
 
 
 @dataclass(slots=True)
 class CallCounts:
-    """Ops of a function's calls, and how many of them programs carried out."""
+    """Ops of a function's calls, and how many of them programs executed."""
 
     call: int = -1
     ops: int = 0
@@ -134,8 +134,8 @@ class _Recording:
     call: FragmentCall
     backend: str
     ins: list[Tensor]
-    rests: list[Layout | None]  # of each, the layout in which its storage rested before
-    numbers: list[int] = field(default_factory=list)  # of its ops, as instructions have them
+    rests: list[Layout | None]  # by entry of `ins`: the layout in which its storage rested before
+    numbers: list[int] = field(default_factory=list)  # op numbers, as its instructions carry them
 
 
 def _offloads(tape: Recording) -> str:
@@ -520,8 +520,8 @@ class Fragments:
         if held:
             fragment.held |= held
             return HELD
-        made = [call.made[tensor.number] for tensor in program.makes]
-        if any(type(i) is not int or not 0 < i < TEMPORARY or i in rows for i in made):
+        new_ids = [call.made[tensor.number] for tensor in program.makes]
+        if any(type(i) is not int or not 0 < i < TEMPORARY or i in rows for i in new_ids):
             raise ProtocolError("Ops.code has a fragment that makes tensors under ids that are no new ones")
         tensors = [*ins, *(_base(ins[n], depth) for n, depth in program.bases)] if program.bases else ins
         for tensor, layout in zip(tensors, program.layouts, strict=True):
@@ -537,8 +537,8 @@ class Fragments:
         program.launches += 1
         self._programs.launches += 1
         with self._emitter.op(len(program.journal)):
-            self._enter_results(fragment, program, call, ins, made)
-            ids = self._emitter.ids([*(t.id for t in tensors), *made, *(tensors[n].id for n in program.rebound)])
+            self._enter_results(fragment, program, call, ins, new_ids)
+            ids = self._emitter.ids([*(t.id for t in tensors), *new_ids, *(tensors[n].id for n in program.rebound)])
             for worker, define in program.defines.items():
                 values = program.code[worker].values(call.code)
                 self._emitter.write(self._context.cluster.workers[worker], define, (call.seed, call.counter, *ids, *values))

@@ -8,7 +8,7 @@ from gt.dispatcher.session import ClientSession
 from gt.errors import ProtocolError
 from gt.wire.messages import MAX_TIMES
 
-MAX_SECONDS = 1e6  # of an instruction
+MAX_SECONDS = 1e6  # longest time of an instruction that is believed
 
 
 def record_times(sessions: Iterable[ClientSession], times: list) -> None:

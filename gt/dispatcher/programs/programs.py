@@ -1,7 +1,7 @@
 """Programs: the instructions of a captured step, recorded once and replayed with one instruction for each worker.
 
-A recording keeps every instruction that is sent. Sealing runs the passes over it and makes one stream a worker of it: dead
-values are freed at their last use, other frees are left out, and loop-carried tensors are aliases of the call's results.
+A recording keeps every instruction that is sent. Sealing runs the passes over it and writes one stream for each worker. There
+dead values are freed at their last use, and other frees are left out. Loop-carried tensors are aliases of the call's results.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RecordedLayouts:
         self.layouts: list[Layout] = list(map(_LAYOUT, self.tensors))
 
     def hold(self) -> bool:
-        """True if each tensor lies so, at the cost of a comparison for each."""
+        """True if each tensor has its recorded layout, at the cost of a comparison for each."""
         return all(map(is_, map(_LAYOUT, self.tensors), self.layouts))
 
     def changed(self) -> Iterator[tuple[Tensor, Layout]]:
@@ -71,7 +71,7 @@ class Program:
     makes: list[Storage]
     constants: list[tuple[list[int], int]]
     size: int
-    numbers: dict[int, list[int]] = field(init=False)  # of its definitions
+    numbers: dict[int, list[int]] = field(init=False)  # numbers of its definitions, by worker
     host_copies: LaunchedCopies
     count: LaunchCount = field(default_factory=LaunchCount)
     compared: int = -1
@@ -98,12 +98,13 @@ class Programs:
         self._failures, self._journal = context.failures, context.journal
         self.deferred = DeferredRuns(context, outbox, self)
         self.all: dict[int, Program] = {}
-        self.order: dict = {}  # of the program that was launched last, and its definitions by worker
+        self.order: dict = {}  # schedule report of the program launched last, and its definitions by worker
         self.newest: dict[int, list[int]] = {}
-        self.times: dict[int, float] = {}  # of its definitions: the least seconds that one took while something was recorded
-        self.launches = self.kept = 0  # replays, and instructions of all programs
-        self.sealed = -1  # number of what follows the newest program: what precedes it may make constants of one
-        self._hints: dict[int, list[tuple[int, Layout | None]]] = {}  # slot -> dims of its inputs, how they came to lie
+        self.times: dict[int, float] = {}  # definition number -> fewest seconds that it took while something was recorded
+        self.launches = self.kept = 0  # number of replays; instructions held by all programs
+        self.sealed = -1  # op number behind the newest program: ops before it may have made constants of a program
+        # slot -> number of dims of each input, and the layout that its last call gave it
+        self._hints: dict[int, list[tuple[int, Layout | None]]] = {}
 
     @property
     def holds(self) -> bool:
@@ -268,7 +269,7 @@ class Programs:
         return run_passes(tape, context, (rematerialize,))
 
     def once(self, rows: Sequence[Instruction], base: int, lasting: set[int]) -> list[dict]:
-        """A worker's rows as definitions that are carried out once, with no random numbers but those they have."""
+        """A worker's rows as definitions that are executed once, with no random numbers but those they have."""
         index = {row.seq: row.seq - base for row in rows}
         writer = ProgramWriter(index, lasting, FinishCapture(0, 0, "", "cudagraphs", [], -1, 0, False))
         writer.write(rows)
@@ -311,7 +312,10 @@ class Programs:
             most = MAX_INSTRUCTIONS_PER_SESSION
             return f"it has too many instructions: {tape.size}, and {most - tape.room} of at most {most} are in other programs"
         if tape.late:
-            return "it defers an op on a tensor that is not placed yet"
+            return (
+                "an op on a tensor that is not placed yet was deferred, and a replay would leave it out: use the tensor before "
+                "the call"
+            )
         if not tape.journal:
             return "the function did no op"
         if harm := self._failures.harm(tape.journal):
@@ -426,7 +430,7 @@ class Programs:
         )
         for tensor in storage.tensors.values() if terms else ():
             places = enumerate(tensor.layout.placements if tensor.layout else ())
-            self._context.lay(tensor, Layout(layout.mesh, tuple(terms.get(n, place) for n, place in places)))
+            self._context.set_layout(tensor, Layout(layout.mesh, tuple(terms.get(n, place) for n, place in places)))
 
     def _doomed(self, program: Program, seq: int) -> bool:
         """Taint the results of a replay that reads a failed tensor; True if it cannot be sent, for want of a worker."""

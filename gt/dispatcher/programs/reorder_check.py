@@ -2,8 +2,8 @@
 
 The result of a pass is checked, not trusted. Two conditions suffice:
 
-- Data flow. Every instruction is reached by the definitions that reached it before: the same makers of the tensors that it
-  reads, and memory that was written as often. This is the criterion of a legal reordering in compilers.
+- Data flow. Every instruction is reached by the same definitions as before: the tensors that it reads were made by the same
+  instructions, and their memory was written as often. This is the compilers' criterion of a legal reordering.
 - Progress. All messages and collectives come about even if no worker goes on before its message is taken. These are
   rendezvous semantics, the weakest assumption about buffers.
 """
@@ -58,12 +58,13 @@ class Verifier:
 
 
 def check_same_dataflow(worker: int, old: DataFlow, new: Sequence[Instruction], ops: Mapping[int, Planned]) -> DataFlow | None:
-    """CannotReorder unless every old row is reached by the same definitions, each time that it is carried out.
+    """CannotReorder unless every old row is reached by the same definitions, each time that it is executed.
 
-    A new row is an old one, or stands for one: it replaces it, repeats it, or is a part of it over some of its tensors. A row
-    that stands for none reads and makes nothing. The data flow of the new rows; None if two of them stand for the same row,
-    whose results it does not tell apart.
+    A new row is an old one, or stands for one: it replaces or repeats that row, or does a part of it on some of its tensors. A
+    row that stands for none reads and makes nothing. Returns the data flow of the new rows. None: two of them stand for the
+    same row, and a data flow does not tell their results apart.
     """
+    # Each new row is counted under the old row that it stands for, so the definitions of both are in the same names.
     numbers = dict(zip(old.rows, old.numbers))
     stands = [numbers[row] if row in numbers else _original(row, numbers) for row in new]
     reached = reaching_definitions(new, stands)
@@ -72,9 +73,11 @@ def check_same_dataflow(worker: int, old: DataFlow, new: Sequence[Instruction], 
         if number >= 0:
             after[number].append(definitions)
     for row, want, times in zip(old.rows, old.definitions, after.values()):
+        # A row that was left out has no `times`: that is refused too, since something outside of the step may read its tensors.
         if times and all(definitions == want for definitions in times):
             continue
-        if len(times) > 1 and set(zip(*want)) == {one for definitions in times for one in zip(*definitions)}:  # its parts
+        # An op on lists that is done in parts: together the parts read all that it read, each from the same definitions.
+        if len(times) > 1 and set(zip(*want)) == {one for definitions in times for one in zip(*definitions)}:
             continue
         op = ops.get(row.seq)
         where = f"{op.origin.file}:{op.origin.line} {op.known.name}" if op is not None else row.kind
@@ -83,7 +86,7 @@ def check_same_dataflow(worker: int, old: DataFlow, new: Sequence[Instruction], 
         )
     if len(after) < len(new) - stands.count(-1):
         return None
-    fresh = count(max(old.numbers, default=-1) + 1)  # of rows that stand for none: these make nothing
+    fresh = count(max(old.numbers, default=-1) + 1)  # for rows that replace no old one and make nothing
     return DataFlow(new, [number if number >= 0 else next(fresh) for number in stands], reached)
 
 
@@ -97,6 +100,8 @@ def check_no_deadlock(code: Mapping[int, Sequence[Instruction]]) -> None:
     todo = {
         worker: [step for row in reversed(rows) for step in reversed(_meetings(worker, row))] for worker, rows in code.items()
     }
+    # Simulate rendezvous: a step is done once all its members have come to it. The order in which steps are done makes no
+    # difference, since each worker has one next step. So what is left at the end is a deadlock, and nothing else is.
     able = list(todo)
     while able:
         worker = able.pop()

@@ -64,7 +64,7 @@ def make(request: ScheduleRequest, costs: Costs | None = None) -> Schedule:
     name, micro_batches = request.name, request.micro_batches
     where = checked(request.workers)
     if name not in NAMES:
-        raise ConfigError(f"{name!r} is no schedule; there are {', '.join(NAMES)}")
+        raise ConfigError(f"{name!r} is not a schedule; want one of {', '.join(NAMES)}")
     if micro_batches < 1:
         raise ConfigError(f"{name} wants a micro-batch or more, got {micro_batches}")
     priced = costs or uniform(len(where))

@@ -51,8 +51,8 @@ def _action(token: str, line: int, place: int) -> Action:
     match = ACTION.fullmatch(token)
     if match is None:
         raise ConfigError(
-            f"line {line}, action {place}: {token!r} is no action; want stage, one of {' '.join(EACH)} and micro-batch, "
-            f"as 0F0, or stage and one of {' '.join(ONCE)}, as 0R"
+            f"line {line}, action {place}: {token!r} is not an action; want a stage, one of {' '.join(EACH)} and a "
+            f"micro-batch, as 0F0, or a stage and one of {' '.join(ONCE)}, as 0R"
         )
     stage, kind, micro, once = match.groups()
     return Action(int(stage), once) if once else Action(int(stage), kind, int(micro))
@@ -60,19 +60,19 @@ def _action(token: str, line: int, place: int) -> Action:
 
 def members(rows: Rows) -> tuple[tuple[int, ...], ...]:
     """The rows (workers) of each stage. ConfigError for a stage in no row, or with different actions in its rows."""
-    found: dict[int, list[int]] = {}
+    workers_of: dict[int, list[int]] = {}
     for worker, row in enumerate(rows):
         for stage in {action.stage for action in row}:
-            found.setdefault(stage, []).append(worker)
-    missing = [stage for stage in range(max(found, default=-1) + 1) if stage not in found]
-    if missing or not found:
+            workers_of.setdefault(stage, []).append(worker)
+    missing = [stage for stage in range(max(workers_of, default=-1) + 1) if stage not in workers_of]
+    if missing or not workers_of:
         raise ConfigError(f"stage {missing[0] if missing else 0} is in no row; stages are numbered from 0")
-    for stage, some in found.items():
-        first, *others = ({action for action in rows[worker] if action.stage == stage} for worker in some)
-        for worker, other in zip(some[1:], others):
+    for stage, workers in workers_of.items():
+        first, *others = ({action for action in rows[worker] if action.stage == stage} for worker in workers)
+        for worker, other in zip(workers[1:], others):
             for action in sorted(first ^ other):
-                raise ConfigError(f"stage {stage} is in rows {some[0]} and {worker}, and {action} is in one of them only")
-    return tuple(tuple(found[stage]) for stage in range(len(found)))
+                raise ConfigError(f"stage {stage} is in rows {workers[0]} and {worker}, and {action} is in one of them only")
+    return tuple(tuple(workers_of[stage]) for stage in range(len(workers_of)))
 
 
 def placement(rows: Rows) -> tuple[int, ...]:

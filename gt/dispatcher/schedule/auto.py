@@ -152,12 +152,12 @@ def whole(workers: Placement, costs: Costs) -> list[float]:
 
 def within(workers: Placement, costs: Costs, limits: Sequence[float], ahead: float) -> list[int]:
     """Limit of micro-batches in flight for each stage, by memory; never more than for the stage before."""
-    found: list[int] = []
+    fitting: list[int] = []
     for stage, worker in enumerate(workers):
         most = 1 + int(ahead * (len(workers) - 1 - stage))
         room = limits[worker] / costs.activation[stage] if costs.activation[stage] else most
-        found.append(int(max(1, min([most, room * CLOSE, *found[-1:]]))))
-    return found
+        fitting.append(int(max(1, min([most, room * CLOSE, *fitting[-1:]]))))
+    return fitting
 
 
 def by_costs(rows: Rows, costs: Costs) -> Rows:

@@ -13,7 +13,7 @@ from gt.dispatcher.schedule.costs import Costs
 from gt.dispatcher.schedule.placement import checked
 from gt.errors import ConfigError
 
-WORTH = 0.02  # least gain of a cut that is proposed, as a part of the step
+MIN_GAIN_SHARE = 0.02  # least gain of a cut that is proposed, as a part of the step
 Unit = tuple[float, str]  # an op of the forward: its time and its label
 
 
@@ -25,14 +25,14 @@ def balance(costs: Costs, units: Sequence[Sequence[Unit]], request: schedule.Sch
     totals = [f + i + w for f, i, w in zip(costs.forward, costs.input, costs.weight)]
     where = checked(request.workers)
     work = [total * len(members) for total, members in zip(totals, where)]
-    found: dict[str, Any] = {"seconds": totals, "share": [part / sum(work) if sum(work) else 0.0 for part in work]}
+    report: dict[str, Any] = {"seconds": totals, "share": [part / sum(work) if sum(work) else 0.0 for part in work]}
     if not all(sum(unit[0] for unit in stage) for stage in units) or any(len(members) > 1 for members in where):
-        return found
+        return report
     flat = [unit[0] / sum(u[0] for u in own) * total for own, total in zip(units, totals) for unit in own]
     ends = cut(flat, len(totals))
     better = [sum(flat[a:b]) for a, b in zip([0, *ends], [*ends, len(flat)])]
-    if max(better) > (1 - WORTH) * max(totals):
-        return found
+    if max(better) > (1 - MIN_GAIN_SHARE) * max(totals):
+        return report
     scale = [new / old if old else 1.0 for new, old in zip(better, totals)]
     moved = replace(
         costs, forward=_by(costs.forward, scale), input=_by(costs.input, scale), weight=_by(costs.weight, scale)
@@ -40,13 +40,13 @@ def balance(costs: Costs, units: Sequence[Sequence[Unit]], request: schedule.Sch
     with suppress(ConfigError):
         spans = [schedule.simulate(schedule.make(request, each).rows, each).makespan for each in (costs, moved)]
         gain = 1 - spans[1] / spans[0] if spans[0] else 0.0
-        if gain >= WORTH:
+        if gain >= MIN_GAIN_SHARE:
             labels = [unit[1] for own in units for unit in own]
             begins = [next((label for label in labels[end:] if label), "") for end in ends]
             share = [t / sum(better) for t in better]
             moves = moved_ops(units, ends)
-            found["better"] = {"gain": gain, "schedule": request.name, "share": share, "begins": begins, "moves": moves}
-    return found
+            report["better"] = {"gain": gain, "schedule": request.name, "share": share, "begins": begins, "moves": moves}
+    return report
 
 
 def moved_ops(units: Sequence[Sequence[Unit]], ends: Sequence[int]) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ def insert_epilogue(rows: Rows, costs: Costs) -> Made:
     An all-reduce that overlaps compute follows its stage's last W. An optimizer follows its stage's all-reduce, or those of
     all stages where it is joint. A simulation compares placement in gaps with the first possible place.
     """
-    made: list[Made] = []
+    candidates: list[Made] = []
     for insert in (_in_a_gap, _at_once):
         placed = whole(rows)
         for kind in NEEDS:
@@ -33,8 +33,8 @@ def insert_epilogue(rows: Rows, costs: Costs) -> Made:
                 placed = _place(placed, costs, kind, _at_once if kind == "R" and costs.overlap else insert)
         if placed == whole(rows):
             return placed
-        made.append(placed)
-    return min(made, key=lambda placed: simulate(placed, costs).makespan)
+        candidates.append(placed)
+    return min(candidates, key=lambda placed: simulate(placed, costs).makespan)
 
 
 def _place(rows: Made, costs: Costs, kind: str, insert: Insert) -> Made:

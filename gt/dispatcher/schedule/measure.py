@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-Stamps = Sequence[Sequence]  # of one worker: (action, start, end), all by one clock
+Stamps = Sequence[Sequence]  # one worker's (action, start, end), all by one clock
 
 
 def measured(workers: Sequence[Stamps], transfers: Sequence[Stamps] = ()) -> dict[str, Any]:

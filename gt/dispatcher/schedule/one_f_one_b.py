@@ -1,7 +1,8 @@
-"""GPipe (Huang et al., 2019), 1F1B (PipeDream, Narayanan et al., 2019; with flushes, as in Megatron-LM) and interleaved 1F1B
-(Narayanan et al., Efficient large-scale language model training on GPU clusters, 2021).
+"""The schedules GPipe, 1F1B and interleaved 1F1B: rows of F and B for each worker.
 
-Rows of F and B, from the worker of each stage and the number of micro-batches. Costs play no part.
+GPipe: Huang et al., 2019. 1F1B: PipeDream, Narayanan et al., 2019; with flushes, as in Megatron-LM. Interleaved 1F1B:
+Narayanan et al., Efficient large-scale language model training on GPU clusters, 2021. A table follows from the worker of each
+stage and the number of micro-batches alone; costs play no part.
 """
 
 from __future__ import annotations

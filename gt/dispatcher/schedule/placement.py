@@ -41,13 +41,13 @@ def checked(workers: Sequence[int | Members]) -> tuple[Members, ...]:
 
 def blocks(workers: Placement) -> list[list[int]]:
     """Runs of consecutive stages with one worker."""
-    found: list[list[int]] = []
+    blocks_of: list[list[int]] = []
     for stage, worker in enumerate(workers):
         if stage and worker == workers[stage - 1]:
-            found[-1].append(stage)
+            blocks_of[-1].append(stage)
         else:
-            found.append([stage])
-    return found
+            blocks_of.append([stage])
+    return blocks_of
 
 
 def expand(rows: Rows, found: Sequence[Sequence[int]]) -> list[list[Action]]:
@@ -64,10 +64,10 @@ def expand(rows: Rows, found: Sequence[Sequence[int]]) -> list[list[Action]]:
 
 def mates(workers: Placement) -> list[list[int]]:
     """The stages of each worker."""
-    found: list[list[int]] = [[] for _ in range(max(workers) + 1)]
+    stages_of: list[list[int]] = [[] for _ in range(max(workers) + 1)]
     for stage, worker in enumerate(workers):
-        found[worker].append(stage)
-    return found
+        stages_of[worker].append(stage)
+    return stages_of
 
 
 def lags(workers: Sequence, costs: Costs) -> list[float]:

@@ -47,7 +47,10 @@ class _Run:
     """State of a simulation.
 
     `forward` has the ends of F by (stage + 1) * m + micro, `gradient` those of B and I by stage * m + micro. Entries of the
-    missing neighbours, before stage 0 and after the last stage, are 0.
+    missing neighbours, before stage 0 and after the last stage, are 0. An end is NEVER until its action has run. At most one
+    worker waits for a cell: the stage's neighbour in that direction, or the stage itself for its W.
+
+    `advance` keeps the state of its worker in locals. It writes them back before calls that change them.
     """
 
     def __init__(self, rows: Rows, costs: Costs) -> None:
@@ -74,6 +77,8 @@ class _Run:
 
     def all(self) -> None:
         """Advance all workers to their ends. A worker at an L, R or O is tried again once all others wait."""
+        # F, B and I wake those that wait for them (`waiting`). An L, R or O may wait for many actions at once, so no single
+        # one wakes it: it is tried again when nobody else can advance, until a round of tries executes nothing.
         done = -1
         while self.able:
             while self.able:
@@ -178,9 +183,9 @@ class _Run:
         if not self.arrive(worker, Action(stage, kind)) or any(self.lacks(w, stage, kind) is not None for w in mates):
             return False
         ready = 0.0
-        if kind == "O":
+        if kind == "O":  # an optimizer with gradient clipping needs the gradients of all stages, see `gradients_of`
             ready = max(self.ready[other][w] for mate in mates for other, w in self.gradients_of(mate, stage))
-        elif kind == "R":
+        elif kind == "R":  # reductions of a worker share its link, one after the other
             ready = max(self.link[w] for w in mates)
         end = self.together(worker, stage, ready, took, beside=kind == "R" and self.costs.overlap)
         if kind == "R":

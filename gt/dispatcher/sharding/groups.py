@@ -1,8 +1,8 @@
 """The meaning of a signal group: its mesh, and the split of its weights and of activations that enter it.
 
-`axis` in the YAML is a dim of a weight stored [in, out]: *_colpar (1) splits a matmul weight's output features and its
-bias, *_rowpar (0) its input features. Any other group replicates parameters. It also replicates activations where groups of
-its name with _colpar or _rowpar exist, and otherwise splits entering activations along dim `axis` (data parallel).
+`axis` in the YAML is a dim of a weight stored [in, out]. *_colpar (1) splits the output features of a matmul's weight and its
+bias. *_rowpar (0) splits the weight's input features. Any other group replicates parameters. It also replicates activations
+if groups of its name with _colpar or _rowpar exist. Otherwise it splits entering activations along dim `axis` (data parallel).
 """
 
 from __future__ import annotations

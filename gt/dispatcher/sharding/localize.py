@@ -69,16 +69,16 @@ def duplicate(spec: Spec) -> dict[str, Any]:
 
 def out_specs(known: OpSchema, layouts: Sequence[Layout], rank: int) -> list[Spec | None]:
     """Local spec of each flat output."""
-    made: list[Spec | None] = []
+    specs: list[Spec | None] = []
     for out, layout in zip(known.template.outs, layouts, strict=True):
         spec = out.spec
         if spec is None:
-            made.append(None)
+            specs.append(None)
         elif all(not isinstance(p, Shard) for p in layout.placements):
-            made.append(spec)
+            specs.append(spec)
         else:
-            made.append(dense(local_shape(layout, spec.shape, rank), spec))
-    return made
+            specs.append(dense(local_shape(layout, spec.shape, rank), spec))
+    return specs
 
 
 def payload(known: OpSchema, ins: Sequence[Layout], outs: Sequence[Layout], rank: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ WIDEN_ELEMENTS = 1 << 18  # larger partial tensors are reduced before a cast to 
 
 def linear(known: OpSchema, places: list[Place]) -> bool:
     """True if the op on partial operands gives a partial result."""
-    ins, made = known.template.ins, known.template.outs
+    ins, outs = known.template.ins, known.template.outs
     terms = places[:1] if known.name in SCALED else places
     if not terms or not all(isinstance(p, Partial) and p.op == "sum" for p in terms) or not same_dtype_kind(known, places):
         return False
@@ -28,16 +28,16 @@ def linear(known: OpSchema, places: list[Place]) -> bool:
         numbers = len(places) == 2 and not any(spec.shape for spec in ins)  # a loss / its weight; other divisors may be 0
         return len(places) == 1 or (numbers and not isinstance(places[1], Partial))
     if known.name == "_to_copy":
-        return made[0].spec is not None and (ins[0].dtype, made[0].spec.dtype) in WIDER and ins[0].numel <= WIDEN_ELEMENTS
+        return outs[0].spec is not None and (ins[0].dtype, outs[0].spec.dtype) in WIDER and ins[0].numel <= WIDEN_ELEMENTS
     same = len({spec.shape for spec in ins}) == 1
     return known.name in LINEAR and same and len(places) == LINEAR[known.name]  # not replicated: added once a worker
 
 
 def casts_gradient(known: OpSchema) -> bool:
     """True for a cast from a dtype of mixed precision to fp32, and for a product with a number on workers."""
-    ins, made = known.template.ins, known.template.outs
+    ins, outs = known.template.ins, known.template.outs
     if known.name == "_to_copy":
-        return made[0].spec is not None and (ins[0].dtype, made[0].spec.dtype) in WIDER
+        return outs[0].spec is not None and (ins[0].dtype, outs[0].spec.dtype) in WIDER
     return known.name == "mul" and len(ins) == 2 and not ins[1].shape and ins[0].dtype == ins[1].dtype == "float32"
 
 

@@ -59,6 +59,8 @@ def local_boxes(part: Sequence[Sequence[Interval]], held: Spans) -> list[list[li
 
 def on_mesh(cluster: Cluster, shape: Sequence[int], dtype: str, have: Layout, want: Layout) -> Iterator[RedistributionStep]:
     """Steps between two layouts of one mesh: gathers first, from the last axis; then splits, from the first."""
+    # Gathers go from the last axis to the first, since splits of one dim nest in the order of axes: the innermost is undone
+    # first. Splits then go the other way. Each step begins with the layout that the step before it leaves.
     now = have
     tangled = _tangled(have, want)
     for axis in reversed(range(len(have.mesh.axes))):
@@ -67,6 +69,7 @@ def on_mesh(cluster: Cluster, shape: Sequence[int], dtype: str, have: Layout, wa
             continue
         if isinstance(held, Partial):
             raise AssertionError("a partial tensor is reduced in place before it is redistributed")
+        # An all_to_all moves 1/n of what a gather moves. It is right only if no other axis splits either dim, at any time.
         if isinstance(wanted, Shard) and all(_alone(at, axis) for at in (now, want, now.with_placement(axis, wanted))):
             step = _exchange(cluster, shape, dtype, now, axis, wanted)
         else:
@@ -146,6 +149,7 @@ def _slice(shape: Sequence[int], dtype: str, layout: Layout, axis: int, to: Plac
     orders = []
     for rank, worker in enumerate(mesh.workers):
         if isinstance(to, Partial):
+            # One worker keeps the value and the others get zeros, so that the sum is right. Other reductions take equal terms.
             keep = to.op != "sum" or mesh.coordinates(rank)[axis] == 0
             orders.append(Order(worker, "partial", {"keep": keep, "op": to.op}))
             continue
@@ -188,6 +192,7 @@ def scatter(cluster: Cluster, shape: Sequence[int], dtype: str, layout: Layout, 
 
 def between(cluster: Cluster, shape: Sequence[int], dtype: str, have: Layout, want: Layout, name: str) -> RedistributionStep:
     """Pairwise transfers from one mesh to another; a worker of both keeps what it has."""
+    # Ranks with equal spans are replicas: any of them may send.
     sources: dict[Spans, list[int]] = {}
     for rank in range(len(have.mesh.workers)):
         sources.setdefault(spans(have, shape, rank), []).append(rank)
@@ -206,6 +211,7 @@ def between(cluster: Cluster, shape: Sequence[int], dtype: str, have: Layout, wa
             if worker in holders:
                 local += [[src, dst] for src, dst in zip(out, into, strict=True)]
                 continue
+            # Receivers are spread over the replicas, neighbours to neighbours, so that no replica sends everything.
             sender = holders[rank * len(holders) // len(want.mesh.workers)]
             channel = cluster.channel_payload(sender, worker, worker)
             orders.append(Order(sender, "send", {"channel": channel, "boxes": out}))

@@ -1,7 +1,7 @@
 """Shape checks before sharding rules: shapes of operands, sizes and results have to agree as in torch.
 
-A client's template may claim any shapes. Where they do not agree, the op gets a name without a rule: its inputs are gathered,
-and it fails on its worker with torch's error.
+A client's template may claim any shapes. If they do not agree, the op is planned under a name that has no rule. Its inputs are
+then gathered, and it fails on its worker with torch's error.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def _dims(given: Any, rank: int) -> list[int]:
     """Dims from 0 up; IndexError for one out of range or given twice."""
     dims = [given] if isinstance(given, int) else list(given)
     least, most = -max(rank, 1), max(rank, 1)
-    found = [d % rank for d in dims if rank]
-    if any(not least <= d < most for d in dims) or len(set(found)) != len(found):
+    normalized = [d % rank for d in dims if rank]
+    if any(not least <= d < most for d in dims) or len(set(normalized)) != len(normalized):
         raise IndexError(f"dims {given} of {rank}")
-    return found
+    return normalized
 
 
 def _without(shape: Shape, dims: Iterable[int]) -> Shape:
@@ -133,9 +133,9 @@ def reduction(op: Shapes) -> bool:
 def matmul(op: Shapes) -> bool:
     first, batched, vector = int(op.name.startswith(("add", "badd"))), "bmm" in op.name, op.name.endswith("mv")
     a, b = op.ins[first:]
-    made = a[:-1] if vector else (*a[:-1], b[-1])
+    result = a[:-1] if vector else (*a[:-1], b[-1])
     fits = b == a[-1:] if vector else len(b) == len(a) and b[:-1] == (*a[:-2], a[-1])
-    return fits and len(a) == 2 + batched and op.makes(made) and all(_broadcasts(added, made) for added in op.ins[:first])
+    return fits and len(a) == 2 + batched and op.makes(result) and all(_broadcasts(added, result) for added in op.ins[:first])
 
 
 def layer_norm(op: Shapes) -> bool:
@@ -229,10 +229,10 @@ def constant_pad(op: Shapes) -> bool:
 
 
 def cat(op: Shapes) -> bool:
-    (made,) = op.outs
-    some = [shape for shape in op.ins if shape != (0,)] or op.ins
-    (dim,) = _dims(op.arg(1, 0), len(made or ()))
-    return bool(some) and all(_same_but(shape, made, (dim,)) for shape in some)
+    (result,) = op.outs
+    shapes = [shape for shape in op.ins if shape != (0,)] or op.ins
+    (dim,) = _dims(op.arg(1, 0), len(result or ()))
+    return bool(shapes) and all(_same_but(shape, result, (dim,)) for shape in shapes)
 
 
 def stack(op: Shapes) -> bool:

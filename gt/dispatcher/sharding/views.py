@@ -92,17 +92,17 @@ class Runs:
 def reshape_along(known: OpSchema, places: Sequence[Placement], sizes: Sequence[int]) -> list[Placement] | None:
     """reshape where several mesh axes split dims, which it may join into one dim or divide into several."""
     before, after = Runs(), Runs()
-    made: list[Placement] = []
+    placements: list[Placement] = []
     for place, size in zip(places, sizes, strict=True):
         if isinstance(place, Shard):
             found = reshape(known, before.enter(place, size), size)
             left = found and after.leave(found, size)
             if left is None:
                 return None
-            made.append(left)
+            placements.append(left)
         else:
-            made.append(place)
-    return made
+            placements.append(place)
+    return placements
 
 
 def _in_run(place: Shard, before: list[tuple[int, int]], after: list[tuple[int, int]], size: int) -> Shard | None:

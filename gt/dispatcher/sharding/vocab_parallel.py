@@ -22,7 +22,7 @@ from gt.ir.template import Const, Out, Template
 HALF = ("float16", "bfloat16")
 NO_LABEL = -(1 << 31) + 2  # replaces a label in another worker's piece
 BEYOND_LABELS = (1 << 31) - 1  # larger than every label
-SUMS = "sums of rows"  # of a gradient: a second output of nll_loss_backward, which saves the softmax backward a reduction
+SUMS = "sums of rows"  # name of nll_loss_backward's second output: a gradient's row sums save the softmax backward a reduction
 Starts = Sequence[Sequence[Place]]
 
 
@@ -218,11 +218,11 @@ def _marked(ignored: int) -> tuple[int | None, int]:
 def _axis_kinds(split: Split, labels: Sequence[Place]) -> list[str]:
     """The dim that each mesh axis splits: "classes", "rows" or "" for none."""
     rows = len(split.spec.shape) > 1
-    found = []
+    kinds = []
     for axis, (mine, others) in enumerate(zip(split.layout.placements, labels, strict=True)):
         row = rows and Shard(0) in (mine, others)
-        found.append("classes" if axis in split.axes else "rows" if row else "")
-    return found
+        kinds.append("classes" if axis in split.axes else "rows" if row else "")
+    return kinds
 
 
 def _axes(kinds: Sequence[str], **by_kind: Any) -> Placements:
@@ -287,11 +287,11 @@ def nll_loss_backward(known: OpSchema, starts: Starts, mesh: Mesh) -> list[Chain
     grad = rows if t.ins[0].shape else _axes(kinds)
     wants = (grad, made, rows, *[_axes(kinds, classes=Shard(0))] * (known.tensors - 4), _axes(kinds))
 
-    def gradient(scores: ChainValue, labels: ChainValue, out: Spec, name: int | str, lies: Placements) -> ChainOp:
+    def gradient(scores: ChainValue, labels: ChainValue, out: Spec, name: int | str, result: Placements) -> ChainOp:
         ins = (t.ins[0], scores.spec, labels.spec, *t.ins[3:])
         local = OpSchema(Template(t.op, (*t.args[:5], mark, *t.args[6:]), t.kwargs, ins, 0, (Out("new", out),), ()))
         names = (0, scores.name, labels.name, *range(3, known.tensors))
-        return ChainOp((local,), names, (name,), (wants[0], lies, *wants[2:]), (lies,))
+        return ChainOp((local,), names, (name,), (wants[0], result, *wants[2:]), (result,))
 
     out = t.outs[0].spec
     assert out is not None
@@ -327,9 +327,9 @@ def embedding(known: OpSchema, starts: Starts, mesh: Mesh) -> list[ChainOp] | No
     away = chain.placed("eq.Scalar", own, NO_LABEL, out=_like(own.spec, "bool"), where=where)
     safe = chain.placed("masked_fill.Scalar", own, away, 0, out=own.spec, where=where)
     away = chain.placed("_unsafe_view.default", away, list(tall), out=contiguous(tall, "bool"), where=where)
-    t, lies = known.template, tuple(Shard(0) if n in split.axes else R for n in range(len(mesh.axes)))
+    t, by_rows = known.template, tuple(Shard(0) if n in split.axes else R for n in range(len(mesh.axes)))
     local = OpSchema(Template(t.op, t.args, t.kwargs, (table, safe.spec), 0, t.outs))
-    chain.parts.append(ChainOp((local,), (0, safe.name), ("rows",), (lies, where), (where,)))
+    chain.parts.append(ChainOp((local,), (0, safe.name), ("rows",), (by_rows, where), (where,)))
     terms = tuple(P if n in split.axes else p for n, p in enumerate(where))
     return chain.end(chain.placed("masked_fill.Scalar", ChainValue("rows", out), away, 0.0, out=out, where=where, makes=terms))
 
@@ -346,8 +346,8 @@ def embedding_backward(known: OpSchema, starts: Starts, mesh: Mesh, table: Place
     chain = Chain(known)
     own = _own(chain, 1, split, where, padding if padding >= 0 else None, -1)
     local = OpSchema(Template(t.op, (*t.args[:3], -1, False), t.kwargs, (t.ins[0], own.spec), 0, t.outs))
-    lies = tuple(Shard(0) if n in split.axes else P if isinstance(p, Shard) else R for n, p in enumerate(where))
-    chain.parts.append(ChainOp((local,), (0, own.name), (-1,), (where, where), (lies,)))
+    result = tuple(Shard(0) if n in split.axes else P if isinstance(p, Shard) else R for n, p in enumerate(where))
+    chain.parts.append(ChainOp((local,), (0, own.name), (-1,), (where, where), (result,)))
     return chain.parts
 
 

@@ -16,7 +16,7 @@ from gt.errors import ProtocolError
 from gt.wire.arena import BLOCK_BYTES, HEADER_BYTES, MAX_ARENA_BYTES, NONCE_BYTES, owner_proof, parse_place
 from gt.wire.messages import ArenaOpened, CloseArenas, Fetch, Message, OfferArena, OfferFile, Store
 
-MAX_ARENAS = 1024  # of one session
+MAX_ARENAS = 1024  # arenas of one session
 MAX_HOME_CHARACTERS = MAX_NAME_CHARACTERS = 255
 _NONCE = re.compile(f"[0-9a-f]{{{2 * NONCE_BYTES}}}")
 
@@ -31,7 +31,7 @@ class SharedArena:
     offer: OfferArena | OfferFile
     owner: OfferArena | None = None
     name: str = ""
-    asked: set[int] = field(default_factory=set)  # of which the answer is still to come
+    asked: set[int] = field(default_factory=set)  # workers that have not answered yet
     workers: set[int] = field(default_factory=set)
 
     @property
@@ -53,7 +53,7 @@ class SessionArenas:
         self._context, self._cluster = context, context.cluster
         self._arenas: dict[int, SharedArena] = {}  # by the client's number
         self.by_key: dict[int, SharedArena] = {}
-        self.bytes_shared = 0  # of uploads and fetched values
+        self.bytes_shared = 0  # bytes of uploads and fetched values that went through arenas
 
     def offer(self, message: OfferArena) -> None:
         """A client's new arena; ProtocolError for one that is none. Its host's workers are asked to open it."""
@@ -115,7 +115,7 @@ class SessionArenas:
         for number in message.arenas:
             arena = self._arenas.pop(number, None) if type(number) is int else None
             if arena is None:
-                raise ProtocolError(f"CloseArenas.arenas has {number!r:.40}, which is no arena of this session")
+                raise ProtocolError(f"CloseArenas.arenas has {number!r:.40}, want an open arena of this session")
             self._close(arena)
 
     def _close(self, arena: SharedArena) -> None:
@@ -128,7 +128,7 @@ class SessionArenas:
     def place(self, number: int, nbytes: int) -> BlockPlace | None:
         """The block at this place; None if its arena is not open, ProtocolError if the block is not within it."""
         if not 0 <= number < 1 << 62:
-            raise ProtocolError(f"{number} is no place in an arena")
+            raise ProtocolError(f"{number} is not a place in an arena")
         index, offset = parse_place(number)
         arena = self._arenas.get(index)
         if arena is None:

@@ -76,8 +76,8 @@ class SessionContext:
         """The one object for equal layouts, so that plans can be keyed by identity."""
         return self._layouts.setdefault(layout, layout)
 
-    def lay(self, tensor: Tensor, layout: Layout) -> None:
-        """A tensor, which may have been placed before, lies in this layout from now on."""
+    def set_layout(self, tensor: Tensor, layout: Layout) -> None:
+        """Note the layout of a tensor, which may have had another one before."""
         tensor.layout = self.intern(layout)
         self.table.relaid += 1
 

@@ -34,17 +34,17 @@ class Emitter:
 
     def __init__(self, cluster: Cluster, session: int, page: list[str] | None = None) -> None:
         self.cluster = cluster
-        self.origin = NO_ORIGIN  # of the op being planned
+        self.origin = NO_ORIGIN  # origin of the op being planned
         self.scribe: Scribe | None = None
         self.number, self.offset = session, session << BASE_BITS
         self.write_log(page)
         self.seq = self.base = 0
         self.next_temporary = TEMPORARY
         self.used: set[int] = set()  # workers this session has sent anything
-        self.joined = False  # whether values have ever crossed between workers
+        self.joined = False  # True once any value has crossed between workers
         self.sent = 0
         self.costs: dict[int, float] = {}  # seconds that a definition takes, of long ones
-        self.seconds = 0.0  # what is written takes on one worker, since it was last sent
+        self.seconds = 0.0  # estimated seconds of the instructions written since the last send, on one worker
         self.kept: dict[int, Define] | None = None  # while a program is recorded, what it names
         self._shared: dict[str, Define] = {}
         self.defined: dict[int, _Life] = {}

@@ -112,8 +112,8 @@ class Launched(Planned):
     """A program's replay: all of its ops under consecutive numbers, with what all of them read, wrote and made."""
 
     ops: Sequence[Planned]
-    number: int  # of the replay, from 1
-    cause: Cause | None = None  # of the first of its ops that failed
+    number: int  # number of the replay, from 1
+    cause: Cause | None = None  # the cause of the first op that failed in it
 
     @property
     def end(self) -> int:
@@ -141,7 +141,7 @@ class OpJournal:
     def __init__(self) -> None:
         self.rows: deque[Planned] = deque()
         self.moves: deque[Moved] = deque()  # for these ops
-        self.marks: dict[Storage, list[Mark]] = {}  # of what has failed or healed, by number of the op
+        self.marks: dict[Storage, list[Mark]] = {}  # by storage: failures and healings, in order of op numbers
         self._tape: list[Planned] | None = None
         self._layouts: dict[int, Layout | None] = {}
         self._trace: Callable[[Planned], None] | None = None
@@ -284,13 +284,13 @@ class Failures:
         self.troubled = False  # some storage may be failed: ops take the careful path
         self.unreported: deque[Cause] = deque()
         self.full_upto = 0  # ops before it that found no room are told of
-        self._last_error: GTError | None = None  # of an op
-        self._losses: dict[int, Cause] = {}  # of workers that are lost now
+        self._last_error: GTError | None = None  # the last error of an op that was reported
+        self._losses: dict[int, Cause] = {}  # by lost worker: the cause that its tensors get
         self._lost: Cause | None = None  # the last of them, also when all are back
         self._failed_ops: set[int] = set()
-        self._dropped_ops: set[int] = set()  # those among them that were not begun
+        self._dropped_ops: set[int] = set()  # ops among them that were not begun
         self.dropped = False  # an interrupt has dropped ops
-        self.unviewed: set[Storage] = set()  # of which views were not made
+        self.unviewed: set[Storage] = set()  # storages of which a view could not be made
         self.first_dropped = UNDROPPED  # number of the first of them, since an interrupt ended last
 
     def forget(self, end: int) -> None:
@@ -351,12 +351,12 @@ class Failures:
             if row.seq in seqs and row not in unplaced:
                 cause = Cause(not_begun(row), seq=row.seq)
                 for storage in row.makes:
-                    if any(storage is read for read in row.reads):  # of a view the base is there
+                    if any(storage is read for read in row.reads):  # a view's base is in the table
                         self.unviewed.add(storage)
                     else:
                         self._journal.fail(row.seq, storage, cause)
                         storage.unallocated = True
-        self._table.relaid += 1  # of what is undone
+        self._table.relaid += 1  # layouts are undone, so programs compare all of them again
         self._journal.undo_moves(self._dropped_ops)  # some workers may have reported earlier ones before
         for storage in {id(tensor.storage): tensor.storage for tensor in self._table.rows.values()}.values():
             if storage.moved in self._dropped_ops and storage.recipe is None:  # its pieces are on their way from what is freed

@@ -1,6 +1,6 @@
 """Answers that a client waits for: values, shapes, reports. None is sent before all that it may depend on is known to be good.
 
-A fetch is answered when every worker of the session has carried out what was issued before it. A failure anywhere upstream
+A fetch is answered when every worker of the session has executed what was issued before it. A failure anywhere upstream
 is known by then.
 """
 
@@ -28,8 +28,8 @@ from gt.wire.messages import AHEAD, CHUNK, THROUGH, Described, Failed, Piece, Re
 
 NO_PLACE = -1
 MAX_REQUESTS = 256  # requests of a client under way
-MAX_DESCRIBED_TENSORS = 4096  # of one Describe
-MAX_STORED_TENSORS = 256  # of one Store
+MAX_DESCRIBED_TENSORS = 4096  # tensors in one Describe
+MAX_STORED_TENSORS = 256  # tensors in one Store
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Request:
     kind: str
     runs: dict[int, int]
     tensors: list[Tensor]
-    keys: dict[int, int] = field(default_factory=dict)  # of each part, and the worker that is to send it
+    keys: dict[int, int] = field(default_factory=dict)  # key of each piece -> the worker that sends it
     parts: list = field(default_factory=list)  # [key, boxes] of a fetch
     held: list[tuple[Piece, tuple]] = field(default_factory=list)
     specs: dict[int, list] = field(default_factory=dict)
@@ -50,12 +50,12 @@ class Request:
     dtype: str = ""
     verified: bool = False
     since: float = 0.0
-    seq: int = -1  # of what was asked of the workers
-    named: dict[int, str] = field(default_factory=dict)  # of a store: name of the tensor that was asked for under each seq
-    place: BlockPlace | None = None  # of a block of the client that workers write their parts into
-    granted: dict[int, int] = field(default_factory=dict)  # bytes of a large piece that may come, once more than AHEAD
+    seq: int = -1  # op number under which the workers were asked
+    named: dict[int, str] = field(default_factory=dict)  # for a store: op number -> name of the tensor
+    place: BlockPlace | None = None  # the client's block that workers write their pieces into
+    granted: dict[int, int] = field(default_factory=dict)  # key -> bytes of a large piece that its worker may send by now
     holds: bool = False  # workers write from the tensors themselves: no op may change them before the answer
-    moved: float = -1.0  # when something of the answer came last, or could come at last; below 0: it has to be worked for
+    moved: float = -1.0  # time of the answer's last progress; below 0: workers have still to compute it
 
     @property
     def owed(self) -> set[int]:
@@ -307,7 +307,7 @@ class Fetches:
         """The request that a worker's answer is for; None for one that is no longer open."""
         request = self.by_key.get(key)
         if request is not None and request.keys[key] != index:
-            raise ProtocolError(f"key {key} is another worker's to answer")
+            raise ProtocolError(f"key {key} belongs to another worker's piece")
         return request
 
     def piece(self, index: int, message: Piece, frames: tuple) -> None:
@@ -316,7 +316,7 @@ class Fetches:
         if request is None:
             return
         if request.kind == "describe":
-            raise ProtocolError(f"Piece.key is {message.key}, of which a description was asked")
+            raise ProtocolError(f"Piece.key is {message.key}, want Described for this key")
         size, total = sum(len(f) for f in frames), request.sizes[message.key]
         if message.total != total:
             self._misfit(request, f"it has {message.total} bytes on worker {self._cluster.workers[index].name}, not {total}")

@@ -1,7 +1,7 @@
 """The lines of the instruction log that come with every op, so fast that logging costs little.
 
-Two ops that differ in numbers only have lines that differ in numbers only: each kind is formatted once, by journal.text, with
-holes for the numbers.
+Ops that differ only in numbers have lines that differ only in numbers. So each kind of op is formatted once, by journal.text,
+with holes for the numbers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from gt.dispatcher.state.records import OpPlan, Origin
 from gt.ir.text import PlanLine
 
 MAX_RECEIVED_FORMS = 1 << 14  # kinds of RECV line that are kept
-MAX_ORIGINS_PER_PLAN = 64  # of one plan, whose lines are kept
-SHOWN = 64  # operands of an op: a list op may have thousands, and a line for each output
+MAX_ORIGINS_PER_PLAN = 64  # origins for which one plan's lines are cached
+MAX_SHOWN_OPERANDS = 64  # operands of an op: a list op may have thousands, and a line for each output
 # What stands for a tensor's number, and for the op's in its column. No name has them, for they cannot be UTF-8.
 _HOLE: Any = "\ud800"
 _SEQ: Any = "\ud801"
@@ -52,14 +52,14 @@ class Scribe:
         if form is None:
             if len(self._received) >= MAX_RECEIVED_FORMS:
                 self._received.clear()
-            operands = " ".join([f"%{_HOLE}"] * min(len(ins), SHOWN))
+            operands = " ".join([f"%{_HOLE}"] * min(len(ins), MAX_SHOWN_OPERANDS))
             form = self._received[key] = _form(Log("RECV", self._name, operands, {"op": key[0], **_where(origin, _SEQ)}))
-        self._put(form % (self._emitter.seq, *ins[:SHOWN]))
+        self._put(form % (self._emitter.seq, *ins[:MAX_SHOWN_OPERANDS]))
 
     def planned(self, known: OpSchema, plan: OpPlan, origin: Origin, ins: Sequence[int], outs: Sequence[int]) -> None:
         """An op's instruction has been written."""
         form = plan.forms.get(origin) or self._forms(known, plan, origin, len(ins))
-        seq, ins = self._emitter.seq, ins[:SHOWN]
+        seq, ins = self._emitter.seq, ins[:MAX_SHOWN_OPERANDS]
         if len(outs) == 1:
             self._put(form % (seq, outs[0], *ins))
         else:
@@ -71,7 +71,7 @@ class Scribe:
 
     def _forms(self, known: OpSchema, plan: OpPlan, origin: Origin, count: int) -> str:
         """Lines of a plan."""
-        holes, lines = (_HOLE,) * min(count, SHOWN), ""
+        holes, lines = (_HOLE,) * min(count, MAX_SHOWN_OPERANDS), ""
         for index in known.news:
             spec, layout = known.template.outs[index].spec, plan.outs[index]
             name, note = known.template.op.removesuffix(".default"), origin.note()

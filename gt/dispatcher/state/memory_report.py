@@ -16,9 +16,9 @@ from gt.dispatcher.state.records import Origin
 from gt.ir.dataflow import decode, makes
 from gt.ir.text import size
 
-IDS = 8  # tensors that share memory, of those that are named
+MAX_SHOWN_IDS = 8  # tensors that share memory, of those that are named
 MAX_HOLDERS = 1 << 13
-LINES = 5  # of the program, those that hold most
+LINES = 5  # lines of the program in a report: those that hold most
 COUNTS = ("limit", "session_limit", "used", "session", "others")
 
 
@@ -47,14 +47,14 @@ def _named(row: Any) -> bool:
 
 def _lines(session: ClientSession, worker: Worker, top: list[list[int]]) -> dict[str, tuple[int, int]]:
     """Bytes and tensors by the line that made them."""
-    found: dict[str, tuple[int, int]] = {}
+    lines: dict[str, tuple[int, int]] = {}
     for holder in _holders(session, worker, top):
         where = "what is let go by now, or passes between ops"
         if holder.origin is not None:
             where = _where(holder.origin, f", {holder.what}" if holder.what else "")
-        before = found.get(where, (0, 0))
-        found[where] = before[0] + holder.nbytes, before[1] + 1
-    return found
+        before = lines.get(where, (0, 0))
+        lines[where] = before[0] + holder.nbytes, before[1] + 1
+    return lines
 
 
 def holders(session: ClientSession, worker: Worker, top: Any) -> list[list]:
@@ -82,17 +82,17 @@ class Holder(NamedTuple):
 def _holders(session: ClientSession, worker: Worker, top: list[list[int]]) -> Iterator[Holder]:
     rows, offset = session.table.rows, session.emitter.offset
     copies = {made: t for t in rows.values() for _, made in (t.copies or {}).values()}
-    within: dict[int, tuple[Origin, str]] | None = None  # what programs make, looked up where it is needed
+    within: dict[int, tuple[Origin, str]] | None = None  # tensors that programs make, looked up when needed
     for name, nbytes in top:
         i = name - offset
         tensor, copied = rows.get(i) or copies.get(i), i in copies
         if tensor is not None and tensor.storage.origin is not None:
-            ids = [] if copied else list(islice(tensor.storage.tensors, IDS))
+            ids = [] if copied else list(islice(tensor.storage.tensors, MAX_SHOWN_IDS))
             yield Holder(ids, nbytes, tensor.storage.origin, "a copy" if copied else "")
             continue
         if within is None:
             within = {made: origin for program in session.programs.all.values() for made, origin in _made(program, worker)}
-        ids = [] if tensor is None else list(islice(tensor.storage.tensors, IDS))
+        ids = [] if tensor is None else list(islice(tensor.storage.tensors, MAX_SHOWN_IDS))
         origin, what = within.get(name, (None, ""))
         yield Holder(ids, nbytes, origin, what)
 

@@ -13,7 +13,7 @@ class NeedsLookahead(Exception):
 
 @dataclass(slots=True)
 class Batch:
-    """A batch that workers are carrying out: acknowledged when each has come to its `runs`."""
+    """A batch that workers are executing: acknowledged when each has come to its `runs`."""
 
     seq: int
     end: int
@@ -32,12 +32,12 @@ class QueuedBatch:
 
 
 class OpQueue:
-    """coming: batches to plan, the first perhaps in part; pending: batches that workers carry out."""
+    """coming: batches to plan, the first perhaps in part; pending: batches that workers execute."""
 
     def __init__(self) -> None:
         self.coming: deque[QueuedBatch] = deque()
         self.pending: deque[Batch] = deque()
-        self.frames: tuple = ()  # of the batch that is being planned
+        self.frames: tuple = ()  # frames of the batch that is being planned
         self.position = 0  # behind the op that is being planned
         self.final = False  # nothing follows that a decision could wait for
         self.due = 0  # where in the stream the clock is looked at next; 0: after this op, which takes long

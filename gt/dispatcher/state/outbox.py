@@ -43,7 +43,7 @@ class Outbox:
         self._context, self._uploads = context, uploads
         self._cluster, self._emitter = context.cluster, context.emitter
         self.held: list[BufferedInstructions] = []  # until their uploads are here
-        self.deferred: list[BufferedInstructions] | None = None  # of the call that is recorded, None if it is not deferred
+        self.deferred: list[BufferedInstructions] | None = None  # instructions of the recorded call, None if it is not deferred
         self.uses: set[int] = set()  # workers that were sent something
         self.joined: list[dict[int, int]] = []  # `runs` of what is written and sent with what is written next
         self._cluster.queue.enter(context.number)

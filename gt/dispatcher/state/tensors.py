@@ -45,27 +45,27 @@ class Storage:
     )  # fmt: skip
 
     def __init__(self, origin: Origin | None = None) -> None:
-        self.origin = origin  # of the op that made it
+        self.origin = origin  # file, line and group of the op that made it
         self.tensors: dict[int, Tensor] = {}  # live views by id, and the root as long as any lives
-        self.writes = 0  # by single ops, and by programs that are dropped
-        self.programs: tuple[LaunchCount, ...] = ()  # that write it too
+        self.writes = 0  # writes by single ops, and by programs that are dropped
+        self.programs: tuple[LaunchCount, ...] = ()  # launch counts of programs that write it
         self.param = False
-        self.moved = -1  # number of the op for which its pieces last moved, or its terms were added up
+        self.moved = -1  # number of the last op that redistributed or reduced it
         self.failed: Cause | None = None
-        self.unallocated = False  # no room was found for it, nor for a placeholder: an overwrite cannot heal it
-        self.recipe: list[RecipeStep] | None = None  # not placed yet
+        self.unallocated = False  # neither it nor a placeholder found memory: an overwrite cannot heal it
+        self.recipe: list[RecipeStep] | None = None  # the ops that will create it; None once it is placed
         self.home: Meaning | None = None  # the group that made it, where it is placed if no op in a group uses it first
         self.slots: dict[int, int] = {}  # tensor id -> position among the recipe's values
         self.made_by: tuple | None = None  # (weight, bias) tensors of the matmul that made it, dim split
         self.undecided = False  # a use in a group may choose its layout: each, of whole user data; the first, of a parameter
-        self.default = False  # placed for want of a group: its first grouped use may move it
+        self.default = False  # placed without a group: its first use in a group may move it
         self.sharded = False  # a parameter that rests in pieces of the data-parallel axis, once it is placed
         # layout of the root between uses, of a sharded parameter and of its gradient and optimizer state
         self.rest: Layout | None = None
         self.gradient = False  # autograd has added to it
         self.space: str | None = None  # where it rests between uses, None for on the device
         self.evicted = False  # workers were told to let it rest there; a use since may have brought it back
-        self.host_copy: tuple | None = None  # of which value workers have a copy in host memory, see planning.offload
+        self.host_copy: tuple | None = None  # the value of which workers have a copy in host memory, see planning.offload
 
     @property
     def version(self) -> int:
@@ -98,7 +98,7 @@ class Storage:
 
 
 class Tensor:
-    """An id, what torch sees, and how it lies. `via` re-makes a view from `base` when its storage moves."""
+    """An id with its metadata and layout. `via` makes a view again from `base` when its storage moves."""
 
     __slots__ = ("base", "children", "copies", "id", "layout", "released", "spec", "storage", "sums", "via")
 
@@ -109,7 +109,7 @@ class Tensor:
         self.children = 0  # views made of this tensor that still live
         self.via: tuple[OpSchema, tuple, int] | None = None  # (template, values, index among its outputs)
         self.copies: dict[Layout, tuple[int, int]] | None = None  # layout -> (storage version, id of the copy)
-        self.sums: tuple[int, Tensor] | None = None  # storage version -> the sums of its rows, which are in no table
+        self.sums: tuple[int, Tensor] | None = None  # (storage version, its row sums: a tensor that no table holds)
         self.released = False  # freed by the client, kept for its live views
         storage.tensors[tensor_id] = self
 
@@ -137,8 +137,7 @@ class Tensor:
 class Table:
     """One session's tensors. check() holds what must always be true.
 
-    relaid: grows whenever a tensor that was placed lies otherwise afterwards. Who has compared layouts need not do it again
-    before.
+    relaid: grows whenever a placed tensor gets another layout. Comparisons of layouts stay valid while it is the same.
     """
 
     rows: dict[int, Tensor] = field(default_factory=dict)

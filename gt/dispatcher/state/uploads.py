@@ -82,14 +82,14 @@ class Uploads:
     def __init__(self, context: SessionContext, arenas: SessionArenas) -> None:
         self._context, self._cluster, self._queue, self._arenas = context, context.cluster, context.queue, arenas
         self.open: dict[int, Upload] = {}  # oldest first
-        self.reads: dict[int, BlockUpload] = {}  # by key: those that workers read from arenas
-        self._undecided: list[BlockUpload] = []  # until workers tell whether they share the arena
-        self._places: dict[int, BlockPlace] = {}  # of host copies in arenas, by tensor
-        self._readers: Counter[int] = Counter()  # of these, by tensor: reads that are not over
-        self._released: set[int] = set()  # tensors of which the client is told once they are
-        self.awaited = 0  # uploads that are not all here yet, or undecided
-        self.unsent: list[tuple[int, list[Worker]]] = []  # that nothing which is written takes yet, and for whom
-        self.moved = 0.0  # when something of them came, or was taken
+        self.reads: dict[int, BlockUpload] = {}  # by key: uploads that workers read from arenas
+        self._undecided: list[BlockUpload] = []  # uploads that wait for workers to tell whether they share the arena
+        self._places: dict[int, BlockPlace] = {}  # tensor -> place of its host copy in an arena
+        self._readers: Counter[int] = Counter()  # tensor -> unfinished reads of its host copy
+        self._released: set[int] = set()  # tensors whose host copy the client may release after these reads
+        self.awaited = 0  # uploads that are incomplete or undecided
+        self.unsent: list[tuple[int, list[Worker]]] = []  # (key, workers) of uploads that no written instruction uses yet
+        self.moved = 0.0  # time of the last progress of any upload
 
     def source(self, known: OpSchema, values: tuple, outs: list[int]) -> Source | None:
         """The bytes of an op that uploads: in this batch, or kept by the client under the tensor's id; None for another op."""

@@ -25,9 +25,9 @@ MAX_NAME_CHARACTERS = 4096  # characters of a file's name, and of a group's: con
 MAX_NESTED_GROUPS = 32  # signal contexts within one another
 MAX_ALL_NAME_CHARACTERS = 4 << 20  # characters of all different names of a session
 MAX_ALL_TEMPLATE_PARTS = 1 << 21  # parts of all templates of a session
-MAX_GROUP_WARNINGS = 100  # of groups that the config lacks
-MAX_GROUP_HINTS = 4  # of these with a near name, which takes milliseconds to find
-SHORT = 80  # characters of a name in such a warning
+MAX_GROUP_WARNINGS = 100  # warnings about groups that the config lacks
+MAX_GROUP_HINTS = 4  # warnings that suggest a similar name, which takes milliseconds to find
+MAX_SHOWN_CHARACTERS = 80  # characters of a name in such a warning
 
 
 class Definitions:
@@ -37,8 +37,8 @@ class Definitions:
         self._context, self._queue, self._journal = context, context.queue, context.journal
         self._templates, self._origins = context.templates, context.origins
         self.next_batch = 0
-        self._template_parts = 0  # of all templates
-        self._names: dict[str, str] = {}  # of files and groups
+        self._template_parts = 0  # parts of all templates together
+        self._names: dict[str, str] = {}  # names of files and groups, each kept once
         self._name_characters = 0
         self._unknown_groups: set[str] = set()
 
@@ -92,7 +92,7 @@ class Definitions:
             if name not in self._unknown_groups and self._context.groups and len(self._unknown_groups) < MAX_GROUP_WARNINGS:
                 self._unknown_groups.add(name)
                 near = hint(name, self._context.config.groups) if len(self._unknown_groups) <= MAX_GROUP_HINTS else ""
-                text = f"the config has no group {name[:SHORT]!r}: ops run as outside it{near}"
+                text = f"the config has no group {name[:MAX_SHOWN_CHARACTERS]!r}: ops run as outside it{near}"
                 self._context.send(Notice(f"{file}:{line}: {text}"))
         leads = (self._context.groups.destination(name, backward) for name in reversed(group.split("/")))
         target = next((lead for lead in leads if lead is not None), None)

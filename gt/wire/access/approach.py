@@ -16,13 +16,13 @@ from gt.wire import tcp
 from gt.wire.access import auth, server_files
 from gt.wire.access.auth import CURVE, NULL, PLAIN, Credentials
 from gt.wire.messages import MAX_BODY_BYTES
-from gt.wire.socket import GONE, HANDSHAKE_SECONDS, QUEUE, descriptor_of, endpoint, monitored, options, show
+from gt.wire.socket import GONE, HANDSHAKE_SECONDS, QUEUE_MESSAGES, descriptor_of, endpoint, monitored, options, show
 
 log = logging.getLogger("gt.wire")
 
-SHORTEST, LONGEST = 0.03, 0.3  # seconds between attempts
-NEVER = 24 * 3600 * 1000  # milliseconds
-SURE = 3  # times that a handshake fails before it is no accident
+FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.03, 0.3  # seconds between attempts
+NEVER_MILLISECONDS = 24 * 3600 * 1000
+MAX_FAILED_HANDSHAKES = 3  # handshakes that fail before the reason is reported; fewer may be an accident
 CONNECTED, MADE, CLOSED = int(zmq.EVENT_CONNECTED), int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_CLOSED)
 DENIED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 FAILED = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
@@ -38,8 +38,8 @@ class Approach:
         self.sock: zmq.Socket | None = None
         self.monitor: zmq.Socket | None = None
         self.descriptor = -1
-        self.pause = SHORTEST
-        self._key: Credentials | None = None  # of the last attempt
+        self.pause = FIRST_PAUSE_SECONDS
+        self._key: Credentials | None = None  # credentials of the last attempt
         self._denied = self._broken = 0  # how many attempts in a row ended so, with the same key
         self._warned = ""
 
@@ -54,24 +54,24 @@ class Approach:
         sock = self.sock = context.socket(zmq.DEALER)
         options(sock, self._heartbeat, MAX_BODY_BYTES)
         show(sock, key)
-        sock.setsockopt(zmq.SNDHWM, QUEUE)
+        sock.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
         # Credit bounds what comes. A limit here would leave heartbeats unread too, while nobody has time to take messages in.
         sock.setsockopt(zmq.RCVHWM, 0)
         # The next attempt is ours, and a link once made is not made again. Without any, what came last would be dropped.
-        sock.setsockopt(zmq.RECONNECT_IVL, NEVER)
+        sock.setsockopt(zmq.RECONNECT_IVL, NEVER_MILLISECONDS)
         self.monitor = sock.get_monitor_socket(CONNECTED | MADE | CLOSED | GONE | FAILED)
         sock.connect(endpoint(sock, self._ip, self._port))
         outcome = self._outcome(self.monitor, bell, min(until, time.monotonic() + HANDSHAKE_SECONDS), over)
         self._denied = self._denied + 1 if outcome == DENIED else 0
         self._broken = self._broken + 1 if outcome & FAILED and outcome != DENIED else 0
-        self.pause = min(1.5 * self.pause, LONGEST)
+        self.pause = min(1.5 * self.pause, LAST_PAUSE_SECONDS)
         return outcome == MADE
 
     def refusal(self, patient: bool) -> str:
         """The reason why no other try can succeed, or "". patient: say on the log what a server in its place would mend."""
         if self._denied > 1:
             return self._misfit()
-        if self._broken < SURE:
+        if self._broken < MAX_FAILED_HANDSHAKES:
             return ""
         self._broken = 0
         spoken = tcp.mechanism(self._ip, self._port)
@@ -96,7 +96,7 @@ class Approach:
         if spoken not in (PLAIN, CURVE, NULL):
             return f"what listens at {self.address} is not a gt server: check the port"
         if self._key is None:
-            return f"what listens at {self.address} is no server of this user: set GT_TOKEN to its token, or {start} elsewhere"
+            return f"the server at {self.address} is of another user: set GT_TOKEN to its token, or {start} elsewhere"
         if spoken == self._key.mechanism:
             return f"the server at {self.address} ends each connection {tried}: it has too many, or its `ulimit -n` is too low"
         return f"the server at {self.address} did not let this process in {tried}: {self._misfit(spoken)}"

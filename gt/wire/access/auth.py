@@ -1,6 +1,6 @@
 """Access to a server: which mechanism a port speaks, and what a peer shows to be let in. Knows no socket and no file.
 
-On loopback a server speaks PLAIN. Its secret is made anew at each start and lies in a file of its user (`runtime`); the wire
+On loopback a server speaks PLAIN. It draws a new secret at each start and keeps it in a file of its user (`runtime`). The wire
 carries only a keyed hash of it. Elsewhere a server speaks CURVE, with keys that both sides derive from their token.
 """
 
@@ -18,9 +18,9 @@ from gt.errors import Refused
 
 PLAIN, CURVE, NULL = "PLAIN", "CURVE", "NULL"
 MADE = "start-"  # how secrets begin that a server makes for one start
-SHORTEST = 20  # characters of a token that nobody guesses
+MIN_TOKEN_CHARACTERS = 20  # characters of a token that nobody guesses
 USER = b"gt"
-_SALT, _COST, _BLOCK = b"gt wire keys, version 1", 1 << 15, 8  # of scrypt: 32 MiB and about 0.1 s a guess
+_SALT, _COST, _BLOCK = b"gt wire keys, version 1", 1 << 15, 8  # scrypt's parameters: 32 MiB and about 0.1 s a guess
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def strong() -> str:
 
 def weakness(token: str) -> str:
     """The reason why a token could be guessed, "" if it could not."""
-    if token and (len(token) < SHORTEST or len(set(token)) < SHORTEST // 2):
+    if token and (len(token) < MIN_TOKEN_CHARACTERS or len(set(token)) < MIN_TOKEN_CHARACTERS // 2):
         number = f"{len(token)} characters, {len(set(token))} different"
         return f"the token has {number}: it can be guessed; `gt key FILE` makes a strong one"
     return ""

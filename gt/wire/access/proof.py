@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SIGNED = ("name", "pid", "host", "doorbell", "unique_id")  # of Hello.info; a doorbell has 61 bits that no other process has
+SIGNED = ("name", "pid", "host", "doorbell", "unique_id")  # keys of Hello.info; 61 bits of a doorbell are unique to its process
 
 
 def proof(secret: str, info: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ class Published:
         self.path, self._descriptor = path, descriptor
 
     def remove(self) -> None:
-        """Take it away, unless another server's file lies there by now. Safe to call twice."""
+        """Take it away, unless it is another server's file by now. Safe to call twice."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return

@@ -82,10 +82,10 @@ class Inspect(Message):
 
 @dataclass(frozen=True, slots=True)
 class InspectFragments(Message):
-    """Client -> dispatcher: asks how much of a function's calls programs carried out. Answered by Report.
+    """Client -> dispatcher: asks how much of a function's calls programs executed. Answered by Report.
 
     slot: of the function, as in the FRAGMENTs of its stream. Report.body: {"programs": count, "ops": of all calls, "carried":
-    those of them that programs carried out, "last_ops", "last_carried": of the last call, "why": [[ops, reason], ...]}.
+    those of them that programs executed, "last_ops", "last_carried": of the last call, "why": [[ops, reason], ...]}.
     """
 
     request: int

@@ -94,7 +94,7 @@ class TorchSettings(Message):
 class Skip(Message):
     """Dispatcher -> worker: begin no instruction of this session but uploads, and answer by Paused.
 
-    When all workers have answered, another Skip has as `since` the first seq that none of them has begun. A worker carries out
+    When all workers have answered, another Skip has as `since` the first seq that none of them has begun. A worker executes
     what precedes it and skips the rest, until `on` is false in a later Skip. That one is in order with Runs. A Run's seqs that
     were skipped are reported by an OpError of the kind "interrupted".
     """

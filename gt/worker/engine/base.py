@@ -1,4 +1,4 @@
-"""The interface of an engine, which carries out ATen ops on local pieces. Nothing here knows torch.
+"""The interface of an engine, which executes ATen ops on local pieces. Nothing here knows torch.
 
 A tensor is the engine's own kind of array; the executor only indexes it with slices and passes it back.
 """
@@ -42,7 +42,7 @@ class CompiledSegment(Protocol):
     """A segment as compiled code, called with its inputs for its outputs. Misfit for other inputs, else its ops' errors."""
 
     key: Hashable  # equal for equal code
-    specs: Sequence[Spec]  # of its outputs
+    specs: Sequence[Spec]  # dtypes and shapes of its outputs
     seconds: CompilationSeconds
 
     @property
@@ -56,10 +56,10 @@ class ReplayedWork(Protocol):
     """Counters that rows have advanced: a replay advances them again, though no code of the worker runs."""
 
     def count_again(self) -> None:
-        """The device has carried out the rows once more."""
+        """The device has executed the rows once more."""
 
     def undo(self) -> None:
-        """The rows were not carried out after all."""
+        """The rows were not executed after all."""
 
 
 class RowRunner(Protocol):
@@ -87,7 +87,7 @@ class DeviceReplays(Protocol):
         """The first step of a replay."""
 
     def run(self, rows: list[Row], reads: list[int], makes: set[int], moving: set[int]) -> Step:
-        """Rows as one step, recorded when first carried out. reads, makes: ids; moving: ids of inputs that move each time."""
+        """Rows as one step, recorded when first executed. reads, makes: ids; moving: ids of inputs that move each time."""
 
     def ending(self, last: set[int]) -> Step:
         """The last step of a replay, after which these ids are alive."""
@@ -233,7 +233,7 @@ class Direct(Moves, Protocol):
 
 
 class HostCopies(Protocol):
-    """Copies between a device and pinned memory of the host, which the device carries out beside other work."""
+    """Copies between a device and pinned memory of the host, which the device executes beside other work."""
 
     def pin(self, memory: np.ndarray) -> Callable[[], None]:
         """Pin pages; the result undoes it, once no copy is under way. RuntimeError if they cannot be pinned."""
@@ -316,7 +316,7 @@ class HostCopy(LaneOperand, Protocol):
 
 
 class HostLane(Protocol):
-    """Ops in host memory, carried out in order. That of a GPU works beside the thread that calls it."""
+    """Ops in host memory, executed in order. That of a GPU works beside the thread that calls it."""
 
     def bind(self, payload: dict[str, Any]) -> Call:
         """The callable of an op on tensors in host memory."""
@@ -338,7 +338,7 @@ class Engine(Moves, Protocol):
     """
 
     name: str
-    kind: str  # of its device, by torch's name: cpu, cuda
+    kind: str  # torch's name of its device type: cpu, cuda
 
     @property
     def direct(self) -> Direct | None:

@@ -60,7 +60,7 @@ class Source:
         return bound["call"]
 
     def statements(self, tensors: list[str], values: list[str], outs: list[str], bound: dict[str, Any]) -> list[str]:
-        """Lines that carry out the op on tensors and values of these names. bound: their globals, which are added to."""
+        """Lines that execute the op on tensors and values of these names. bound: their globals, which are added to."""
         call = f"{bind(bound, self.op)}({', '.join(self._arguments(tensors, values, bound))})"
         ends = finish(self.payload["outs"])
         if not ends:
@@ -97,7 +97,7 @@ class Source:
         parts = [text(arg) for arg in from_wire(list(self.payload["args"]))]
         for key, value in self.payload["kwargs"].items():
             if not key.isidentifier() or iskeyword(key):
-                raise ValueError(f"{key!r} is no argument name")
+                raise ValueError(f"{key!r} is not an argument name")
             parts.append(f"{key}={text(from_wire(value))}")
         if getattr(self.op, "draws", False):  # GT's own: seed and counter come last
             parts += [f"seed={values[-2]}", f"counter={values[-1]}"]

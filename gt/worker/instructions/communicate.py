@@ -1,8 +1,8 @@
 """Steps that move data between workers, through the plane: collectives and pairwise transfers.
 
 Transfers carry boxes one after the other, each row-major; collectives carry a rank's local tensor, row-major. A step may be
-unable to bring its part (no such tensor, another shape, no memory). Then it takes part with no bytes: the other members fail at
-once instead of waiting, and later exchanges stay matched, those of other programs too.
+unable to bring its part (no such tensor, another shape, no memory). Then it takes part with no bytes. The other members fail at
+once instead of waiting, and later exchanges stay matched, also those of other programs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from gt.worker.engine.base import Combine, Moves, Tensor
 from gt.worker.instructions.pieces import as_boxes, extent, index, leading, local, part_of, shared
 from gt.worker.instructions.step import Step
 
+# Every step below has the same form. What can fail locally is done first. If it fails, the step still takes part, with NOTHING,
+# so that peers' sequences of exchanges stay equal to this worker's; only then it raises. `finish` is called by the plane, once
+# what follows may count on the bytes.
 NOTHING = memoryview(bytearray())
 
 
@@ -85,6 +88,7 @@ def all_gather(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     shape, dtype = tuple(payload["shape"]), payload["dtype"]
     ranks = [as_boxes(rows) for rows in payload["boxes"]]
     own = local(ranks[team["rank"]])[0]
+    # A piece that is one run of the result's memory is received in place; others land in staging memory and are copied.
     direct = [len(boxes) == 1 and leading(boxes[0], shape) for boxes in ranks]
     need, nbytes = worker.budget.need, contiguous(shape, dtype).nbytes
 
@@ -158,6 +162,7 @@ def all_to_all(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     outgoing = [[src for src, _ in shared(have[rank], boxes)] for boxes in want]
     incoming = [[dst for _, dst in shared(boxes, want[rank])] for boxes in have]
     need, nbytes = worker.budget.need, contiguous(shape, dtype).nbytes
+    # Bytes of the largest section between any two members: the same figure on all of them.
     longest = DTYPES[dtype][0] * max(sum(volume(src) for src, _ in shared(a, b)) for a in have for b in want)
 
     def step(code: list, at: int) -> None:
@@ -270,7 +275,7 @@ def _receiver(worker: ExecutionContext, payload: dict[str, Any]) -> Any:
             except Exception as error:
                 failure = failure or error
                 _declined(plane.recv, channel, NOTHING)
-                continue
+                continue  # the other parts are still received: their senders count on it
             try:
                 plane.recv(channel, view)
                 _spread(engine, dst, boxes, room)

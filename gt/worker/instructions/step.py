@@ -17,7 +17,7 @@ class Steps(Protocol):
 
 
 class StepOfRows:
-    """A step that stands for several rows, or for none. separable: the rows can be carried out one by one instead."""
+    """A step that stands for several rows, or for none. separable: the rows can be executed one by one instead."""
 
     separable = False
 

@@ -20,9 +20,9 @@ from gt.ir.text import size
 
 log = logging.getLogger("gt.worker")
 ALIGNED_BYTES = 4096  # bytes: a multiple of the blocks of every disk
-THREADS = 4  # of one file
+THREADS_PER_FILE = 4
 CHUNK_BYTES = 8 << 20  # of one read or write
-MAX_WAITING_BYTES = 256 << 20  # of buffers that are being written
+MAX_WAITING_BYTES = 256 << 20  # bytes of buffers that are being written
 
 
 class DiskFull(OSError):
@@ -37,7 +37,7 @@ class OffloadFile:
         _check_allowed(folder)
         os.makedirs(folder, mode=0o700, exist_ok=True)
         self._file, self.direct = _nameless(folder)
-        self._threads = ThreadPoolExecutor(THREADS, "gt.offload")
+        self._threads = ThreadPoolExecutor(THREADS_PER_FILE, "gt.offload")
         self._free: dict[int, list[int]] = {}  # bytes of a slot -> offsets of the free ones
         self._end = self._slots = 0
         self._writes: deque[tuple[Future, int]] = deque()  # under way, and their bytes
@@ -121,7 +121,7 @@ class InFile:
     made: the tensor of a buffer, on the device; on_host: in host memory, of the buffer's memory.
     """
 
-    by_caller = True  # the thread that carries out instructions alone may use it
+    by_caller = True  # the thread that executes instructions alone may use it
 
     def __init__(self, file: OffloadFile, data: memoryview, made: Any, closed: Any, on_host: Any = None) -> None:
         self._file, self._made, self._on_host, self._closed = file, made, on_host, closed

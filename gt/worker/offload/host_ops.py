@@ -69,7 +69,7 @@ class OpsInHostMemory:
 
 
 class HostEngineLane:
-    """The lane of an engine whose device is the host: ops are carried out at once, on the tensors themselves."""
+    """The lane of an engine whose device is the host: ops are executed at once, on the tensors themselves."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

@@ -9,7 +9,7 @@ from gt.worker.engine.base import Engine
 from gt.worker.offload.files import InFile, OffloadFile
 from gt.worker.offload.tensors import Kept, Resting
 
-MAX_FOLDERS = 4  # of one worker, whose sessions may name others
+MAX_FOLDERS = 4  # folders that sessions may name on one worker
 
 
 class Spaces:

@@ -117,7 +117,7 @@ class Plane(ABC):
 
     def form(self, members: Sequence[int], own: int, unique_id: str) -> None:
         """Form a world with the workers of World.members, for as long as all of these processes live."""
-        raise SystemFailure("this plane has no world that is formed")
+        raise SystemFailure(f"plane {type(self).__name__} forms no world of GPUs")
 
     def device_transport(self, workers: Sequence[int]) -> Any:
         """The methods below for memory of the engine's device (Engine.direct) between these workers, or None."""

@@ -20,7 +20,7 @@ from gt.worker.plane.collectives import DIRECT_BYTES, Adder
 from gt.worker.plane.team import Team
 
 Failures = list[tuple[int, Exception]]  # the number of a collective in its batch, and why it failed
-Errors = list[Exception | None]  # of each collective of a group, in order
+Errors = list[Exception | None]  # one for each collective of a group, in order
 
 
 class QueuedCollective(NamedTuple):
@@ -123,14 +123,14 @@ def _digest(kind: str, sizes: tuple[tuple[int, ...], ...]) -> int:
 
 def _as_one(team: Team, batch: Sequence[QueuedCollective], group: range) -> Errors | None:
     """Do a group of a batch, and why each failed; None, and nothing is done, if members differ, as the first group shows."""
-    some = batch[group.start : group.stop]
+    members = batch[group.start : group.stop]
     digest = _digest(batch[0].kind, tuple([queued.sizes for queued in batch])) if not group.start else 0
-    if len(some) > 1:
-        return _KINDS[batch[0].kind](team, some, digest)
+    if len(members) > 1:
+        return _KINDS[batch[0].kind](team, members, digest)
     if digest and not _exchange(team, digest):
         return None
     try:
-        some[0].alone(team)
+        members[0].alone(team)
     except PeerGone:
         raise
     except Exception as error:

@@ -29,7 +29,7 @@ class DevicePlane(ShmPlane):
         super().__init__(heap_bytes)
         self._engine = engine
         self._transport: Any = None  # moves memory of the device, once the world is formed
-        self._members: tuple[int, ...] = ()  # of the world that this process is in
+        self._members: tuple[int, ...] = ()  # workers of the world that this process is in
 
     @abstractmethod
     def unique_id(self) -> str:

@@ -101,7 +101,7 @@ class PeerHeap(Heap):
         with os.fdopen(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), "rb", buffering=0) as file:
             # A worker's description of itself may be false: only a heap's own memory, and a pipe, is written to.
             if not os.readlink(f"/proc/self/fd/{file.fileno()}").startswith(f"/memfd:{NAME}"):
-                raise OSError(f"/proc/{pid}/fd/{fd} is no heap of a worker")
+                raise OSError(f"/proc/{pid}/fd/{fd} is not a worker's heap")
             if os.fstat(file.fileno()).st_size != size + PAGE_BYTES:
                 raise OSError(f"/proc/{pid}/fd/{fd} is not a heap of {size} bytes")
             super().__init__(file.fileno(), size)
@@ -130,7 +130,7 @@ def parse(doorbell: str) -> tuple[int, int]:
     except ValueError:
         raise OSError(f"{doorbell!r} is not a doorbell of this plane") from None
     if not parsed[1]:
-        raise OSError(f"{doorbell!r} has no mark, which every heap has")
+        raise OSError(f"{doorbell!r} lacks the mark that every heap has")
     return parsed
 
 
@@ -139,5 +139,5 @@ def _pipe(path: str) -> IO[bytes]:
     fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     if not stat.S_ISFIFO(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(f"{path} is no worker's bell")
+        raise OSError(f"{path} is not a worker's doorbell")
     return os.fdopen(fd, "wb", buffering=0)

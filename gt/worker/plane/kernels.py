@@ -1,7 +1,7 @@
 """A message between GPUs as two kernels: one copies it into the receiver's slots and sets flags, one waits and copies it out.
 
-A slot has lanes, each with its own flags and a block of threads at either end. No lane waits for another: so a message of any
-length is one launch, and the receiver copies its first part while the rest is under way. Peers' memory is written like own
+A slot has lanes, each with its own flags and a block of threads at either end. No lane waits for another, so a message of any
+length is one launch. The receiver copies its first part while the rest is under way. Peers' memory is written like own
 memory (NVLink, or PCIe where GPUs reach each other by it). CUDA's Python packages compile the kernels when the plane is opened.
 """
 
@@ -19,7 +19,7 @@ THREADS_PER_LANE = 256
 MAX_SHORT_LANES, SHORT_LANE_BYTES = 32, 8 << 10
 LONG_LANE_BYTES = 256 << 10  # a long message has one lane for each
 MAX_CHUNK_BYTES = 64 << 10  # that a lane copies before it sets a flag
-MIN_LANE_BYTES = 4 << 10  # of a slot
+MIN_LANE_BYTES = 4 << 10  # bytes of a slot that one lane copies, at least
 
 SOURCE = r"""
 typedef unsigned long long u64;

@@ -35,7 +35,7 @@ class Nccl:
         try:
             self._lib = ctypes.CDLL("libnccl.so.2")
         except OSError as error:
-            raise ConfigError(f"NCCL is not there: {error}") from None
+            raise ConfigError(f"NCCL cannot be loaded: {error}") from None
         self._lib.ncclGetErrorString.restype = ctypes.c_char_p
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         self._lib.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), number, _UniqueId, number]

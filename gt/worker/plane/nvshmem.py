@@ -26,7 +26,7 @@ from gt.worker.plane.symmetric import Arena, ArenaMemory
 
 log = logging.getLogger("gt.worker")
 OWN_BYTES = 64 << 20  # symmetric memory that NVSHMEM itself takes
-MESSAGE_BYTES = 7 * LINE  # of a member's text to the others
+MESSAGE_BYTES = 7 * LINE  # longest text that a member sends the others
 JOIN_SECONDS = 30.0  # within which all members have joined or failed to, once one has
 
 

@@ -24,7 +24,7 @@ from gt.worker.plane.batch import Failures, QueuedCollective, run_batch, unused
 from gt.worker.plane.heap import OwnHeap, PeerHeap, full_fence
 from gt.worker.plane.team import Team
 
-POLLS = 10  # of a flag before sleeping; each lets other threads run first
+POLLS_BEFORE_SLEEP = 10  # looks at a flag before sleeping; each lets other threads run first
 
 Row = tuple[int, str, int, str, int, int, str, str, int]  # index, name, pid, host, heap_fd, heap_bytes, doorbell, home, port
 
@@ -96,7 +96,7 @@ class ShmPlane(Plane):
         self._fence = full_fence()
         self._lock = threading.Lock()  # peers and closing; never held while waiting
         self._peers: dict[int, Peer] = {}
-        self._version = 0  # of _peers
+        self._version = 0  # version of the world in _peers
         self._left: list[Peer] = []  # out of the world, their heaps still mapped
         self._own: OwnHeap | None = None
         self._out: dict[tuple[int, int], Side] = {}
@@ -168,6 +168,8 @@ class ShmPlane(Plane):
     def send(self, channel: Channel, data: Buffer) -> None:
         view, side = flat(data), self._side(self._out, channel, sending=True)
         peer, region, own, theirs = side.peer, side.region, self._heap(), side.peer.heap
+        # A slot has two flags, each in the heap of the worker that waits for it: `empty` at the sender, `full` at the receiver.
+        # The waiting end clears its flag itself. An empty message takes one slot too, so both ends keep counting alike.
         at, total, mark = 0, len(view), theirs.mark
         while True:
             slot = side.advance()
@@ -178,7 +180,7 @@ class ShmPlane(Plane):
             theirs.bytes[start : start + count] = view[at : at + count]
             theirs.words[full + 1] = total
             own.words[empty] = 0
-            self._fence()
+            self._fence()  # who sees the flag sees the bytes and the size too
             theirs.words[full] = own.mark
             self.wake((peer,))
             at += count
@@ -202,7 +204,7 @@ class ShmPlane(Plane):
             if sent == total:
                 view[at : at + count] = own.bytes[start : start + count]
             own.words[full] = 0
-            self._fence()
+            self._fence()  # the slot is read before the sender may overwrite it
             theirs.words[empty] = own.mark
             self.wake((peer,))
             at += count
@@ -258,12 +260,14 @@ class ShmPlane(Plane):
     def wait(self, ready: Callable[[], bool], peers: Sequence[Peer]) -> None:
         """Wait until ready; PeerGone as soon as a peer is gone. Memory that `ready` checks may be read afterwards."""
         own = self._heap()
-        for _ in range(POLLS):
+        for _ in range(POLLS_BEFORE_SLEEP):
             if ready():
                 return self._fence()
             os.sched_yield()
         try:
             while True:
+                # No wake is lost: this end says that it sleeps and then looks at the flags once more; the other end sets flags
+                # and then looks whether anybody sleeps (`wake`). With a fence between, at least one of them sees the other.
                 own.words[own.asleep] = 1
                 self._fence()
                 if ready():

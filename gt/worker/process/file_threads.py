@@ -91,14 +91,14 @@ class FileThread(threading.Thread):
         """Have it do something, and wait as long as it gets on. OSError if it does not for so many seconds, or failed."""
         done, errors = threading.Event(), list[Exception]()
 
-        def carried_out() -> None:
+        def executed() -> None:
             try:
                 run()
             except Exception as error:
                 errors.append(error)
             done.set()
 
-        self.put(carried_out, done.set)
+        self.put(executed, done.set)
         steps = -1
         while not done.wait(seconds):
             if steps == self.steps:
@@ -140,11 +140,11 @@ class FileThread(threading.Thread):
                     _close(descriptor)
                 self.no_file()
             elif job is not None:
-                self._carry_out(job)
+                self._execute(job)
             del job  # before the next one is awaited: a file may be closed with it
             self.working = False
 
-    def _carry_out(self, job: Job) -> None:
+    def _execute(self, job: Job) -> None:
         try:
             (job.drop if self._ended else job.run)()
         except Exception:  # its session waits in vain, and its other files go on

@@ -21,8 +21,8 @@ from gt.ir.text import size
 from gt.worker.instructions.step import Step, StepTable
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-HOST_SHARE = 0.9  # of the memory that this host's processes may have: CPU workers share it by default
-SPARE_SHARE = 0.25  # of the room, at most in memory that is kept for later use
+HOST_SHARE = 0.9  # part of the host's memory that its CPU workers share by default
+SPARE_SHARE = 0.25  # part of the free room that may be kept for later use, at most
 RESERVE_BYTES = 64 << 20  # bytes above the limit
 STACK_BYTES = 8 << 20  # bytes of a thread's stack, which count as data; pools of threads are made when they are first needed
 MIN_LIMIT_BYTES = 16 << 20  # bytes of a limit

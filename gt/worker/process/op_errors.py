@@ -20,11 +20,11 @@ MAX_TEXT_CHARS = 4000
 MAX_CONSEQUENCES, MAX_FAILURES = 4, 64
 MEMORY_REPORT_PAUSE = 50  # times as long as a report of memory takes, until the next one
 MAX_HOLDERS = 1 << 13  # tensors of a session that one answer names
-MAX_NAMED_TENSORS = 256  # those with most bytes
+MAX_NAMED_TENSORS = 256  # tensors in a report: those with most bytes
 # Texts of errors for want of memory that have no class of their own: torch's, C++'s, oneDNN's
 OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "out of memory", "bad_alloc", "bad allocation", "could not create a memory")
 
-Storage = Callable[[Any], tuple[int, int]]  # of a tensor: address and bytes of its memory
+Storage = Callable[[Any], tuple[int, int]]  # gives address and bytes of a tensor's memory
 
 
 def kind(error: Exception) -> str:

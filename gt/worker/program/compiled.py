@@ -1,7 +1,7 @@
 """Programs of a compiled backend: their segments become calls into compiled code, their replays graphs of the device.
 
 Segments are compiled when the first replay is over: so workers compile side by side, and none waits for another's compilation.
-A segment that cannot be compiled, or whose inputs do not match its code, is carried out as instructions. A device that can
+A segment that cannot be compiled, or whose inputs do not match its code, is executed as instructions. A device that can
 replay work records it once a replay finds nothing more to compile. Knows no torch.
 """
 
@@ -33,7 +33,7 @@ from gt.worker.program.peak import segments_at_peak
 from gt.worker.program.program import Actions
 from gt.worker.program.runner import ProgramRunner
 
-MAX_COMPILATIONS = 3  # of one segment, since the layout of its inputs may change from replay to replay
+MAX_COMPILATIONS = 3  # times that one segment is compiled: the layout of its inputs may change from replay to replay
 MAX_REASON_CHARS = 300
 MAX_REASONS = 8  # in the report of one program
 ISSUING = ("alias", "shard", "partial", "fill")  # kinds that only issue work to the device, beside ops
@@ -45,10 +45,10 @@ class Segment:
     def __init__(self, rows: list[Row], bound: BoundSegment, runner: ProgramRunner) -> None:
         self.rows, self.bound = rows, bound
         self.compiled: CompiledSegment | None = None
-        self.signature: Any = None  # of its inputs, while it waits to be compiled
+        self.signature: Any = None  # signature of its inputs, while it waits to be compiled
         self.why = ""  # reason why it stays instructions
         self.compilations = 0
-        self.at_peak = True  # whether its instructions would set the peak of memory
+        self.at_peak = True  # True if its instructions would set the peak of memory
         self._runner, self._tensors = runner, runner.tensors
 
     def __call__(self, code: list, at: int) -> None:
@@ -74,14 +74,14 @@ class Segment:
         tensors.free(bound.ended)
 
     def _fail(self, compiled: CompiledSegment, code: list, at: int, error: Exception) -> None:
-        """Compiled code failed. If it cannot have written to inputs, the instructions are carried out instead."""
+        """Compiled code failed. If it cannot have written to inputs, the instructions are executed instead."""
         if compiled.writes:
             self._runner.fail_segment(code, at, error, list(zip(self.bound.outputs, compiled.specs, strict=True)))
         elif self._runner.run_rows(self.rows):
             self.compiled, self.why = None, f"compiled code failed: {_short(error)}"
 
     def sample_inputs(self, compiler: Compiler) -> None:
-        """Note the signature of the inputs, before the segment is carried out as instructions."""
+        """Note the signature of the inputs, before the segment is executed as instructions."""
         if self.compiled is None and not self.why and self._runner.run_rows(self.bound.before):
             inputs = [self._tensors.get(i) for i in self.bound.inputs]
             self.signature = None if any(t is None for t in inputs) else compiler.signature(inputs)
@@ -90,7 +90,7 @@ class Segment:
 class CompiledProgram:
     """The segments of one program on this worker. `report` may be called by any thread.
 
-    A program that is carried out once compiles a segment when the segment is reached, if that lowers the peak of memory. So
+    A program that is executed once compiles a segment when the segment is reached, if that lowers the peak of memory. So
     does a program for a device that records with each segment, if no other worker waits for a message meanwhile.
     """
 

@@ -15,7 +15,7 @@ class PendingOutputs:
     """Outputs of the last replay of one executor. report_failure: called with the seq of the program whose outputs are lost."""
 
     def __init__(self, report_failure: Callable[[int, Exception], None]) -> None:
-        self.seq = -1  # of the program that is carried out
+        self.seq = -1  # op number of the running program
         self._report_failure = report_failure
         self._copy: Callable[[set[int]], None] | None = None
         self._outputs: Set[int] = NONE

@@ -98,6 +98,8 @@ def overlap_transfers(rows: Sequence[Row], program: RecordedProgram, stream: Sid
     writing: dict[int, int] = {}  # the same of memory that it writes
     count = 0
 
+    # Transfers run in order on the side stream, so a join with one is a join with all before it: one number for each memory is
+    # enough. A row waits for transfers that write what it touches, and for those that read what it changes.
     def join(number: int, at: int, place: int) -> None:
         scheduled.insert(place, (at, stream.join(number)))
         for under_way in (reading, writing):
@@ -131,7 +133,7 @@ def _moves(
 ) -> tuple[list[int], list[int], str] | None:
     """Ids that transfers read, ids that they make, and their kind; None if a row is no transfer for the side stream."""
     used: list[int] = []
-    made: list[int] = []
+    outputs: list[int] = []
     kind = ""
     for at, _ in rows:
         define, operands = instruction(code, at, definition)
@@ -139,8 +141,8 @@ def _moves(
             return None
         kind = define.kind
         used += reads(define, operands)
-        made += makes(define, operands)
-    return (used, made, kind) if rows else None
+        outputs += makes(define, operands)
+    return (used, outputs, kind) if rows else None
 
 
 def _touched(rows: Sequence[Row], code: Sequence, definition: Definition, lives: AliasSets) -> tuple[set[int], set[int]]:

@@ -16,10 +16,10 @@ from gt.ir.spec import DTYPES, contiguous
 from gt.worker.instructions.step import Row
 
 MAX_SEGMENT_OPS = 1200  # compile time grows faster than the number of ops; shorter segments fuse less across their borders
-MIN_COMPUTING_OPS = 2  # of a segment; fewer are not worth a call into compiled code
-# For a program that is carried out once a segment is compiled only if it saves memory:
+MIN_COMPUTING_OPS = 2  # ops that compute in a segment; fewer are not worth a call into compiled code
+# For a program that is executed once a segment is compiled only if it saves memory:
 MIN_SAVED_SHARE = 4  # 1 / MIN_SAVED_SHARE of the bytes that it makes end within it
-MAX_OUTPUTS_ONCE = 64  # of such a segment: compile time grows with each
+MAX_OUTPUTS_ONCE = 64  # outputs of such a segment: compile time grows with each
 
 LIST_OPS = "aten._foreach_"
 
@@ -61,7 +61,7 @@ class SegmentGraph:
 class BoundSegment:
     """A segment graph at one place of a program: the ids of its tensors, and the payloads behind the graph's texts.
 
-    dropped: ids to free first, which the segment does not read. before: rows to carry out next. inputs, outputs: ids.
+    dropped: ids to free first, which the segment does not read. before: rows to execute next. inputs, outputs: ids.
     ended: ids to free after it, of inputs and of results of `before`.
     """
 
@@ -186,13 +186,14 @@ def partition(rows: Sequence[Row], code: Sequence, traits: Callable[[int], Defin
 
     for row in rows:
         at = row[0]
+        # A FREE fits everywhere: where it stands in a segment, its tensors simply are no outputs.
         own = DefinitionTraits(True) if code[at] == FREE else traits(code[at])
         complex_ids.update(code[at + place] for place in own.complex_outs)
         if not own.fits or not complex_ids.isdisjoint(code[at + 2 : at + 2 + own.tensors]):
             end()
             pieces.append((False, [row]))
             continue
-        if own.lists and not lists:
+        if own.lists and not lists:  # the optimizer's step begins: a graph of its own, see above
             end()
             lists = True
         run.append(row)

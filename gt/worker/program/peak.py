@@ -46,12 +46,12 @@ class _Alive:
                 self._forget(tensor)
             return self._total
         sizes = row_bytes(define)
-        made = aliases(define, operands)
-        owners = [None if source is None else self._memory.get(source) for _, source in made]
-        for n, ((tensor, source), owner) in enumerate(zip(made, owners, strict=True)):
+        new = aliases(define, operands)
+        owners = [None if source is None else self._memory.get(source) for _, source in new]
+        for n, ((tensor, source), owner) in enumerate(zip(new, owners, strict=True)):
             self._forget(tensor)
             if source is not None and owner is None:
-                continue  # of memory from before
+                continue  # memory from before the program, which it does not free
             if owner is None:
                 owner = len(self._sizes)
                 self._names.append(0)

@@ -19,10 +19,10 @@ Actions = list[tuple[str, list[Row]]]  # rows by action, "" before the first
 
 
 class ProgramBackend(Protocol):
-    """A way to carry out a program's rows: as generated Python (eager), or as compiled segments and graphs."""
+    """A way to execute a program's rows: as generated Python (eager), or as compiled segments and graphs."""
 
     def group_rows(self, rows: list[Row], code: list) -> list[Row]:
-        """Rows of one action, each group that is carried out as a whole replaced by one row."""
+        """Rows of one action, each group that is executed as a whole replaced by one row."""
 
     def after_replay(self, actions: Actions, code: list, randoms: Sequence[int]) -> None:
         """A replay is over. It may put other rows in place of `actions`.
@@ -55,7 +55,7 @@ def _free_step(ids: tuple[int, ...], tensors: OffloadedTensors) -> Step:
 def bind_program(
     define: Define, backend: ProgramBackend, runner: ProgramRunner, record_times: Callable[[list[ActionTime]], None]
 ) -> Step:
-    """The step that carries out a program, action by action.
+    """The step that executes a program, action by action.
 
     record_times: receives the actions of each replay in the order in which they began.
     """

@@ -1,7 +1,7 @@
 """Code generation: runs of a program's ops as straight-line Python, where ids are local variables and an op is a line or two.
 
 A failed op is found by its line. Results until then are put where instructions look for them, and the rest of the run is
-carried out as instructions. Knows no engine.
+executed as instructions. Knows no engine.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class GeneratedFunction(StepOfRows):
         return _place(trace.tb_frame, trace.tb_lineno)
 
     def _fail(self, place: int, error: Exception) -> None:
-        """The failed op fails as an instruction, and the rows after it are carried out as instructions."""
+        """The failed op fails as an instruction, and the rows after it are executed as instructions."""
 
         def fails(code: list, at: int) -> None:
             raise error
@@ -182,14 +182,14 @@ class SourceWriter:
 
 def _lasting(rows: Sequence[Row], code: list, definition: Definition) -> list[set[int]]:
     """By row: ids that it makes, that no later row makes again, and that none of these rows frees."""
-    found: list[set[int]] = []
+    lasting: list[set[int]] = []
     over: set[int] = set()
     for at, _ in reversed(rows):
         define, operands = instruction(code, at, definition)
         outs = set() if define is None else set(makes(define, operands))
-        found.append(outs - over)
+        lasting.append(outs - over)
         over.update(operands if define is None else outs)
-    return found[::-1]
+    return lasting[::-1]
 
 
 def _peak(rows: Sequence[Row], code: list, definition: Definition) -> int:
@@ -217,7 +217,7 @@ def _place(frame: Any, line: int | None) -> int:
 
 
 def current_instruction(thread: int) -> int | None:
-    """Place in its program of the instruction that a thread carries out in a generated function, else None. By any thread."""
+    """Place in its program of the instruction that a thread executes in a generated function, else None. By any thread."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         # Code that defines the functions, and functions nested in one, are in the file too but have no places.

@@ -62,7 +62,7 @@ class DefinitionTable:
 
 
 class ProgramRunner:
-    """Carries out rows of a stream or program. One thread calls it; any thread may read `code`, `base` and `place`."""
+    """Executes rows of a stream or program. One thread calls it; any thread may read `code`, `base` and `place`."""
 
     def __init__(self, context: ExecutionContext) -> None:
         self.context, self.tensors = context, context.tensors
@@ -74,7 +74,7 @@ class ProgramRunner:
         self.base = self.place = 0  # its first seq, and the place of the instruction under way
         self.is_compiling = False  # the step under way compiles, or waits for the device to record
         self.recording = False  # rows are recorded: a failure is raised, not reported
-        self.tracer: Tracer | None = None  # of the session whose trace is made, during its streams
+        self.tracer: Tracer | None = None  # set while a stream of a traced session is executed
         self.checks_small_results = False  # room is short: small results are compared with it one by one
 
     # ---- streams
@@ -106,7 +106,7 @@ class ProgramRunner:
         return waiting
 
     def fits(self, nbytes: int) -> bool:
-        """True if there is room for the results of several instructions; if not they are carried out one by one."""
+        """True if there is room for the results of several instructions; if not they are executed one by one."""
         return not self.checks_small_results and self.context.budget.fits(nbytes)
 
     # ---- programs

@@ -38,7 +38,7 @@ def test_each_value_of_a_mask_has_a_program(given: Callable) -> None:
         x, mask = torch.randn(2, 4), FULL if n < 5 or n % 3 == 0 else PADDED
         assert torch.equal(step(x.to(REMOTE), given(mask)).cpu(), masked(x, mask)), n
     assert len(step._programs) == 2 and sum(program.replays for program in step._programs) == 8, step.explain()
-    assert "a value that the function reads of argument 1 is another one" in step.explain()
+    assert "the function reads a value of argument 1, which is another one now" in step.explain()
 
 
 def test_a_value_that_differs_at_each_call_is_read_at_each_call() -> None:

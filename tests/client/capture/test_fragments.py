@@ -54,7 +54,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def shares(explained: str) -> tuple[int, int]:
-    """Percents of the last call's ops and of all ops that programs carried out."""
+    """Percents of the last call's ops and of all ops that programs executed."""
     line = re.search(r"programs carry (\d+)% of .* last call, (\d+)% of", explained)
     assert line, explained
     return int(line[1]), int(line[2])

@@ -87,11 +87,11 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
     with pytest.raises(CheckpointError, match="is a file, want a folder"):
         NewFolder(tmp_path / "file")
     (tmp_path / "home" / "letters").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="'letters', which is no plain file, and would be replaced"):
+    with pytest.raises(CheckpointError, match="'letters', which is not a plain file, and a save would replace it"):
         NewFolder(tmp_path / "home")
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "x").symlink_to("/etc")
-    with pytest.raises(CheckpointError, match="no plain file"):
+    with pytest.raises(CheckpointError, match="not a plain file"):
         NewFolder(tmp_path / "links")
     with pytest.raises(CheckpointError, match="does not exist"):
         find(tmp_path / "none")

@@ -75,15 +75,15 @@ ROW = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"a": {**ROW, "shape": "2"}}, bytes(8), "shape"),
         ({"a": {**ROW, "data_offsets": [8, 0]}}, bytes(8), "has -8 bytes"),
         ({"a": {**ROW, "data_offsets": [0]}}, bytes(8), "data_offsets"),
-        ({"a": {"dtype": "F32", "shape": [2]}}, bytes(8), "not just dtype, shape and data_offsets"),
-        ({"a": [1]}, bytes(8), "not just"),
-        ([ROW], bytes(8), "no JSON object"),
+        ({"a": {"dtype": "F32", "shape": [2]}}, bytes(8), "wants the keys dtype, shape and data_offsets, and no others"),
+        ({"a": [1]}, bytes(8), "and no others"),
+        ([ROW], bytes(8), "not a JSON object"),
         (b'{"a":1,"a":1}', b"", "twice"),
         (b"{", b"", r"its header has 1 bytes"),
-        (b"{]", b"", "no JSON"),
-        (b'{"__metadata__": {"a": 1}}', b"", "no object of strings"),
-        (b"[" * 5000, b"", "no JSON"),
-        (b"\xff\xff", b"", "no JSON"),
+        (b"{]", b"", "not JSON"),
+        (b'{"__metadata__": {"a": 1}}', b"", "not an object of strings"),
+        (b"[" * 5000, b"", "not JSON"),
+        (b"\xff\xff", b"", "not JSON"),
     ],
 )
 def test_a_wrong_header_is_refused_with_the_reason(tmp_path, header, data, said):
@@ -106,7 +106,7 @@ def test_only_regular_files_are_opened(tmp_path, monkeypatch):
     opened, open_ = [], os.open
     monkeypatch.setattr(os, "open", lambda path, *args: (opened.append(path), open_(path, *args))[1])
     for path in (tmp_path / "pipe", tmp_path / "link", tmp_path, "/dev/zero", "/dev/null"):
-        with pytest.raises(CheckpointError, match=r"no regular file|cannot be read"):
+        with pytest.raises(CheckpointError, match=r"not a regular file|cannot be read"):
             open_file(path)
     assert not opened, "to open some devices has effects"
     with pytest.raises(CheckpointError, match="cannot be read: no such file"):

@@ -427,7 +427,7 @@ def damage(path, how):
         ("foreign", "no safetensors file, or a damaged one"),
         ("directory", "is missing"),
         ("fifo", "is missing"),
-        ("manifest", "gt.json is no JSON, or was cut"),
+        ("manifest", "gt.json is not JSON, or was cut"),
         ("version", "has version 2, this GT reads version 1"),
         ("index", "optimizer.safetensors.index.json is missing"),
         ("renamed", r"lacks 'a.weight', which .* names; .* has 'x.weight'"),

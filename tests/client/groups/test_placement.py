@@ -148,7 +148,7 @@ def test_balance_puts_a_heavy_head_alone() -> None:
     blocks = [nn.Linear(16, 16) for _ in range(6)] + [nn.Linear(16, 16 * 5)]
     assert balance(blocks, 2, torch.zeros(4, 16)) == [(0, 5), (5, 7)]
     assert costs(blocks[:1], torch.zeros(4, 16)) == [2 * 4 * 16 * 16]
-    with pytest.raises(ValueError, match="7 modules cannot be cut into 8 stages"):
+    with pytest.raises(ValueError, match="7 modules cannot be divided into 8 stages: want 1 to 7"):
         balance(blocks, 8, torch.zeros(4, 16))
 
 

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from gt.client.session import Session
-from gt.dispatcher.fairness.descriptors import KEPT, PATIENCE_SECONDS, Reserve
+from gt.dispatcher.fairness.descriptors import KEPT_DESCRIPTORS, PATIENCE_SECONDS, Reserve
 from gt.errors import Refused
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
@@ -68,10 +68,11 @@ def test_who_comes_while_descriptors_are_short_waits_until_strangers_have_left()
         stack.callback(worker(address).close)
         folder = f"/proc/{process.pid}/fd"
         stack.callback(Session(address).close)
-        while len(os.listdir(folder)) < LIMIT - KEPT // 2:  # honest peers leave so few that strangers take the reserve itself
+        # honest peers leave so few that strangers take the reserve itself
+        while len(os.listdir(folder)) < LIMIT - KEPT_DESCRIPTORS // 2:
             stack.callback(Session(address).close)
         host, _, port = address.rpartition(":")
-        for _ in range(KEPT):
+        for _ in range(KEPT_DESCRIPTORS):
             stack.enter_context(socket.create_connection((host, int(port)), 5))
         assert "no file descriptors left, of 64" in process.stderr.readline()
         Session(address, wait=60).close()
@@ -136,7 +137,7 @@ def test_the_reserve_is_there_again_once_there_is_room(caplog):
             for descriptor in taken:
                 os.close(descriptor)
             taken.clear()
-            assert not reserve.poll(0.75) and len(reserve._kept) == KEPT
+            assert not reserve.poll(0.75) and len(reserve._kept) == KEPT_DESCRIPTORS
     finally:
         reserve.close()
     assert [record.getMessage().count("left") for record in caplog.records] == [1, 0]

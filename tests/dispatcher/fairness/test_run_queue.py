@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from gt.dispatcher.events import PeerLost
-from gt.dispatcher.fairness.run_queue import AHEAD_SECONDS, CLOSER, MAX_UNITS, MIN_UNITS, UNIT_SECONDS, RunQueue, Unit
+from gt.dispatcher.fairness.run_queue import AHEAD_SECONDS, MAX_UNITS, MIN_UNITS, SHARED_DIVISOR, UNIT_SECONDS, RunQueue, Unit
 from gt.ir.instr import END
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, T, Template
@@ -21,7 +21,7 @@ from tests.helpers.streams import NEG, Stream
 
 
 class Players:
-    """Workers that carry out what a queue sends, each in order."""
+    """Workers that execute what a queue sends, each in order."""
 
     def __init__(self, workers: int, sessions: int) -> None:
         self.queue = RunQueue()
@@ -77,7 +77,7 @@ def test_less_is_under_way_on_a_worker_that_another_session_uses():
         for owner in range(1, sessions):
             players.offer(owner, w0=0.0)
         for _ in range(MAX_UNITS + 1):
-            players.offer(0, w0=AHEAD_SECONDS / CLOSER * 0.9)
+            players.offer(0, w0=AHEAD_SECONDS / SHARED_DIVISOR * 0.9)
         assert sum(owner == 0 for owner, _ in players.order[0]) == under_way
 
 

@@ -1,6 +1,6 @@
 """Captured steps with ops outside of signal groups, on tensors that lie on no worker yet: replays do them, as eager calls do.
 
-Such ops are put off until a grouped op says where; a replay knows only what was carried out.
+Such ops are put off until a grouped op says where; a replay knows only what was executed.
 """
 
 from __future__ import annotations

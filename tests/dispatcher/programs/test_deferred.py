@@ -1,4 +1,4 @@
-"""Recorded calls that are carried out whole once they are over: values, errors and order as op by op, and less memory."""
+"""Recorded calls that are executed whole once they are over: values, errors and order as op by op, and less memory."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_runs_that_part_and_meet_again_are_programs_of_their_parts() -> None:
         bench.give(b"c", Ops(1 + call, [], [], [*header, *ops, END_FRAGMENT, len(ended), *ended]))
         alive = {i for i in bench.core.sessions[b"c"].table.rows if i < 1 << 39}
         assert first + len(lines) - 1 in alive and alive.isdisjoint(ended)
-        if call >= len(middles) - 4:  # all three ways were met, and are carried out whole
+        if call >= len(middles) - 4:  # all three ways were met, and are executed whole
             assert counts(bench)["last_carried"] == len(lines), (call, counts(bench))
 
 

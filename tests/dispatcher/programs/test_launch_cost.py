@@ -139,7 +139,7 @@ def test_a_launch_finds_that_a_weight_was_moved_since_the_one_before(replays: Ca
     row = context.table.rows[one.model[0].weight._ref.id]
     lay, program = row.layout, one.program
     assert program.compared == context.table.relaid and lay is not None and not lay.mesh.axes
-    context.lay(row, Layout(Mesh((("shard", 2),), (0, 1)), (Shard(0),)))
+    context.set_layout(row, Layout(Mesh((("shard", 2),), (0, 1)), (Shard(0),)))
     assert row.layout is not lay and program.compared != context.table.relaid
     one.step(one.x)
     current_session.current().flush()

@@ -373,7 +373,7 @@ def test_it_is_done_for_graphs_and_where_it_is_asked_for(backend: str, asked: bo
 
     def seal(*what: Any) -> dict:
         found.append(what[-1])
-        return {"why": "nothing is carried out here", "schedule": {}}
+        return {"why": "nothing is executed here", "schedule": {}}
 
     with planned("", 1) as plan:
         plan.seal = seal

@@ -202,7 +202,7 @@ def test_workers_may_come_in_any_order() -> None:
          "interleaved or auto"),
         ("zb-v", [0, 1, 2], "zb-v wants two stages a worker: 6 stages on 3 workers, got 3"),
         ("gpipe", [0, 2], "stages on workers [0, 2]: want workers numbered from 0, each with a stage"),
-        ("zero", [0, 1], "'zero' is no schedule; there are gpipe, 1f1b, zb-h1, interleaved, zb-v, auto"),
+        ("zero", [0, 1], "'zero' is not a schedule; want one of gpipe, 1f1b, zb-h1, interleaved, zb-v, auto"),
     ],
 )  # fmt: skip
 def test_a_placement_that_does_not_do_says_what_would(name: str, workers: list[int], said: str) -> None:

@@ -36,7 +36,8 @@ def test_text_is_one_line_a_worker() -> None:
 def test_a_wrong_token_is_named_with_its_place(token: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse(f"0F0,0B0\n\n# and\n1F0,1B0,{token},1F1")
-    assert str(error.value).startswith(f"line 4, action 3: {token!r} is no action; want stage, one of F B I W and micro-batch")
+    said = f"line 4, action 3: {token!r} is not an action; want a stage, one of F B I W and a micro-batch"
+    assert str(error.value).startswith(said)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 4))

@@ -303,7 +303,7 @@ def test_a_recording_that_begins_within_an_interrupt_is_not_held_back(bench):
 
 
 def test_a_call_that_was_held_back_is_not_dropped(bench):
-    """It is one instruction under the number of its first op: the others would seem to have been carried out."""
+    """It is one instruction under the number of its first op: the others would seem to have been executed."""
     session = bench.core.sessions[b"c"]
     bench.give(b"c", Ops(1, [], [], [RECORD, 1, 1, 0, 17, 1, 1, 3, 17, 1, 3, 4, DISCARD]))
     bench.give(b"c", Interrupt(1))

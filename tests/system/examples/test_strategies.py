@@ -214,7 +214,7 @@ def test_a_json_of_deepspeed_is_read_or_refused_by_name(example: Callable, tmp_p
     assert "zero_optimization.overlap_comm" in settings.deepspeed(config)[2]
     refused = {**config, "optimizer": {"type": "Lamb"}, "zero_optimization": {"stage": 1, "zero_hpz_partition_size": 8}}
     with pytest.raises(
-        settings.SettingsError, match=r"does not carry out: zero_optimization.zero_hpz_partition_size, optimizer;"
+        settings.SettingsError, match=r"does not execute: zero_optimization.zero_hpz_partition_size, optimizer;"
     ):
         settings.read({"deepspeed_config": refused}, [])
     with pytest.raises(settings.SettingsError, match="enables bf16 and fp16"):

@@ -128,7 +128,7 @@ def test_a_failed_op_on_state_is_told_to_who_looks_the_state_up(worker):
     """Also after a later op on the same state that would not fail by itself."""
     hold(worker, 1.0, 2.0, 3.0)
     if worker.engine.lane() is not None and not isinstance(worker.engine.lane(), GpuHostLane):
-        pytest.skip("its ops fail where they are carried out")
+        pytest.skip("its ops fail where they are executed")
     worker.tensors[GRADIENT] = torch.ones(7)
     bad = host_op(worker, "aten.add_.Tensor", 2, T, writes=[0], fresh=[1], outs=[SAME])
     good = host_op(worker, "aten.neg_.default", 1, T[:1], writes=[0], outs=[SAME])

@@ -15,7 +15,7 @@ def test_a_bell_that_is_a_file_is_neither_emptied_nor_written_to(tmp_path: Path)
     path.write_text("all that was logged")
     try:
         with path.open("r+b") as file:
-            with pytest.raises(OSError, match="is no worker's bell"):
+            with pytest.raises(OSError, match="is not a worker's doorbell"):
                 PeerHeap(os.getpid(), heap.fd, PAGE_BYTES, f"{file.fileno()}-{heap.mark:016x}")
         assert path.read_text() == "all that was logged"
         peer = PeerHeap(os.getpid(), heap.fd, PAGE_BYTES, heap.doorbell)
@@ -32,7 +32,7 @@ def test_a_heap_that_is_a_file_is_not_mapped(tmp_path: Path, mark: int) -> None:
     path.write_bytes(bytes(2 * PAGE_BYTES))
     rope = heap.doorbell.partition("-")[0]
     try:
-        with path.open("r+b") as file, pytest.raises(OSError, match=r"is no heap of a worker|has no mark"):
+        with path.open("r+b") as file, pytest.raises(OSError, match=r"is not a worker's heap|lacks the mark"):
             PeerHeap(os.getpid(), file.fileno(), PAGE_BYTES, f"{rope}-{mark:016x}")
         assert path.read_bytes() == bytes(2 * PAGE_BYTES)
     finally:

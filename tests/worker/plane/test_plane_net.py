@@ -448,7 +448,7 @@ def test_strangers_and_other_keys_are_not_let_in():
         first.introduce(rows, ways(2, epoch=2), KEY, 0)
         first.world(rows, ways(2, epoch=2))
         assert said.wait(limit(20))
-        with pytest.raises(Unreachable, match="what listens there is no worker of this world"):
+        with pytest.raises(Unreachable, match="the process that listens there is not a worker of this world"):
             first.recv(channel(1), bytearray(1))
 
 

@@ -16,7 +16,7 @@ from gt.client.trace.op_info import OpInfo, info_of
 from gt.client.trace.uploads import mixed_devices
 
 aten = torch.ops.aten
-NO_SEED = (-1, 0)  # of attention without dropout; a seed is never negative
+NO_SEED = (-1, 0)  # (seed, counter) of attention without dropout; a seed is never negative
 
 
 def attention(  # noqa: PLR0913 - the op's arguments

@@ -107,7 +107,7 @@ def _placed(movable: _Movable) -> Iterator[Instruction]:
 def _movables(worker: int, rows: Sequence[Instruction], context: PassContext) -> dict[int, list[_Movable]]:
     """By number, the rows that may move, steps in parts, and what they depend on."""
     uses: dict[Memory, _Uses] = defaultdict(_Uses)
-    found: dict[int, list[_Movable]] = {}
+    movables: dict[int, list[_Movable]] = {}
     homes, before = context.homes, -1
     for n, (row, access) in enumerate(zip(rows, accesses(rows))):
         memory: list[Memory] = [("before", homes[i]) if i in homes else i for i in access.reads]
@@ -120,13 +120,13 @@ def _movables(worker: int, rows: Sequence[Instruction], context: PassContext) ->
                 uses[i].written = n
             continue
         parts = _parts(worker, row, memory, uses, context) if _is_step(row) else [(row, [*range(len(memory))])]
-        found[n] = [_Movable(part, _is_step(part), before, *_dependences(memory, k, changed, uses)) for part, k in parts]
-        for movable, (_, numbers) in zip(found[n], parts, strict=True):
+        movables[n] = [_Movable(part, _is_step(part), before, *_dependences(memory, k, changed, uses)) for part, k in parts]
+        for movable, (_, numbers) in zip(movables[n], parts, strict=True):
             for k in numbers:
                 (uses[memory[k]].writers if k in changed else uses[memory[k]].readers).append(movable)
         for i in access.makes:
-            uses[i].writers += found[n]
-    return found
+            uses[i].writers += movables[n]
+    return movables
 
 
 def _dependences(

@@ -1,8 +1,8 @@
 """The pass that has workers do adjacent collectives of one team and kind as one: it puts a `together` before them.
 
-It is the last, so that no other pass puts a row among them. Gathers are large or urgent, mostly: only small ones are batched,
-since the first reader would wait for all. All members have the same batches, or none. The latency of one exchange is paid once,
-as in the fusion buffer of Horovod (Sergeev and Del Balso, 2018) and in grouped calls of NCCL; but nothing is copied together.
+The latency of an exchange is then paid once, as with Horovod's fusion buffer (Sergeev and Del Balso, 2018). Unlike there, and
+as in NCCL's grouped calls, nothing is copied into one buffer. Only small gathers are batched: the first reader waits for all
+of them. All members of a team have the same batches, or none. This pass is the last, so no other puts a row into a batch.
 
 Example, two small sums of one team:
 
@@ -24,7 +24,7 @@ from gt.dispatcher.programs.recording import Instruction, Recording
 from gt.ir.instr import COLLECTIVES
 from gt.ir.spec import DTYPES
 
-MAX_GATHER_BYTES = 256 << 10  # of a gathered tensor; a larger one is gathered by itself
+MAX_GATHER_BYTES = 256 << 10  # largest gathered tensor in a batch; a larger one is gathered by itself
 
 _Key = tuple[str, tuple[int, ...], str]  # kind, workers, action of a schedule
 

@@ -2,8 +2,8 @@
 
 A step asks for a sum where it first needs it: behind the whole backward pass, one after the other. A worker overlaps transfers
 with compute (gt.worker.program.overlap), so each reduction moves up behind the last instruction that touches its terms.
-Several wait for one another until they fill a bucket (`bucket` of the config has its bytes): a small reduction costs much
-by itself, and ends a compiled region. This is gradient bucketing as in DistributedDataParallel (Li et al., PyTorch
+Several wait for one another until they fill a bucket, since each reduction has a fixed cost and ends a compiled region. The
+config's `bucket` is its size. This is gradient bucketing as in DistributedDataParallel (Li et al., PyTorch
 Distributed, VLDB 2020). Behind the last bucket there is only the optimizer: it is split, so that its step on other gradients
 hides the bucket. A reduction is an all_reduce, or a reduce_scatter with the rows that name its pieces (ZeRO). Example:
 
@@ -26,7 +26,7 @@ from gt.ir.spec import DTYPES, Spec
 from gt.ir.template import Chosen, T, from_wire, to_wire
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
-SCATTERED_SHARE = 8  # of the bytes of terms that reduce_scatters end, at most this part waits: stages 2 and 3 are for memory
+SCATTERED_SHARE = 8  # at most 1/8 of the terms' bytes wait for a reduce_scatter: ZeRO stages 2 and 3 are there to save memory
 LIST_OPS = ("aten._fused_", "aten._foreach_")  # ops that do the same to each tensor of a list
 
 
@@ -72,6 +72,8 @@ def _split_list_op(row: Instruction, memory: Sequence[int], late: set[int], defi
     if listed is None:
         yield row
         return
+    # Each index of a list op stands by itself, so the op may be cut between indices. But no memory may be in both parts: a
+    # tensor that is listed twice would be read at another time than before.
     touched = [{memory[n] for n in listed.tensors(index)} for index in range(listed.count)]
     waits = [not late.isdisjoint(used) for used in touched]
     parts = [set().union(*(used for used, last in zip(touched, waits, strict=True) if last == part)) for part in (False, True)]
@@ -207,7 +209,7 @@ def _ready(rows: Sequence[Instruction]) -> tuple[Mapping[int, list[_Reduction]],
             names = {i for k in block for i in rows[k].makes}
             behind = max((last.get(i, -1) for i in memory[n].reads), default=-1)
             if behind < 0 and row.kind == "reduce_scatter":
-                behind = n  # of terms from before: where it is
+                behind = n  # terms from before the step: the reduction stays where it is
             ready[max(behind, 0)].append(_Reduction([rows[k] for k in block], touched, names, _term_bytes(row, specs)))
             placed.update(block)
         else:

@@ -35,7 +35,7 @@ class PassContext:
     fresh: Callable[[], int]
     define: MakeDefinition
     bucket: int = BUCKET_BYTES  # bytes of reductions that wait for one another
-    sharded: bool = False  # whether parameters rest in pieces of the data-parallel axis
+    sharded: bool = False  # True if parameters rest in pieces of the data-parallel axis
     schedule: dict[str, Any] = field(default_factory=dict)  # the report of the schedule, {} where none was asked for
     recomputed: dict[int, list[int]] = field(default_factory=dict)  # by worker: values, bytes at the peak before and after
     batched: dict[int, list[int]] = field(default_factory=dict)  # by worker: collectives, and as how many they are done

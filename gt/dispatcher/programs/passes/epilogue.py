@@ -121,21 +121,21 @@ def _along(
     wrote: dict[object, Uses] = defaultdict(frozenset)
     read: dict[object, Uses] = defaultdict(frozenset)
     for part in rows:
-        footprint, found = footprints[part], NONE
+        footprint, uses = footprints[part], NONE
         if part.tail:
             before = [wrote[base] for base in footprint.reads | footprint.writes] + [read[base] for base in footprint.writes]
-            found = given.get(part, NONE).union(*before)
-            if found and (part.moves or not {stage for stage, _ in found} <= own):
-                found |= {LATER}
-            yield part, found
+            uses = given.get(part, NONE).union(*before)
+            if uses and (part.moves or not {stage for stage, _ in uses} <= own):
+                uses |= {LATER}
+            yield part, uses
         elif part.key is not None:
-            found = frozenset(((part.key.stage, part.key.backward),))
+            uses = frozenset(((part.key.stage, part.key.backward),))
         elif part.when == LATE:
-            found = frozenset((LATER,))
-        for base in footprint.writes if found else ():
-            wrote[base] |= found
-        for base in footprint.reads if found else ():
-            read[base] |= found
+            uses = frozenset((LATER,))
+        for base in footprint.writes if uses else ():
+            wrote[base] |= uses
+        for base in footprint.reads if uses else ():
+            read[base] |= uses
 
 
 def _classify(rows: Sequence[ScheduledInstruction], uses: Dependences, footprints: Footprints) -> None:

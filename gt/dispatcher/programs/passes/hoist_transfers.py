@@ -1,10 +1,10 @@
 """The pass that moves transfers out of the way where the last stage turns from a micro-batch's forward into its backward pass.
 
-Compiled as one (gt.dispatcher.programs.codegen), the two passes never write the values that only they share: operator fusion
-across the turn, as in torch.compile's joint graph (Ansel et al., ASPLOS 2024). A transfer for another micro-batch is often
-between them, since its data is expected then. A transfer overlaps with compute, so it may begin a little earlier: where a
-compiled region ends anyway. This is code motion (hoisting) of communication. It is done where workers replay device graphs;
-elsewhere a transfer is waited for.
+The two passes are compiled as one (gt.dispatcher.programs.codegen), so values that only they share never reach memory. This is
+operator fusion across the turn, as in torch.compile's joint graph (Ansel et al., ASPLOS 2024). A transfer for another
+micro-batch is often between the two, since its data is expected then. It may begin a little earlier, where a compiled region
+ends anyway, since transfers overlap with compute. This is code motion (hoisting) of communication. It is done only where
+workers replay device graphs: elsewhere a worker waits for each transfer.
 
 Example, the last stage of two, micro-batches 0 and 1:
 

@@ -51,7 +51,7 @@ class NoPipeline(CannotReorder):
 
 @dataclass
 class StageAssignment:
-    """Workers of each stage, their groups, and the action of each op that lies in one."""
+    """Workers of each stage, their groups, and the action of each op in one."""
 
     meshes: list[tuple[int, ...]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -100,19 +100,19 @@ def apply_schedule(recording: Recording, context: PassContext) -> Recording:
     try:
         name, limit = asked(text)
         pipe = price_pipeline(recording.journal, recording.code, context.times, context.older, context.compiled)
-        stages, places, parts, found = pipe.stages, pipe.places, pipe.parts, pipe.found
+        stages, places, parts, priced = pipe.stages, pipe.places, pipe.parts, pipe.found
         request = schedule.ScheduleRequest(name, places, stages.micro, limit, stages.backward)
-        made = schedule.make(request, found.costs)
-        timeline = schedule.simulate(made.rows, found.costs)
-        split = any(action.kind == "I" for row in made.rows for action in row)
-        _when(parts, {worker: _times(worker, stages.meshes, places, made.rows, timeline) for worker in parts}, split)
+        chosen = schedule.make(request, priced.costs)
+        timeline = schedule.simulate(chosen.rows, priced.costs)
+        split = any(action.kind == "I" for row in chosen.rows for action in row)
+        _when(parts, {worker: _times(worker, stages.meshes, places, chosen.rows, timeline) for worker in parts}, split)
     except NoRoom as error:
         context.schedule = {"name": name, "why": error.said(size), "pipeline": True}
         return recording
     except (CannotReorder, ConfigError, ValueError) as error:
         context.reject_schedule(str(error), pipeline=not isinstance(error, NoPipeline))
         return recording
-    context.schedule = schedule_report(made, timeline, found, stages.names, request)
+    context.schedule = schedule_report(chosen, timeline, priced, stages.names, request)
     code = {worker: [_row(p, split) for p in sorted(rows, key=lambda p: (*p.when, p.number))] for worker, rows in parts.items()}
     return replace(recording, code={**recording.code, **code})
 
@@ -130,7 +130,7 @@ def _row(part: ScheduledInstruction, split: bool) -> Instruction:
 
 def _stages(journal: Sequence[Planned]) -> StageAssignment:
     """Stages are what a micro-batch passes, in order; backward passes them the other way. A worker may have several."""
-    found = StageAssignment()
+    stages = StageAssignment()
     paths: dict[tuple[bool, int], list[str]] = defaultdict(list)
     visits: dict[int, tuple[bool, int, int]] = {}
     for row in journal:
@@ -143,25 +143,26 @@ def _stages(journal: Sequence[Planned]) -> StageAssignment:
         if not path or path[-1] != name:
             path.append(name)
             if not origin.backward and not origin.micro:
-                found.meshes.append(origin.meaning.mesh.workers)
+                stages.meshes.append(origin.meaning.mesh.workers)
         visits[row.seq] = (origin.backward, origin.micro, len(path) - 1)
-    if not found.meshes:
+    if not stages.meshes:
         raise NoPipeline("no op runs in a signal group within gt.microbatches: put the stages in groups there")
-    found.micro = 1 + max(micro for _, micro in paths)
-    names, count = paths[False, 0], len(found.meshes)
-    found.names = names
-    if len(set(found.meshes)) < 2:
-        raise NoPipeline("there is one stage only: name groups on different workers for the stages")
+    stages.micro = 1 + max(micro for _, micro in paths)
+    names, count = paths[False, 0], len(stages.meshes)
+    stages.names = names
+    if len(set(stages.meshes)) < 2:
+        raise NoPipeline("all groups run on the same workers, so there is one stage: give each stage workers of its own")
     for (backward, micro), path in paths.items():
         if path != (names[::-1] if backward else names):
             way = "backward" if backward else "forward"
             order = f"{' -> '.join(path)}, want {' -> '.join(names[::-1] if backward else names)}"
             raise CannotReorder(
-                f"micro-batch {micro} runs stages {order} in its {way} pass, as micro-batch 0 does or in reverse"
+                f"micro-batch {micro} runs its {way} pass in the stages {order}: enter the groups in the same order in "
+                "every micro-batch"
             )
     for seq, (backward, micro, visit) in visits.items():
-        found.keys[seq] = Key(count - 1 - visit if backward else visit, backward, micro)
-    return found
+        stages.keys[seq] = Key(count - 1 - visit if backward else visit, backward, micro)
+    return stages
 
 
 def _scheduled(journal: Sequence[Planned], code: Code, stages: StageAssignment, places: Sequence[tuple[int, ...]]) -> Parts:
@@ -198,7 +199,7 @@ def _parts(
 
 
 def _has(mesh: Sequence[int], worker: int, row: Instruction) -> bool:
-    """True if a stage has all workers that carry out a worker's row: the gradient of a split head is of more than one."""
+    """True if a stage has all workers that execute a worker's row: the gradient of a split head is of more than one."""
     return set(row.define.payload["team"]["workers"] if row.kind in COLLECTIVES else (worker,)) <= set(mesh)
 
 
@@ -225,11 +226,11 @@ class _Needs:
         changed = True
         while changed:  # across workers: a send is needed where what it carries is, and a collective by all or none
             changed = False
-            for some in self.collectives:
-                found = [t for p in some if (t := p if p.key is not None else takers.get(p)) is not None]
-                for part in some if found else ():
+            for members in self.collectives:
+                readers = [t for p in members if (t := p if p.key is not None else takers.get(p)) is not None]
+                for part in members if readers else ():
                     if part.key is None and part not in takers:
-                        takers[part], changed = found[0], True
+                        takers[part], changed = readers[0], True
             for send, receive in self.transfers:
                 taker = receive if receive.key is not None else takers.get(receive)
                 if taker is not None and send not in takers:
@@ -254,10 +255,10 @@ class _Needs:
     def _agree(self) -> bool:
         """Give the members of a collective the last of their actions; True if that changed one."""
         changed = False
-        for some in self.collectives:
-            keys = [part.key for part in some if part.key is not None]
+        for members in self.collectives:
+            keys = [part.key for part in members if part.key is not None]
             last = max(keys, default=None, key=_order)
-            for part in some if last is not None else ():
+            for part in members if last is not None else ():
                 if part.key != last:
                     self.given.discard(part)
                     part.key, part.when, changed = last, (), True
@@ -278,13 +279,13 @@ class _Needs:
 
     def _find_sources(self, rows: Sequence[ScheduledInstruction]) -> None:
         """Note the sources of each part: makers of its inputs, and last writers of their memory, as a sum before a send."""
-        made: dict[int, ScheduledInstruction] = {}
+        maker_of: dict[int, ScheduledInstruction] = {}
         wrote: dict[int, ScheduledInstruction] = {}  # by memory
         for part in rows:
-            makers = [made[i] for i in part.row.reads if i in made]
+            makers = [maker_of[i] for i in part.row.reads if i in maker_of]
             self.sources[part] = makers + [wrote[base] for base in part.memory.reads if base in wrote]
             wrote.update(dict.fromkeys(part.written, part))
-            made.update(dict.fromkeys(part.row.makes, part))
+            maker_of.update(dict.fromkeys(part.row.makes, part))
 
     def _backwards(self, worker: int, takers: Takers) -> None:
         """Pass the need of this worker's actions on to the sources of their parts, transitively."""

@@ -22,8 +22,8 @@ from gt.dispatcher.programs.recording import Code, Instruction, Recording
 from gt.ir.dataflow import accesses
 from gt.ir.spec import DTYPES
 
-# Bytes that may be gathered ahead of small weights too, since a batch of them costs about as much as one: LEAST_AHEAD, but no
-# more than this part of all gathers
+# A batch of small weights costs about as much as one of them. So LEAST_AHEAD bytes may be gathered ahead in any case, but no
+# more than 1 / AHEAD_SHARE of all gathers.
 LEAST_AHEAD, AHEAD_SHARE = 1 << 20, 16
 
 

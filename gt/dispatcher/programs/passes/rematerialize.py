@@ -29,14 +29,15 @@ from gt.dispatcher.state.failures import Planned
 from gt.ir.dataflow import Liveness, liveness
 from gt.ir.ops import GT_OPS, RANDOM
 
-MAX_PEAK_LEFT = 0.98  # of the peak: a smaller gain is not worth the time
+MAX_PEAK_LEFT = 0.98  # part of the peak that may remain: a smaller gain is not worth the time
 LEAST_SHARE_OF_PEAK = 4096  # a value of less than 1/4096 of the peak is kept
 MAX_CANDIDATES = 2048  # values
 MAX_CHAIN_OPS = 6  # computed again for one value
 MAX_FUSED_OPS = 400  # compiled as one region at most
 RENAMED = frozenset({"op", "all_gather"})  # kinds whose operands may have other names
-# Beside pointwise ops, with their cost in a compiled step, in parts of nominal time: a norm is a pass over memory of its own,
-# which its readers do not fuse with (on an H200 32 us for 50 MB; a GELU that its backward pass is fused with, 19 us for 200 MB)
+# Ops that are recomputed beside pointwise ones, with their cost in a compiled step, in parts of nominal time. A norm is a pass
+# over memory of its own, which does not fuse with its readers: 32 us for 50 MB on an H200. A GELU, which fuses with its
+# backward pass, takes 19 us for 200 MB.
 RECOMPUTABLE = {
     "aten._to_copy.default": 1.0,
     **dict.fromkeys(("aten.native_layer_norm.default", "aten.native_group_norm.default", "aten._fused_rms_norm.default"), 3.0),
@@ -137,34 +138,40 @@ class Rematerializer:
         op = self.ops.get(row.seq)
         tagged = op is not None and op.known.template.pointwise and op.known.template.op == payload["op"]
         memory = self.memory
+        # The value is the same at both uses if its memory has one owner, is never written, and is not from before the step.
         steady = root not in memory.ambiguous and not memory.changed.get(root) and root not in memory.sets.older
         return steady and (tagged or payload["op"] in RECOMPUTABLE) and not row.define.effects.writes
 
     def _alive(self, root: int, at: int) -> bool:
         """True if a value is alive before a row, without being kept longer for it."""
-        found = self.memory
-        if root in found.sets.older:
+        memory = self.memory
+        if root in memory.sets.older:
             return True
-        touched = found.touched[root]
+        touched = memory.touched[root]
         if touched[0] >= at:
             return False
+        # Recomputed values are dead in their gap. `touched` has the uses that earlier choices added (_add_uses).
         if root in self.gaps:
             last, first = self.gaps[root]
             return at <= last or first <= at <= touched[-1]
-        return root in found.kept or at <= touched[-1]
+        return root in memory.kept or at <= touched[-1]
 
     def _inputs(self, root: int, at: int) -> set[int] | None:
         """The values from which one is made; None if it may not be made again before a row."""
-        found = self.memory
+        memory = self.memory
         if not self._recomputable(root):
             return None
-        maker = found.touched[root][0]
-        inputs = {found.root(i) for i in self.rows[maker].reads}
-        changed = any(other in found.ambiguous or any(maker < n < at for n in found.changed.get(other, ())) for other in inputs)
-        return None if changed else inputs
+        maker = memory.touched[root][0]
+        inputs = {memory.root(i) for i in self.rows[maker].reads}
+        # An input that is written between the two places would give another value the second time.
+        for other in inputs:
+            if other in memory.ambiguous or any(maker < n < at for n in memory.changed.get(other, ())):
+                return None
+        return inputs
 
     def _chain(self, root: int, at: int) -> set[int] | None:
         """The values to make again before a row so that one is alive there; None if that is impossible."""
+        # Depth-first from the value to inputs that are alive anyway. A long chain is given up: it costs more than it saves.
         chain, waiting = set[int](), [root]
         while waiting:
             here = waiting.pop()
@@ -197,26 +204,28 @@ class Rematerializer:
 
     def _step(self, root: int, last: int, first: int) -> Recomputation | None:
         """Free a value between two uses, if all its later readers can have another name for it."""
-        found = self.memory
+        memory = self.memory
         if self.compiled and self._weights[first] - self._weights[last + 1] < MAX_FUSED_OPS:
             return None  # a compiler sees both uses at once, and decides itself
-        touched = found.touched[root]
+        # The second copy has another name, so every later reader has to be of a kind whose operands can be renamed.
+        touched = memory.touched[root]
         if any(self.rows[n].kind not in RENAMED for n in touched[bisect_left(touched, first) :]):
             return None
         while self.rows[first].kind == self.rows[first - 1].kind == "all_gather" and first - 1 > last:
             first -= 1  # before all gathers that may be done as one
         chain, kept = self._chain_with_kept(root, first) or (set(), set())
-        longer = sum(found.sizes[one] for one in kept)
-        if not chain or longer >= found.sizes[root]:
+        longer = sum(memory.sizes[one] for one in kept)
+        if not chain or longer >= memory.sizes[root]:
             return None
-        makers = {found.touched[one][0] for one in chain}
-        made = sum(found.sizes[one] for one in {found.root(i) for n in makers for i in self.rows[n].makes})
+        makers = {memory.touched[one][0] for one in chain}
+        made = sum(memory.sizes[one] for one in {memory.root(i) for n in makers for i in self.rows[n].makes})
+        # The gain is net: bytes freed over the gap, less the bytes of inputs that now live through it.
         seconds = sum(self.seconds[n] * RECOMPUTABLE.get(self.rows[n].define.payload["op"], 1.0) for n in makers)
-        if (found.sizes[root] - longer) * self._total < self.bounds.gain * seconds * self._peak:
+        if (memory.sizes[root] - longer) * self._total < self.bounds.gain * seconds * self._peak:
             return None
-        order = sorted(chain, key=lambda root: found.touched[root][0])
+        order = sorted(chain, key=lambda root: memory.touched[root][0])
         lasts = {one: self._last_use_before(one, first) for one in kept}
-        return Recomputation(root, last, first, order, seconds, made - found.sizes[root], lasts, longer)
+        return Recomputation(root, last, first, order, seconds, made - memory.sizes[root], lasts, longer)
 
     def _last_use_before(self, root: int, at: int) -> int:
         touched = self.memory.touched[root]
@@ -226,22 +235,25 @@ class Rematerializer:
 
     def choose(self) -> None:
         """Take the best value that is not used at the peak, until none lowers the peak."""
-        found = self.memory
-        alive, left = np.array(found.alive, np.int64), self.bounds.share * self._total
+        memory = self.memory
+        alive, left = np.array(memory.alive, np.int64), self.bounds.share * self._total
         best = int(alive.max(initial=0))
-        some, useful = self._candidates(best), 0
+        candidates, useful = self._candidates(best), 0
         steps: list[Recomputation] = []
-        while some:
+        # Greedy, against the peak as it is after each choice. A choice lowers one peak and may leave another as high, so
+        # choices go on without an immediate gain; those behind the last one that lowered the peak are taken back below.
+        while candidates:
             peak = int(alive.argmax())
-            step = self._next(some, peak, alive, left)
+            step = self._next(candidates, peak, alive, left)
             if step is None:
                 break
             self._add_uses(step)
             steps.append(step)
-            alive[step.last + 1 : step.first] -= found.sizes[step.root]
+            # Bytes alive in each row: less in the gap, more where the chain is computed, and inputs live until then.
+            alive[step.last + 1 : step.first] -= memory.sizes[step.root]
             alive[step.first] += step.beside
             for root, last in step.kept.items():
-                alive[last + 1 : step.first + 1] += found.sizes[root]
+                alive[last + 1 : step.first + 1] += memory.sizes[root]
             left -= step.seconds
             if alive.max() < best:
                 best, useful = int(alive.max()), len(steps)
@@ -252,42 +264,42 @@ class Rematerializer:
 
     def _candidates(self, peak: int) -> list[int]:
         """Values by bytes saved, times rows, per second; those of one definition side by side, since they compile alike."""
-        found = self.memory
+        memory = self.memory
         scores: dict[int, float] = {}
-        for root, nbytes in found.sizes.items():
-            if nbytes * LEAST_SHARE_OF_PEAK >= peak > 0 and root not in found.kept and self._recomputable(root):
-                touched = found.touched[root]
+        for root, nbytes in memory.sizes.items():
+            if nbytes * LEAST_SHARE_OF_PEAK >= peak > 0 and root not in memory.kept and self._recomputable(root):
+                touched = memory.touched[root]
                 longest = max((b - a for a, b in pairwise(touched)), default=0)
                 scores[root] = nbytes * longest / max(self.seconds[touched[0]], 1e-9)
         kinds: dict[int, list[int]] = {}
         for root in sorted(scores, key=scores.__getitem__, reverse=True)[:MAX_CANDIDATES]:
-            kinds.setdefault(self.rows[found.touched[root][0]].define.number, []).append(root)
+            kinds.setdefault(self.rows[memory.touched[root][0]].define.number, []).append(root)
         return [root for roots in kinds.values() for root in roots]
 
-    def _next(self, some: list[int], peak: int, alive: np.ndarray, left: float) -> Recomputation | None:
-        """The first of some that may be freed across the peak. It and those before it that may not are struck off."""
-        struck, found = [], None
-        for root in some:
+    def _next(self, candidates: list[int], peak: int, alive: np.ndarray, left: float) -> Recomputation | None:
+        """The first candidate that may be freed across the peak. It and those before it that may not are struck off."""
+        struck, chosen = [], None
+        for root in candidates:
             touched = self.memory.touched[root]
             k = bisect_left(touched, peak)
             if not 0 < k < len(touched) or touched[k] == peak:
-                continue
+                continue  # not alive at the peak, or used there: freeing it lowers another place only
             struck.append(root)
             step = self._step(root, touched[k - 1], touched[k])
             if step is not None and step.seconds <= left and _highest(step, alive) < alive[peak]:
-                found = step
+                chosen = step
                 break
         for root in struck:
-            some.remove(root)
-        return found
+            candidates.remove(root)
+        return chosen
 
     def _add_uses(self, step: Recomputation) -> None:
         """Note that the inputs of the recomputation are used where it is."""
-        found, at = self.memory, step.first
+        memory, at = self.memory, step.first
         self.gaps[step.root] = step.last, at
-        makers = {found.touched[root][0] for root in step.chain}
-        for root in {found.root(i) for n in makers for i in self.rows[n].reads}:
-            touched = found.touched[root]
+        makers = {memory.touched[root][0] for root in step.chain}
+        for root in {memory.root(i) for n in makers for i in self.rows[n].reads}:
+            touched = memory.touched[root]
             k = bisect_left(touched, at)
             if (root in step.kept or self._alive(root, at)) and touched[k : k + 1] != [at]:
                 insort(touched, at)
@@ -327,7 +339,7 @@ class _Rewriter:
         self._names: dict[int, dict[int, int]] = {}  # by root that was recomputed: new names
         self._since: dict[int, int] = {}  # by root: the row before which it was recomputed
         self._out: list[Instruction] = []
-        self._action = ""  # of the row that is rewritten: recomputation before it belongs to the same action
+        self._action = ""  # action of the row being rewritten: recomputations before it belong to the same action
 
     def row(self, n: int) -> list[Instruction]:
         """A row, with the recomputations before it."""
@@ -350,6 +362,8 @@ class _Rewriter:
         root = self._memory.root(tensor)
         if root not in self._since:
             return tensor
+        # A view that was made before the recomputation still names the first copy, which is freed: repeat the view too. A view
+        # that is made behind it reads the new name already.
         names, maker = self._names[root], self._memory.makers[tensor][0]
         if tensor not in names and maker < self._since[root]:
             self._repeat(maker, [], 0)

@@ -20,7 +20,7 @@ from gt.ir.instr import COLLECTIVES
 
 LATE = (float("inf"), 0)  # after all actions
 EARLY = (-1.0, 0)  # before them
-Parts = dict[int, list["ScheduledInstruction"]]  # of each worker
+Parts = dict[int, list["ScheduledInstruction"]]  # by worker, in order
 
 
 class Key(NamedTuple):
@@ -41,7 +41,7 @@ class ScheduledInstruction:
     key: Key | None = None
     moves: bool = False  # sends or receives
     when: tuple = LATE
-    weight: bool = False  # of the gradients of weights only
+    weight: bool = False  # True if it computes gradients of weights only
     tail: bool = False  # comes after all micro-batches
     once: tuple[int, str] | None = None  # stage and letter, if it is done once a step
     memory: MemoryAccess = field(default_factory=lambda: MemoryAccess([], []))

@@ -24,7 +24,7 @@ from gt.ir.layout import volume
 from gt.ir.spec import DTYPES
 
 MICRO = 1e6  # microseconds of a second
-LEAST_SHARE = 1e-6  # of the mean stage: no action takes nothing, so that actions of a worker begin one after the other
+LEAST_SHARE = 1e-6  # least cost of an action, in parts of the mean stage: so a worker's actions begin one after the other
 Shape = tuple[tuple[int, ...], int]  # local shape, bytes of an element
 OlderShapes = Callable[[int, int], "Shape | None"]  # worker, id -> the shape there of a tensor from before
 UNKNOWN: Shape = ((), 0)
@@ -55,7 +55,7 @@ def time_instructions(parts: Parts, times: dict[int, float], older: OlderShapes,
     times: measured seconds by definition. fuses: whether a compiler fuses ops; then a part takes the traffic left to it.
     """
     modelled: dict[ScheduledInstruction, float] = {}
-    smallest: dict[int, float] = {}  # of a definition's parts
+    smallest: dict[int, float] = {}  # definition number -> fewest modelled seconds of its parts
     count: dict[int, int] = defaultdict(int)
     sizes: dict[ScheduledInstruction, list[int]] = {}
     traffic: dict[ScheduledInstruction, float] = {}
@@ -198,24 +198,24 @@ def nominal_seconds(row: Instruction, ins: Sequence[Shape], outs: Sequence[Shape
 def costs_of_rows(worker: int, rows: Sequence[Instruction], older: OlderShapes) -> tuple[list[float], list[list[int]]]:
     """Nominal seconds of each row of a worker, and bytes of each tensor that it makes."""
     known: dict[int, Shape] = {}
-    constant: dict[int, tuple[float, list[Shape], list[int]]] = {}  # of an op's definition, whose shapes are constant
+    constant: dict[int, tuple[float, list[Shape], list[int]]] = {}  # by definition of an op with constant shapes
     seconds, sizes = [], []
     for row in rows:
         number = row.define.number
         if number in constant:
-            took, outs, made = constant[number]
+            took, outs, sizes_of_outs = constant[number]
             known.update(zip(row.makes, outs))
         else:
             ins, outs = shapes(worker, row, known, older)
-            made = [nbytes(shape) for shape in outs]
+            sizes_of_outs = [nbytes(shape) for shape in outs]
             if UNKNOWN in ins or UNKNOWN in outs:  # a constant, or a shape that depends on values
-                took = cost.seconds(0, sum(map(nbytes, ins)) + sum(made))
+                took = cost.seconds(0, sum(map(nbytes, ins)) + sum(sizes_of_outs))
             else:
                 took = nominal_seconds(row, ins, outs)
             if row.kind == "op":
-                constant[number] = took, outs, made
+                constant[number] = took, outs, sizes_of_outs
         seconds.append(took)
-        sizes.append(made)
+        sizes.append(sizes_of_outs)
     return seconds, sizes
 
 
@@ -314,11 +314,11 @@ def _hold(
 
 def _units(rows: Iterable[ScheduledInstruction], stage: int, seconds: dict[ScheduledInstruction, float]) -> list[Unit]:
     """Ops of a stage's first forward, each with its time and where it is from."""
-    found = []
+    units = []
     for part in rows:
         took = seconds[part]
         if part.key == (stage, False, 0) and not part.moves and took:
             origin = part.op.origin
             name = part.op.known.template.op.removesuffix(".default")
-            found.append((took, f"{origin.file.rpartition('/')[2]}:{origin.line} {name}" if origin.file else name))
-    return found
+            units.append((took, f"{origin.file.rpartition('/')[2]}:{origin.line} {name}" if origin.file else name))
+    return units

@@ -25,10 +25,10 @@ FLOAT, DOUBLE, HALF, INT, BOOL = map(np.dtype, ("float32", "float64", "float16",
 
 def dtype_of(name: str) -> np.dtype:
     """The dtype of a name of torch's; UnsupportedOp where NumPy has none."""
-    found = DTYPE.get(name)
-    if found is None:
+    dtype = DTYPE.get(name)
+    if dtype is None:
         raise UnsupportedOp(f"the numpy engine has no {name}: run with GT_BACKEND=torch")
-    return found
+    return dtype
 
 
 def storable(name: str) -> np.dtype:
@@ -91,9 +91,9 @@ def conform(out: Any, spec: Spec) -> Array:
         return out
     if any(n > 1 and step == 0 for n, step in zip(spec.shape, spec.stride)):
         return out  # no memory of its own to lay out
-    made = laid_out(spec)
-    made[...] = out
-    return made
+    result = laid_out(spec)
+    result[...] = out
+    return result
 
 
 def check_strides(scope: dict[str, Any], stride: str, spec: Spec) -> Callable[[Any], Array]:
@@ -147,14 +147,14 @@ def _over(high: np.dtype | None, low: np.dtype | None) -> np.dtype | None:
 def promoted(*args: Any) -> np.dtype:
     """torch.result_type of arrays and numbers."""
     key = tuple((a.dtype, a.ndim == 0) if isinstance(a, np.ndarray) else type(a) for a in args)
-    found = _promoted.get(key)
-    if found is None:
-        found = _promoted[key] = _promote(args)
-    return found
+    dtype = _promoted.get(key)
+    if dtype is None:
+        dtype = _promoted[key] = _promote(args)
+    return dtype
 
 
 def _promote(args: tuple) -> np.dtype:
-    kinds: list[np.dtype | None] = [None, None, None]  # of tensors with dims, 0-dim tensors, numbers
+    kinds: list[np.dtype | None] = [None, None, None]  # dtypes by category: tensors with dims, 0-dim tensors, numbers
     for a in args:
         at, dtype = (int(a.ndim == 0), a.dtype) if isinstance(a, np.ndarray) else (2, _SCALAR[type(a)])
         kinds[at] = dtype if kinds[at] is None else _wider(kinds[at], dtype)  # type: ignore[arg-type]

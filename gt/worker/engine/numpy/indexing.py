@@ -21,8 +21,8 @@ def _key(indices: Sequence[Array | None]) -> tuple:
 
 def _index(self: Array, indices: Sequence[Array | None]) -> Array:
     key = (*_key(indices), ...)
-    found = self[key]
-    return found.copy() if np.may_share_memory(found, self) else found
+    result = self[key]
+    return result.copy() if np.may_share_memory(result, self) else result
 
 
 def _index_put_(self: Array, indices: Sequence[Array | None], values: Array, accumulate: bool = False) -> Array:

@@ -134,9 +134,9 @@ def _embedding_backward(
     if padding_idx >= 0:
         kept = index != padding_idx
         index, source = index[kept], source[kept]
-    made = np.zeros((num_weights, grad_output.shape[-1]), source.dtype)
-    sums_by_row(made, index, source)
-    return made
+    gradient = np.zeros((num_weights, grad_output.shape[-1]), source.dtype)
+    sums_by_row(gradient, index, source)
+    return gradient
 
 
 # ---- losses; reduction: 0 none, 1 mean, 2 sum
@@ -180,9 +180,9 @@ def _nll_loss_backward(  # noqa: PLR0913 - the op's arguments
 ) -> Array:  # fmt: skip
     g, x, whole = fractions(grad_output, self, total_weight)
     x, at, w = _picked(x, target, weight, ignore_index)
-    made = np.zeros(x.shape, x.dtype)
-    made[at] = np.where(w == 0, 0, -w * (g / whole if reduction == 1 else g))
-    return made.reshape(self.shape)
+    gradient = np.zeros(x.shape, x.dtype)
+    gradient[at] = np.where(w == 0, 0, -w * (g / whole if reduction == 1 else g))
+    return gradient.reshape(self.shape)
 
 
 def _mse_loss(self: Array, target: Array, reduction: int = 1) -> Array:

@@ -34,14 +34,14 @@ def _plus(product: Callable[[Array, Array], Array]) -> Callable[..., Array]:
     """beta * self + alpha * product; a beta of 0 leaves self out, NaNs too."""
 
     def run(self: Array, a: Array, b: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
-        found = product(a, b)
+        result = product(a, b)
         if alpha != 1:
-            found = found * found.dtype.type(alpha)
+            result = result * result.dtype.type(alpha)
         if beta == 0:
-            return found
-        start = self.astype(found.dtype, copy=False)
-        found += start if beta == 1 else start * found.dtype.type(beta)
-        return found
+            return result
+        start = self.astype(result.dtype, copy=False)
+        result += start if beta == 1 else start * result.dtype.type(beta)
+        return result
 
     return run
 

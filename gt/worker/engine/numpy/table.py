@@ -51,9 +51,9 @@ def resolve(name: str, place: list | None) -> Function:
         if name in kind:
             return (attention if kind is attention.OPS else random).bind(name, place)
     for find in (TABLE.get, _in_place, _out_of_place, _foreach):
-        found = find(name)
-        if found is not None:
-            return found
+        function = find(name)
+        if function is not None:
+            return function
     raise UnsupportedOp(f"the numpy engine lacks {name}: run with GT_BACKEND=torch")
 
 

@@ -19,10 +19,10 @@ def as_strided(self: Array, size: Sequence[int], stride: Sequence[int], storage_
 
 def view(self: Array, size: Sequence[int]) -> Array:
     """ValueError where only a copy could have that shape."""
-    made = self.reshape(size)
-    if made.size and owner(made) is not owner(self):
+    result = self.reshape(size)
+    if result.size and owner(result) is not owner(self):
         raise ValueError(f"view: strides {self.strides} of shape {self.shape} do not allow shape {tuple(size)}")
-    return made
+    return result
 
 
 def expand(self: Array, size: Sequence[int], *, implicit: bool = False) -> Array:
@@ -148,19 +148,19 @@ def _backward_of(part: Callable[..., Array]) -> Callable[..., Array]:
     """Zeros with the gradient where the view took its elements from."""
 
     def run(grad_output: Array, input_sizes: Sequence[int], *args: Any) -> Array:
-        made = np.zeros(input_sizes, grad_output.dtype)
-        part(made, *args)[...] = grad_output
-        return made
+        gradient = np.zeros(input_sizes, grad_output.dtype)
+        part(gradient, *args)[...] = grad_output
+        return gradient
 
     return run
 
 
 def _unfold_backward(grad_in: Array, input_sizes: Sequence[int], dim: int, size: int, step: int) -> Array:
-    made = np.zeros(input_sizes, grad_in.dtype)
-    windows = _unfold(made, dim, size, step)
+    gradient = np.zeros(input_sizes, grad_in.dtype)
+    windows = _unfold(gradient, dim, size, step)
     for at in range(size):  # within one place of the window no element comes twice where step > 0
         windows[..., at] += grad_in[..., at]
-    return made
+    return gradient
 
 
 def _clone(self: Array, *, memory_format: str | None = None) -> Array:

@@ -101,7 +101,7 @@ class TorchEngine:
         return Source(self._bound(schema, payload), payload, self._constant, check_strides, check_view, unless)
 
     def resolve(self, payload: dict[str, Any]) -> Callable:
-        """The function that carries out an `op` definition; UnsupportedOp if this engine has none."""
+        """The function that executes an `op` definition; UnsupportedOp if this engine has none."""
         return self._bound(fitting(payload)[0], payload)
 
     def _bound(self, schema: Schema, payload: dict[str, Any]) -> Callable:

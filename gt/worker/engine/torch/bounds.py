@@ -15,7 +15,7 @@ from gt.ir.schema import Schema
 
 Bound = tuple[str, int, int]  # name of an index tensor, the least and the largest value that it may have
 Given = dict[str, Any]
-DEGREE = 1 << 16  # of a polynomial: a kernel takes so many steps for each element, and cannot be interrupted
+MAX_DEGREE = 1 << 16  # largest degree of a polynomial: a kernel takes as many steps for each element, and cannot be interrupted
 _CHEBYSHEV = (f"{kind}chebyshev_polynomial_{letter}" for kind in ("", "shifted_") for letter in "tuvw")
 POLYNOMIALS = frozenset(
     f"special_{name}"
@@ -104,9 +104,9 @@ def bounded(op: Callable, schema: Schema) -> Callable:
         for name, low, high in bounds(given):
             index = given.get(name)
             if index is not None and index.numel():
-                found = [int(value) for value in index.aminmax()]
-                if found[0] < low or found[1] > high:
-                    raise ValueError(f"{name} of {schema.op} has values from {found[0]} to {found[1]}, want {low} to {high}")
+                limits = [int(value) for value in index.aminmax()]
+                if limits[0] < low or limits[1] > high:
+                    raise ValueError(f"{name} of {schema.op} has values from {limits[0]} to {limits[1]}, want {low} to {high}")
         return op(*args, **kwargs)
 
     return call
@@ -120,8 +120,8 @@ def of_low_degree(op: Callable, schema: Schema) -> Callable:
             highest = float(n.double().max()) if n.numel() else 0.0
         else:
             highest = float(n)
-        if highest > DEGREE:
-            raise ValueError(f"n of {schema.op} is up to {highest:g}, want {DEGREE} at most")
+        if highest > MAX_DEGREE:
+            raise ValueError(f"n of {schema.op} is up to {highest:g}, want {MAX_DEGREE} at most")
         return op(x, n)
 
     return call

@@ -22,7 +22,7 @@ class InputSignature:
     """Shape, strides and dtype of each input, and which inputs share memory."""
 
     specs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
-    alike: tuple[tuple[int, int], ...]  # of each: the first input in the same memory, and its offset if there are several
+    alike: tuple[tuple[int, int], ...]  # by input: the first one in the same memory, and its offset if they share it
 
     def reduced(self, written: frozenset[int]) -> InputSignature:
         """The same without sharing of memory that is not written, which does not matter."""
@@ -105,13 +105,13 @@ class Code:
 
     def named(self, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs, as views of inputs and of results of the graph."""
-        made = []
+        tensors = []
         for of_input, n, place in self.outs:
             base = inputs[n] if of_input else results[n]
             if place is not None:
                 base = base.as_strided(place[0], place[1], base.storage_offset() + place[2])
-            made.append(base)
-        return made
+            tensors.append(base)
+        return tensors
 
     def _mend(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> dict[int, Callable]:
         """Functions that mend results, by place: those that share memory, as the ops' own would not, or have other strides."""
@@ -143,7 +143,7 @@ class _Alike:
     def __init__(self, signature: InputSignature, written: frozenset[int]) -> None:
         self._sizes = [dtype.itemsize for _, _, dtype in signature.specs]
         apart = {signature.alike[n][0] for n in written}
-        self._labels = [  # of inputs that have elements: the memory if it is written, else -1
+        self._labels = [  # by input with elements: a label of its memory if that is written, else -1
             (n, first if first in apart else -1) for n, (first, _) in enumerate(signature.alike) if all(signature.specs[n][0])
         ]
         firsts = [first for first, _ in signature.alike]

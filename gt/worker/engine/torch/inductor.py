@@ -260,7 +260,7 @@ class _GraphInputs:
             shape, _, _ = self.signature.specs[n]
             if ends[n] == (low, high) and torch.Size(shape).numel() == high - low and len(dtypes) == 1:
                 return n
-        raise ValueError("it changes memory that several of its inputs share, of which none holds the others")
+        raise ValueError("it writes memory that several of its inputs share, and none of them spans the others")
 
     def _span(self, n: int) -> tuple[int, int]:
         (shape, stride, _), start = self.signature.specs[n], self.signature.alike[n][1]
@@ -310,7 +310,7 @@ def _inside(out: torch.Tensor, base: torch.Tensor, given: bool) -> None:
     first = out.storage_offset() - base.storage_offset()
     last = first + sum((size - 1) * step for size, step in zip(out.shape, out.stride(), strict=True)) if out.numel() else first
     if out.dtype != base.dtype or not (given or (_dense(base) and first >= 0 and last < max(base.numel(), 1))):
-        raise ValueError("a result is a view beyond the tensor that it is made of")
+        raise ValueError("a result is a view that reaches beyond its base")
 
 
 def _dense(tensor: torch.Tensor) -> bool:

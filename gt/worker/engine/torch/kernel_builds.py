@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-MAX_BUILD_THREADS = 8  # of a CPU worker; a C++ compiler takes several hundred MiB
+MAX_BUILD_THREADS = 8  # compilers that a CPU worker runs at once; each takes several hundred MiB
 Waits = list[Callable[[], None]]  # each raises if a kernel cannot be built
 
 

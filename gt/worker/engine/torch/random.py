@@ -15,7 +15,7 @@ from gt.worker.engine.torch.dtypes import NAME
 
 def _give(target: torch.Tensor, values: np.ndarray) -> torch.Tensor:
     """target[:] = values, cast to its dtype."""
-    return target.copy_(torch.from_numpy(np.ascontiguousarray(values)).view(values.shape))  # of none, NumPy makes one dim
+    return target.copy_(torch.from_numpy(np.ascontiguousarray(values)).view(values.shape))  # NumPy turns no dim into one
 
 
 def _plain(arg: Any) -> Any:

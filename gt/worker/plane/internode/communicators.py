@@ -67,8 +67,8 @@ class InternodeNccl(NcclTransport):
 
     def __init__(self, ring: Any, engine: Any, host: Any, count: Callable[[int, int, int], None]) -> None:
         super().__init__(ring, engine, host, count)
-        self._lock = threading.Lock()  # of communicators' handles, and their tables
-        self._ready: Communicator | None = None  # of the collective under way
+        self._lock = threading.Lock()  # guards communicators' handles and the tables of them
+        self._ready: Communicator | None = None  # communicator of the collective under way
 
     def lose(self, index: int) -> None:
         """Abort all communicators with a worker, ALL: with any. Does not wait for that."""
@@ -104,7 +104,7 @@ class InternodeNccl(NcclTransport):
                 def call() -> None:
                     self._ring.send(_handle(comm), self._engine.address(copy), len(copy), 1, stream)
 
-                comm.pending.append(comm.thread.submit(partial(self._carry_out, call, self._engine.issuing_to(stream))))
+                comm.pending.append(comm.thread.submit(partial(self._execute, call, self._engine.issuing_to(stream))))
         self._count(channel["peer"], len(data), 0)
 
     def recv(self, channel: Channel, into: Buffer) -> None:
@@ -116,7 +116,7 @@ class InternodeNccl(NcclTransport):
                 def call() -> None:
                     self._ring.recv(_handle(comm), self._engine.address(into), len(into), 0, stream)
 
-                self._wait(comm, comm.thread.submit(partial(self._carry_out, call, self._engine.issuing_to(stream))))
+                self._wait(comm, comm.thread.submit(partial(self._execute, call, self._engine.issuing_to(stream))))
         self._count(channel["peer"], 0, len(into))
 
     # ---- collectives
@@ -149,9 +149,9 @@ class InternodeNccl(NcclTransport):
         with self._host.team(form) as (key, check):
             self._ready = comm = self._of_team(form, key, check)
             issuing = self._engine.issuing_to(self._engine.stream())
-            self._wait(comm, comm.thread.submit(partial(self._carry_out, call, issuing)))
+            self._wait(comm, comm.thread.submit(partial(self._execute, call, issuing)))
 
-    def _carry_out(self, call: Callable[[], None], issuing: AbstractContextManager) -> None:
+    def _execute(self, call: Callable[[], None], issuing: AbstractContextManager) -> None:
         """Issue work to a stream, and wait until the device has carried it out."""
         with issuing:
             call()

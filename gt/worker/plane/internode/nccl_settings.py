@@ -35,14 +35,14 @@ def settings(sources: Sequence[str], links: Sequence[Sequence[Any]], rdma: Seque
         return {}
     # NCCL's bootstrap is a ring of all members: of several devices none reaches all, but the one with a default route may.
     reach = devices if len(devices) == 1 else [row[2] for row in links if row[4]][:1]
-    found = {"NCCL_SOCKET_IFNAME": f"={reach[0]}"} if reach else {}
+    variables = {"NCCL_SOCKET_IFNAME": f"={reach[0]}"} if reach else {}
     active = {net: port["device"] for port in rdma if "ACTIVE" in port["state"] for net in port["net"]}
     if all(device in active for device in devices):
-        found["NCCL_IB_HCA"] = "=" + ",".join(active[device] for device in devices)
+        variables["NCCL_IB_HCA"] = "=" + ",".join(active[device] for device in devices)
         if len(devices) > 1:
             prefixes = {row[1] for row in rows if ":" not in row[0]}
-            found |= MESH | ({"NCCL_IB_SUBNET_PREFIX_LEN": str(*prefixes)} if len(prefixes) == 1 else {})
-    return found
+            variables |= MESH | ({"NCCL_IB_SUBNET_PREFIX_LEN": str(*prefixes)} if len(prefixes) == 1 else {})
+    return variables
 
 
 def apply(found: Mapping[str, str]) -> None:

@@ -14,9 +14,9 @@ from gt.worker.plane.collectives import DIRECT_BYTES, parts
 from gt.worker.plane.net.chain import ChainReduction
 from gt.worker.plane.net.wide_team import Sum, WideTeam, agree
 
-PART_BYTES = 16 << 20  # of a member's data that is under way at a time
+PART_BYTES = 16 << 20  # bytes of a member's data that are under way at a time
 CHUNK_BYTES = 256 << 10  # that are added at once, while they are in the processor's cache
-FRAME_BYTES = 1 << 20  # of the sum that are sent at once: each frame costs both ends some calls
+FRAME_BYTES = 1 << 20  # bytes of a sum in one frame: each frame costs both ends some system calls
 
 
 def all_reduce(team: WideTeam, data: memoryview, combine: Combine) -> None:

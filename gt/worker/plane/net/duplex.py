@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from gt.worker.plane.net.peer_connection import Part
     from gt.worker.plane.net.stream import PairStream
 
-BATCH_BYTES = 1 << 20  # of frames that are given to the kernel at once, or a little more
-READS = 8  # of a connection before others have their turn
+BATCH_BYTES = 1 << 20  # bytes of frames given to the kernel in one call, or a little more
+READS_PER_TURN = 8  # reads of one connection before the others have their turn
 NOTHING = memoryview(b"")
 
 
@@ -53,7 +53,7 @@ class _Outlet:
     def __init__(self, connection: PeerConnection, reads: bool) -> None:
         self.connection, self.reads = connection, reads  # True if this thread reads it
         self.queue: deque[_Queued] = deque()
-        self.parts: list[Part] = []  # of frames that have begun, or are the next
+        self.parts: list[Part] = []  # parts of the frames that are being sent, or are next
         self.holds = False  # connection.sending
         self.full = self.ended = False
         self.readable = True
@@ -111,7 +111,7 @@ class _Outlet:
         connection.touched = True
         try:
             connection.deal()
-            for _ in range(READS):
+            for _ in range(READS_PER_TURN):
                 if connection.stalled or not connection.read(NOWAIT):
                     return
             self.readable = True

@@ -48,7 +48,7 @@ def offer(sock: socket.socket, greeting: Greeting, key: bytes) -> None:
     sock.sendall(hello)
     nonce = _read(sock, NONCE_BYTES, until)
     if not hmac.compare_digest(_read(sock, PROOF_BYTES, until), _proof(key, b"accepts", hello, nonce)):
-        raise Refusal("what listens there is no worker of this world")
+        raise Refusal("the process that listens there is not a worker of this world")
     sock.sendall(_proof(key, b"offers", hello, nonce))
     _read(sock, 1, until)
     sock.settimeout(None)
@@ -57,8 +57,8 @@ def offer(sock: socket.socket, greeting: Greeting, key: bytes) -> None:
 def accept(sock: socket.socket, key_of: Callable[[Greeting], bytes | None], mark: int) -> Greeting:
     """The accepting end, up to `welcome`. key_of: the key for a greeting, None for one that fits no worker here. mark: its own.
 
-    A greeting of another process is answered by a false proof: two hosts of separate networks may have one address, and the
-    other end gives up this way at once, which else might ask again. Raises Refusal or Later.
+    A greeting that is meant for another process is answered by a false proof. Two hosts of separate networks may have one
+    address; a false proof makes the other end give up at once, instead of asking again. Raises Refusal or Later.
     """
     until = time.monotonic() + SECONDS
     hello, nonce = _read(sock, _GREETING.size, until), os.urandom(NONCE_BYTES)
@@ -69,10 +69,10 @@ def accept(sock: socket.socket, key_of: Callable[[Greeting], bytes | None], mark
         raise Refusal("it looks for another process, which has the same address in another network")
     key = key_of(greeting) if magic == MAGIC else None
     if key is None:
-        raise Refusal("it is no worker of this world")
+        raise Refusal("it is not a worker of this world")
     sock.sendall(nonce + _proof(key, b"accepts", hello, nonce))
     if not hmac.compare_digest(_read(sock, PROOF_BYTES, until), _proof(key, b"offers", hello, nonce)):
-        raise Refusal("it has not the key of this world")
+        raise Refusal("it lacks the key of this world")
     return greeting
 
 

@@ -118,7 +118,7 @@ class Lane:
 
     def __init__(self, index: int, epoch: int) -> None:
         self.index, self.epoch = index, epoch
-        self.lock = threading.Lock()  # of the streams' states
+        self.lock = threading.Lock()  # guards the streams' states
         self.broken = ""  # why
         self.failed: dict[int, str] = {}  # collectives' keys -> why another member gave up
         self._in: dict[int, Incoming] = {}

@@ -14,9 +14,9 @@ def listen(ports: Iterable[int]) -> socket.socket:
     tried = None
     for port in ports:
         try:
-            made = socket.create_server(("", port), family=family, backlog=128, dualstack_ipv6=family == socket.AF_INET6)
-            made.setblocking(False)
-            return made
+            listener = socket.create_server(("", port), family=family, backlog=128, dualstack_ipv6=family == socket.AF_INET6)
+            listener.setblocking(False)
+            return listener
         except OSError as error:
             tried = error
     raise ConfigError(f"no port of GT_PORTS is free: {tried}")

@@ -46,11 +46,11 @@ CONNECT_SECONDS = 3.0
 MEET_SECONDS = 30.0  # that a process which listens may take for a connection
 AGAIN_SECONDS = 0.2  # between two attempts
 GRACE_SECONDS = 0.5  # from the end of a connection to that of waits on it: the dispatcher may say that the worker is lost
-ENDED_SECONDS = 1.5  # the same where the other end has closed it, as a worker that ends does
+ENDED_SECONDS = 1.5  # pause after the other end has closed a connection, as a worker that ends does
 TEND_SECONDS = 0.5  # between looks at connections that are full
 IDLE_SECONDS = 0.02  # seconds after which the background thread reads a connection that nobody has read
 FULL_SECONDS = 0.01  # between two attempts to accept a connection without a free descriptor
-BURST = 16  # reads of a connection before others are read
+READS_PER_TURN = 16  # reads of a connection before others are read
 Pair = tuple[int, int]  # index of the other worker, epoch
 # The other host, or a link to it, is gone: other errors are the other process's end
 CUT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
@@ -65,7 +65,7 @@ class Network:
         self.own = -1
         self.relay = Relay(self, wake)
         self.owned: set[PeerConnection] = set()
-        self._lock = threading.Lock()  # of the tables below; never held while waiting
+        self._lock = threading.Lock()  # guards the tables below; never held while waiting
         self._changed = threading.Condition(self._lock)  # they changed
         self._key = b""
         self._routes: dict[int, Route] = {}
@@ -399,7 +399,7 @@ class Network:
             greeting = handshake.accept(sock, self._key_of, self._mark)
             route = self._routes[greeting.source]
             if not self._strangers.remove(sock):
-                raise handshake.Later("there are too many strangers")
+                raise handshake.Later("too many connections wait for a handshake")
             handshake.welcome(sock)
             self._enter(sock, (greeting.source, greeting.epoch), route.source, route.target)
         except (OSError, KeyError) as error:
@@ -517,7 +517,7 @@ class Network:
         if (ended or (events & select.EPOLLIN and not connection.owned)) and connection.reading.acquire(blocking=False):
             try:
                 connection.deal()
-                for _ in range(BURST):
+                for _ in range(READS_PER_TURN):
                     if not connection.read(NOWAIT) or not (ended or connection.mask & select.EPOLLIN):
                         break
             except BlockingIOError:

@@ -24,9 +24,9 @@ HEADER_BYTES = HEADER.size
 STAGE_BYTES = 64 << 10  # read at once while frames are small
 LARGE_BYTES = 16 << 10  # bytes of a frame after which headers are read alone, so that payload is not copied
 JOINED_BYTES = 4 << 10  # bytes of a payload that is copied behind its header
-WAKE_BYTES = 256 << 10  # of a large frame that wake its reader: it takes half the CPU time of a wake for each segment
+WAKE_BYTES = 256 << 10  # a large frame's reader wakes for so many bytes: half the CPU time of a wake for each segment
 PATIENCE_SECONDS = 0.05  # seconds that a waiting thread reads a connection itself
-MAX_FRAME_BYTES = 64 << 20  # of a peer's frame
+MAX_FRAME_BYTES = 64 << 20  # largest frame that a peer may send
 MAX_HOPS = 16
 FULL_SECONDS = 0.1  # that the kernel waits for room, before the sender looks whether it is still needed
 TEND = 5  # such waits
@@ -154,11 +154,11 @@ class PeerConnection:
         if self._passing is not None:
             return self._pass_on(self._passing)
         if rest:
-            got = self.sock.recv_into(rest, 0, flags)
-            if not got:
+            count = self.sock.recv_into(rest, 0, flags)
+            if not count:
                 raise Ended("its connection ended")
-            self._rest = rest = rest[got:]
-            self._sink.arrived(self, got)
+            self._rest = rest = rest[count:]
+            self._sink.arrived(self, count)
             if rest:
                 if len(rest) < self._wake_bytes:
                     self._wake_at(len(rest))
@@ -169,10 +169,10 @@ class PeerConnection:
             return True
         stop = self._stop
         limit = HEADER_BYTES - (stop - self._start) if self._large else 0
-        got = self.sock.recv_into(self._stage[stop:], limit, flags)
-        if not got:
+        count = self.sock.recv_into(self._stage[stop:], limit, flags)
+        if not count:
             raise Ended("its connection ended")
-        self._stop = stop + got
+        self._stop = stop + count
         self._unpack()
         return bool(self._rest)
 
@@ -186,13 +186,13 @@ class PeerConnection:
         stage = self._stage
         if not self._waits:
             self._poll.poll(PATIENCE_SECONDS * 1000)
-        got = self.sock.recv_into(stage)
-        if got == HEADER_BYTES + size and stage[0] == DATA and self._bytes.startswith(header, 4):
-            into[:] = stage[HEADER_BYTES:got]
+        count = self.sock.recv_into(stage)
+        if count == HEADER_BYTES + size and stage[0] == DATA and self._bytes.startswith(header, 4):
+            into[:] = stage[HEADER_BYTES:count]
             return stage[2] | stage[3] << 8
-        if not got:
+        if not count:
             raise Ended("its connection ended")
-        self._stop = got
+        self._stop = count
         return -1
 
     def deal(self) -> None:

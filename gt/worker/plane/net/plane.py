@@ -23,7 +23,7 @@ from gt.worker.plane.net.wide_team import WideTeam
 from gt.worker.plane.shm import Peer, ShmPlane, flat
 from gt.worker.process import network_links
 
-TEAM_KEY = 1 << 63  # of streams of teams; those of channels are their offsets
+TEAM_KEY = 1 << 63  # added to a team's stream number; a channel's stream number is its offset
 
 
 class FarPeer(Peer):

@@ -16,10 +16,10 @@ from typing import Protocol
 
 from gt.worker.plane.net.peer_connection import DATA, HEADER, MAX_HOPS, Ended, Frame, Onward, PeerConnection
 
-PASSED_BYTES = 64 << 10  # of payload from which on a frame is passed on so: a smaller one costs less copied
-PIPE_BYTES = 1 << 20  # of a pipe, if its user may have as many: it holds a segment of a connection for each 4 KiB
-PAUSE_BYTES = 4 << 20  # of frames that wait to be passed on, from which on their sender is not read
-MAX_EARLY_BYTES = 64 << 20  # of frames that wait for a connection
+PASSED_BYTES = 64 << 10  # smallest payload that is spliced through a pipe: a smaller one costs less copied
+PIPE_BYTES = 1 << 20  # size asked for a pipe, if the system allows it: it holds one segment of a connection in each 4 KiB
+PAUSE_BYTES = 4 << 20  # bytes waiting to be passed on, from which on their sender is not read
+MAX_EARLY_BYTES = 64 << 20  # bytes of frames that wait for a connection
 NOWAIT = os.SPLICE_F_NONBLOCK
 
 
@@ -74,12 +74,12 @@ class PipeWay:
         self._frame, self.left = frame._replace(hops=frame.hops + 1, credit=credit), left
 
     def take(self, fd: int) -> tuple[memoryview, Piped]:
-        got = os.splice(fd, self._pipe.target, self.left, flags=NOWAIT)
-        if not got:
+        count = os.splice(fd, self._pipe.target, self.left, flags=NOWAIT)
+        if not count:
             raise Ended("its connection ended")
-        self.left -= got
-        self._piped = Piped(self._pipe, got)
-        header = memoryview(HEADER.pack(*self._frame._replace(nbytes=got)))
+        self.left -= count
+        self._piped = Piped(self._pipe, count)
+        header = memoryview(HEADER.pack(*self._frame._replace(nbytes=count)))
         self._frame = self._frame._replace(credit=0)
         return header, self._piped
 

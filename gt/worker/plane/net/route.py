@@ -29,10 +29,10 @@ class Route:
 
 def routes(ways: Iterable[Sequence[Any]], own: int) -> dict[int, Route]:
     """This worker's ways in the rows of World.ways."""
-    found = {}
+    route_of = {}
     for a, b, epoch, kind, source, target, relays in ways:
         if own == a:
-            found[b] = Route(b, epoch, kind, source, target, relays[0] if relays else b, tuple(relays))
+            route_of[b] = Route(b, epoch, kind, source, target, relays[0] if relays else b, tuple(relays))
         elif own == b:
-            found[a] = Route(a, epoch, kind, target, source, relays[-1] if relays else a, tuple(relays[::-1]))
-    return found
+            route_of[a] = Route(a, epoch, kind, target, source, relays[-1] if relays else a, tuple(relays[::-1]))
+    return route_of

@@ -17,8 +17,8 @@ SMALL_BYTES = 32 << 10  # bytes of a message that the waiting thread reads itsel
 # transfers go on while both ends compute. Larger messages are never copied: their sender waits.
 AHEAD_BYTES = 16 << 20
 NOTHING = memoryview(b"")
-FRAME_BYTES = 8 << 20  # of a large message: frames of 1 MiB take a third more CPU time, larger ones as much as these
-BATCH_BYTES = 2 << 20  # of frames that are given to the kernel at once, or a little more
+FRAME_BYTES = 8 << 20  # frame size of a large message: 1 MiB takes a third more CPU time, larger ones save nothing
+BATCH_BYTES = 2 << 20  # bytes of frames given to the kernel in one call, or a little more
 
 
 class StreamPlane(Protocol):
@@ -38,7 +38,7 @@ class PairStream:
         self.peer, self.key, self.slot, self._keep = peer, key, slot, slots // 2
         self._plane, self._network, self._lane = plane, plane.network, lane
         self.name, self.small = peer.name, min(slot, JOINED_BYTES)  # small: bytes up to which `send_small` sends a message
-        self._slots = max(1, FRAME_BYTES // slot)  # of a frame, at most
+        self._slots = max(1, FRAME_BYTES // slot)  # slots that one frame may carry
         with self._lane.lock:
             self.incoming: Incoming = self._lane.incoming(key)
         self._outgoing: Outgoing = self._lane.outgoing(key, slots)
@@ -46,7 +46,7 @@ class PairStream:
         self._network.want(lane.index)
         self._size = 0
         self._headers: dict[int, tuple[bytes, bytes]] = {}  # by size
-        self.version = -1  # of the plane's world in which `peer` was looked up
+        self.version = -1  # version of the plane's world in which `peer` was looked up
         self._about = (self._network.own, peer.index, self._lane.epoch, key)
 
     def check(self) -> None:

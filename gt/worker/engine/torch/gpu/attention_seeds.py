@@ -72,7 +72,7 @@ class AttentionSeeds:
 
     def __init__(self, key: PhiloxKey) -> None:
         self.key, self.exact = key, env.flag("GT_EXACT_ATTENTION_DROPOUT")
-        self.program_draws = 0  # of the program that is carried out, an upper bound of its calls
+        self.program_draws = 0  # draws of the running program: an upper bound of its calls
         self._spare: list[torch.Generator] = []  # registered with the graph that is being recorded
         self._drawn: list[GraphDraw] = []
 

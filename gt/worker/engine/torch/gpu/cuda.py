@@ -19,7 +19,7 @@ import torch
 if TYPE_CHECKING:
     from gt.worker.engine.torch.gpu.attention_seeds import AttentionSeeds
 
-MAX_NOTES = 64  # of more every second one is kept
+MAX_NOTES = 64  # notes kept; of more, every second one is dropped
 
 
 class Events:
@@ -93,7 +93,7 @@ class Device(Protocol):
         """Free cached memory: while the device records it frees none."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Have `run` issue its work, which is not carried out yet. The result carries it out, on the same memory each time."""
+        """Have `run` issue its work, which is not executed yet. The result carries it out, on the same memory each time."""
 
     def on_side_stream(self, run: Callable[[], None]) -> None:
         """Within a recording: work of `run` begins after all work issued so far, and later work may overtake it."""
@@ -129,7 +129,7 @@ class Cuda:
         self._side = torch.cuda.Stream(device)
         self._clock = torch.cuda.Stream(device)
         self._recording = self._apart = False  # apart: the side stream has transfers that are not joined yet
-        self._ends: list[torch.cuda.Event] = []  # of the transfers that this recording put there
+        self._ends: list[torch.cuda.Event] = []  # events behind the transfers that this recording issued there
 
     def finish(self) -> None:
         with suppress(RuntimeError):

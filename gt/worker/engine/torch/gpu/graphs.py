@@ -1,8 +1,8 @@
 """Programs as CUDA graphs: a run of instructions is recorded once, and from then on is one launch.
 
 A graph works on fixed memory. Inputs stay where they are; those that were found to move are copied into slots. Results are in
-one pool that all graphs share, which is allocated in the order of the recording: so nothing stays there when the next program
-begins. Results that outlive a program are copied out before (gt.worker.program.graph_outputs).
+one pool that all graphs share, allocated in the order of the recording. So nothing may stay there when the next program begins:
+results that outlive a program are copied out before (gt.worker.program.graph_outputs).
 """
 
 from __future__ import annotations

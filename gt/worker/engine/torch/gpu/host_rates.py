@@ -10,7 +10,7 @@ import torch
 log = logging.getLogger("gt.worker")
 
 COPIED_BYTES, COPIES = 8 << 20, 4
-ELEMENTS = 1 << 21  # of each tensor in the step of AdamW: all four exceed most caches
+ELEMENTS = 1 << 21  # elements of each tensor in the measured AdamW step: the four together exceed most caches
 BYTES_PER_ELEMENT = 28  # read and written in host memory
 
 
@@ -27,13 +27,13 @@ def measure(device: torch.device) -> list[float]:
 
 def _link(device: torch.device) -> float:
     here = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
-    there.copy_(here, non_blocking=True)
+    on_device = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
+    on_device.copy_(here, non_blocking=True)
     torch.cuda.synchronize(device)
     start = perf_counter()
     for _ in range(COPIES):
-        here.copy_(there, non_blocking=True)
-        there.copy_(here, non_blocking=True)
+        here.copy_(on_device, non_blocking=True)
+        on_device.copy_(here, non_blocking=True)
     torch.cuda.synchronize(device)
     return 2 * COPIES * COPIED_BYTES / (perf_counter() - start)
 

@@ -1,7 +1,7 @@
 """Random numbers drawn on a GPU by a Triton kernel: the same words as engine/philox.py draws on the host.
 
-Word i is the (i mod 4)-th of the Philox4x64-10 block i // 4 + 1, keyed by (seed, counter): Salmon, Moraes, Dror and Shaw 2011;
-blocks are numbered as NumPy does. The key is read from memory, so a recorded graph draws new numbers at each replay.
+Word i is the (i mod 4)-th of the Philox4x64-10 block i // 4 + 1, keyed by (seed, counter) (Salmon et al., 2011). Blocks are
+numbered as NumPy does. The key is read from memory, so a recorded graph draws new numbers at each replay.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 
 from gt.worker.engine.base import Listener, Marker
 
-LOOKS = 3  # at both clocks: the one that took least counts
+CLOCK_LOOKS = 3  # at both clocks: the one that took least counts
 MIN_SECONDS = 0.1  # between two looks that tell how fast the clocks go
 Listening = tuple[Listener | None, Marker | None]
 
@@ -52,7 +52,7 @@ class GpuTimes:
 
     def clocks(self) -> Moment | None:
         with suppress(RuntimeError):
-            return look(lambda: self._clock.record_event(torch.cuda.Event(enable_timing=True)), monotonic, LOOKS)
+            return look(lambda: self._clock.record_event(torch.cuda.Event(enable_timing=True)), monotonic, CLOCK_LOOKS)
         return None
 
     def seconds(self, marks: Sequence[Any], began: Moment | None) -> list[float | None]:
