@@ -89,7 +89,7 @@ def pictures(browser: Browser, folder: Path) -> None:
         browser.screenshot(folder / f"dashboard_{name}.png", whole=False)
     browser.resize(1040, 3600)
     browser.run("document.querySelector('#log button').click()")
-    browser.wait("document.getElementById('log').dataset.state === 'ready'", 60)
+    browser.wait("document.querySelector('#log pre').innerText.includes('model.py:')", 120)  # the first lines are of a look
     browser.run("new Promise((done) => setTimeout(done, 2500))")
     for panel in (*PANELS, *TABLES):
         cut_out(browser, panel, folder)

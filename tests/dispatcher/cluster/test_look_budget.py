@@ -28,7 +28,7 @@ def looks(cores: float, seconds: float, workers: int = 8, observers: int = 1, op
     return times
 
 
-@pytest.mark.parametrize(("cores", "observers"), [(0.3, 1), (2.0, 1), (2.0, 3), (60.0, 1)])
+@pytest.mark.parametrize(("cores", "observers"), [(0.4, 1), (2.0, 1), (2.0, 3), (60.0, 1)])
 def test_looks_take_a_small_share_of_the_run(cores: float, observers: int) -> None:
     cost = 8 * (PROCESS_SECONDS + 4e-4) + observers * OBSERVER_SECONDS
     times = looks(cores, 600.0, observers=observers)
