@@ -6,10 +6,12 @@ The casts are ordinary ops. Parameters, gradients and optimizer state stay fp32 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn import RNNBase
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
@@ -89,19 +91,29 @@ def substitute(module: torch.nn.Module, casts: Casts) -> Undo:
         row = casts.get(id(owner._parameters[name]))
         if row is not None and (row[1].dtype == row[0].dtype or not isinstance(owner, _BatchNorm)):
             swapped.append((owner, name, row[0]))
-            _put(owner, name, row[1])
+            owner._parameters[name] = row[1]  # type: ignore[assignment]
+    owners = {id(owner): owner for owner, _, _ in swapped}.values()
+    lists = [(owner, _substitute_lists(owner)) for owner in owners if isinstance(owner, RNNBase)]
 
     def undo() -> None:
         for owner, name, parameter in swapped:
-            _put(owner, name, parameter)
+            owner._parameters[name] = parameter  # type: ignore[assignment]
+        for owner, before in lists:
+            vars(owner).update(before)
 
     return undo
 
 
-def _put(owner: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
-    owner._parameters[name] = tensor  # type: ignore[assignment]
-    if isinstance(owner, torch.nn.RNNBase):  # it has a list of them too
-        owner._flat_weights[owner._flat_weights_names.index(name)] = tensor
+def _substitute_lists(owner: RNNBase) -> dict[str, list]:
+    """Let lists of a recurrent layer's weights, which it has beside its parameters, name the casts; the lists before.
+
+    A layer whose references do not fit its parameters makes new lists, which no capture would take for unchanged.
+    """
+    before = {name: vars(owner)[name] for name in ("_flat_weights", "_flat_weight_refs")}
+    weights = [owner._parameters.get(name) for name in owner._flat_weights_names]
+    owner._flat_weights = weights  # type: ignore[assignment]
+    owner._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
+    return before
 
 
 def _owners(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:

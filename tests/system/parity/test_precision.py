@@ -129,6 +129,10 @@ def test_recurrent_layers_and_batch_norms(session):
     y.float().square().mean().backward()
     assert all(p.grad.dtype == torch.float32 for p in (*rnn.parameters(), *norm.parameters()))
     assert all(a is b for a, b in zip(rnn._flat_weights, rnn.parameters(), strict=True))
+    assert not rnn._weights_have_changed()  # or each call makes new lists, which end a capture
+    step = gt.compile(lambda x: rnn(x)[0].sum())
+    x = torch.randn(4, 6, WIDTH).to("remote")
+    assert len({step(x).item() for _ in range(4)}) == 1 and "1 program" in step.explain() and "parts" not in step.explain()
 
 
 def test_a_module_without_parameters_computes_as_it_is_asked(session):
