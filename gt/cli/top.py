@@ -8,8 +8,9 @@ import os
 import select
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gt.cli import observing
@@ -22,7 +23,7 @@ from gt.observe.record_stream import ANSWER_SECONDS, RecordStream
 KEYS = "keys: s sorts workers, 0-9 shows one session, n the next, a all, q ends"
 SHORT_KEYS = "s sort, 0-9 n session, a all, q end"
 MIN_COLUMNS = 20  # of a terminal; one with fewer breaks lines itself
-KEY_SECONDS = 0.2  # until a key is noticed, at most
+TICK_SECONDS = 1.0  # until another size of the terminal is noticed, at most
 NO_RICH = "gt top: the live view needs rich: pip install rich; this is the view of one moment, as with --once"
 
 
@@ -84,10 +85,11 @@ def _live(stream: RecordStream, view: LiveView, given: argparse.Namespace) -> in
     order, session = given.sort, given.session
     state: dict[str, Any] | None = None
     drawn: tuple = ()
-    with _keys(), Live(screen=True, auto_refresh=False) as live, Following(stream, view, given) as following:
+    terminal = Live(screen=True, auto_refresh=False)
+    with Following(stream, view, given) as following, Keys(following.nudge) as keys, terminal as live:
         while True:
-            news, keys = following.state(KEY_SECONDS), _pressed()
-            for key in keys:
+            news = following.state(TICK_SECONDS)
+            for key in keys.pressed():
                 if key == "q":
                     return 0
                 order, session = after_key(key, order, session, _numbers(state if news is None else news))
@@ -124,6 +126,10 @@ class Following:
 
     def __exit__(self, *why: object) -> None:
         self._stream.close()
+
+    def nudge(self) -> None:
+        """End a wait for a new state. For another thread."""
+        self._stream.nudge()
 
     def state(self, seconds: float) -> dict[str, Any] | None:
         """A new state, None if there is none within so many seconds. Raises GTError for the end of a second link."""
@@ -170,21 +176,45 @@ def after_key(key: str, order: str, session: int, numbers: Sequence[int] = ()) -
     return order, int(key) if key.isascii() and key.isdigit() else session
 
 
-@contextmanager
-def _keys() -> Iterator[None]:
-    """Inside, keys are read one by one and not shown."""
-    import termios
-    import tty
+class Keys:
+    """A context manager: inside, keys are read one by one and not shown. A thread waits for them, so that nothing polls."""
 
-    before: Any = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+    def __init__(self, nudge: Callable[[], None]) -> None:
+        """nudge: called in that thread when there are keys."""
+        self._nudge = nudge
+        self._read: deque[str] = deque()
+        self._thread = threading.Thread(target=self._wait, name="gt-keys", daemon=True)
 
+    def __enter__(self) -> Keys:
+        import termios
+        import tty
 
-def _pressed() -> str:
-    """Keys that were pressed since the last call."""
-    ready = select.select([sys.stdin], [], [], 0)[0]
-    return os.read(sys.stdin.fileno(), 64).decode(errors="replace") if ready else ""
+        self._before: Any = termios.tcgetattr(sys.stdin)
+        self._end, self._ending = os.pipe()
+        tty.setcbreak(sys.stdin)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *why: object) -> None:
+        import termios
+
+        os.write(self._ending, b"\0")
+        self._thread.join()
+        os.close(self._end)
+        os.close(self._ending)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._before)
+
+    def pressed(self) -> str:
+        """Keys that were pressed since the last call."""
+        return "".join(self._read.popleft() for _ in range(len(self._read)))
+
+    def _wait(self) -> None:
+        while self._end not in select.select([sys.stdin, self._end], [], [])[0]:
+            try:
+                keys = os.read(sys.stdin.fileno(), 64)
+            except OSError:
+                return
+            if not keys:  # the terminal is gone
+                return
+            self._read.append(keys.decode(errors="replace"))
+            self._nudge()

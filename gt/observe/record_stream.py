@@ -35,6 +35,7 @@ class RecordStream:
         self._kept: deque[list] = deque(maxlen=MAX_KEPT)
         self._taken = 0
         self._failure: GTError | None = None
+        self._nudged = False
         self._link = Dealer(address, self._receive, self._lost, timeouts=LinkTimeouts(wait), token=token)
         self._link.send(link.hello("observer"))
 
@@ -69,17 +70,27 @@ class RecordStream:
         raise DispatcherLost(f"the server at {self.address} has sent no records for {seconds:g} s: check that it runs")
 
     def take(self, seconds: float) -> list[Record] | None:
-        """Records that were not taken before, None if none arrive within so many seconds. Raises what has ended the link."""
+        """Records that were not taken before, None if none arrive within so many seconds or until `nudge`.
+
+        Raises what has ended the link.
+        """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._fresh() or self._failure is not None, seconds):
-                return None
+            self._changed.wait_for(lambda: self._fresh() or self._nudged or self._failure is not None, seconds)
+            self._nudged = False
             if self._newest is None or not self._fresh():
-                assert self._failure is not None
-                raise self._failure
+                if self._failure is not None:
+                    raise self._failure
+                return None
             self._taken = self._newest.number
             rows = [*self._kept, *self._newest.rows]
             self._kept.clear()
         return records(rows)
+
+    def nudge(self) -> None:
+        """End a wait of another thread in `take`, or the next one, as one without records."""
+        with self._changed:
+            self._nudged = True
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """End a wait in another thread."""

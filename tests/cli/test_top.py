@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -269,14 +270,21 @@ def test_keys() -> None:
 
 
 class Scripted:
-    """A stream of a server: lists of records are news, None is none, errors are raised."""
+    """A stream of a server: lists of records are news, None is none, errors are raised. After them `waits` has it wait."""
 
     address = "here:1"
 
-    def __init__(self, *answers: Any) -> None:
-        self.answers, self.closed = list(answers), False
+    def __init__(self, *answers: Any, waits: bool = False) -> None:
+        self.answers, self.closed, self.waits = list(answers), False, waits
+        self.nudged = threading.Event()
+
+    def nudge(self) -> None:
+        self.nudged.set()
 
     def take(self, seconds: float) -> Any:
+        if self.waits and not self.answers:
+            assert self.nudged.wait(limit(60))
+            self.nudged.clear()
         answer = self.answers.pop(0) if self.answers else None
         if isinstance(answer, Exception):
             raise answer
@@ -354,7 +362,7 @@ def test_keys_act_while_the_server_is_silent(monkeypatch: pytest.MonkeyPatch) ->
     with os.fdopen(terminal, "r+b", buffering=0) as end, io.TextIOWrapper(end) as screen:
         monkeypatch.setattr(sys, "stdin", screen)
         monkeypatch.setattr(sys, "stdout", io.StringIO())
-        stream = Scripted(moment(1.0))
+        stream = Scripted(moment(1.0), waits=True)
         take = stream.take
 
         def typed(seconds: float) -> Any:
@@ -367,6 +375,17 @@ def test_keys_act_while_the_server_is_silent(monkeypatch: pytest.MonkeyPatch) ->
     os.close(controller)
 
 
+def test_a_key_ends_a_wait_for_records() -> None:
+    """Of a thread that polls for keys the CPU time would be most of what the view costs."""
+    with serving(1) as server, RecordStream(server.address, interval=600.0) as stream:
+        stream.next()
+        stream.next()  # a new observer gets two at once
+        waiting = threading.Timer(0.0, stream.nudge)
+        waiting.start()
+        assert stream.take(limit(60)) is None
+        waiting.join()
+
+
 def test_the_session_of_a_server_before_is_not_chosen_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sessions have the same numbers. The same server goes on with it."""
     pytest.importorskip("rich")
@@ -374,7 +393,7 @@ def test_the_session_of_a_server_before_is_not_chosen_in_the_next(monkeypatch: p
     with os.fdopen(terminal, "r+b", buffering=0) as end, io.TextIOWrapper(end) as screen:
         monkeypatch.setattr(sys, "stdin", screen)
         monkeypatch.setattr(sys, "stdout", io.StringIO())
-        stream = Scripted(moment(1.0), moment(2.0), moment(3.0, life="second"))
+        stream = Scripted(moment(1.0), moment(2.0), moment(3.0, life="second"), waits=True)
         drawn: list[tuple] = []
 
         def noted(state: Any, order: str, session: int, *more: Any) -> list[str]:
