@@ -218,7 +218,7 @@ def test_a_process_with_another_token_is_no_rank_and_is_told_so() -> None:
     meeting = job_agents.Meeting("127.0.0.1", 0, TOKEN)
     with ThreadPoolExecutor() as pool:
         other = pool.submit(job_agents.answer, "127.0.0.1", lambda: meeting.port, 1, "another token")
-        with pytest.raises(SystemFailure, match="does not take this process for one of its job"):
+        with pytest.raises(SystemFailure, match="its token or number of processes is another"):
             pool.submit(meeting.members, 2, 2.0) and other.result(limit(30))
         right = job_agents.Meeting("127.0.0.1", 0, TOKEN)
         other = pool.submit(job_agents.answer, "127.0.0.1", lambda: right.port, 1, TOKEN)

@@ -144,7 +144,7 @@ class _Pass:
 
 
 @dataclass
-class _Layers:
+class _LayerStack:
     x: Array  # [steps, batch, input]
     states: Sequence[Array]
     params: Sequence[Array]
@@ -180,10 +180,10 @@ class _Layers:
         return [grad, *(np.stack(part) for part in zip(*states, strict=True)), *params]
 
 
-def _stacked(x: Array, states: Sequence[Array], params: Sequence[Array], stack: Sequence[Any]) -> _Layers:
+def _stacked(x: Array, states: Sequence[Array], params: Sequence[Array], stack: Sequence[Any]) -> _LayerStack:
     x, *rest = fractions(x, *states, *params)
     made = Stack(*stack)
-    return _Layers(_padded(x, made.sizes), rest[: len(states)], rest[len(states) :], made)
+    return _LayerStack(_padded(x, made.sizes), rest[: len(states)], rest[len(states) :], made)
 
 
 def _padded(rows: Array, sizes: Sequence[int]) -> Array:

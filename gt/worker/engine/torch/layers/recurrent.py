@@ -22,7 +22,6 @@ _LAYERS: dict[str, Callable[..., Any]] = {
     "rnn_tanh": torch._VF.rnn_tanh,  # type: ignore[attr-defined]
     "rnn_relu": torch._VF.rnn_relu,  # type: ignore[attr-defined]
 }
-_SAVED = "_gt_recurrent"  # attribute of an output: (results with their graph, operands with gradients)
 
 
 def _layers(x: Tensor, states: Sequence[Tensor], params: Sequence[Tensor], stack: Sequence[Any]) -> Any:
@@ -56,7 +55,7 @@ def _forward(x: Tensor, states: Sequence[Tensor], params: Sequence[Tensor], *res
     if keeps:
         live = _live(leaves, count, stack)
         results = [result.detach() for result in live]
-        setattr(results[0], _SAVED, (live, leaves))
+        results[0]._gt_saved = live, leaves
     else:
         results = list(_layers(leaves[0], leaves[1 : 1 + count], leaves[1 + count :], stack))
     return (*results, *[x.new_empty(0)] * (3 - len(results)))
@@ -67,11 +66,12 @@ def _backward(  # noqa: PLR0913 - the op's arguments
     params: Sequence[Tensor], out: Tensor, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     *stack, needs = rest
-    saved = out.__dict__.pop(_SAVED, None)
-    if saved is None:
+    try:
+        live, leaves = out._gt_saved  # type: ignore[attr-defined]
+        del out._gt_saved  # type: ignore[attr-defined]
+    except AttributeError:
         leaves = _leaves((x, *states, *params), needs)
-        saved = _live(leaves, len(states), stack), leaves
-    live, leaves = saved
+        live = _live(leaves, len(states), stack)
     given = [(result, part) for result, part in zip(live, (grad, grad_hy, grad_cy)) if part is not None]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     found = torch.autograd.grad([result for result, _ in given], wanted, [part for _, part in given], allow_unused=True)
