@@ -77,7 +77,7 @@ def test_what_cannot_be_saved_is_named():
         loop: list = []
         loop.append(loop)
         again(loop)
-    with pytest.raises(CheckpointError, match="a key that is no text"):
+    with pytest.raises(CheckpointError, match="a key that is not supported"):
         again({b"x": 1})
 
 
