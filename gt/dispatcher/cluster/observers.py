@@ -240,7 +240,7 @@ class Observers:
         wire = rows(self._records(now)) if due else []
         for peer, observer in due.items():
             observer.sent += 1
-            observer.due = self._began + observer.interval
+            observer.due = self._began + (observer.interval if observer.sent > 1 else MIN_INTERVAL_SECONDS)  # rates take two
             self._core.send(peer, Records(observer.sent, wire + rows(self._new_records(observer))))
 
     def _new_records(self, observer: Observer) -> list[Record]:
