@@ -166,12 +166,12 @@ def _transformed(call: OpArguments) -> bool:
 
 def _normalized(call: OpArguments) -> bool:
     x, dims = call["input"], len(call["normalized_shape"])
-    statistics = (call["mean"], call["rstd"])
+    statistics = [call[name] for name in ("mean", "rstd") if name in call.given]
     rows = x[: len(x) - dims]
     full = tuple(call["normalized_shape"])
     return (
         x[len(x) - dims :] == full
-        and call["grad_out"] == x
+        and call["grad_out"] in (None, x)
         and call.each(full, "weight", "bias")
         and all(prod(shape) == prod(rows) for shape in statistics)
     )
@@ -304,7 +304,10 @@ RULES: dict[str, Rule] = {
         ("_weight_norm_interface", "_weight_norm_interface_backward"),
         ("want a norm for each index of the first or last dim, and one dtype but for norms of half precision", _weighed),
     ),
-    "native_layer_norm_backward": ("gradient, input, weights and statistics want shapes of one layer norm", _normalized),
+    **dict.fromkeys(
+        ("native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
+        ("gradient, input, weights and statistics want shapes of one norm", _normalized),
+    ),
     "_cdist_backward": ("want gradient and distances [P, R] of [P, M] and [R, M]", _distances),
     "_pdist_backward": ("want gradient and distances of each pair of rows", _pairs),
     **dict.fromkeys(("_fft_c2c", "_fft_c2r", "_fft_r2c"), ("want dims of the tensor, each once", _transformed)),

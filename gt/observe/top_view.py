@@ -112,7 +112,7 @@ def _under(text: str, width: int) -> list[str]:
 def _worker(w: Row, hosts: bool) -> str:
     taken = w["memory"].get("process", w["memory"].get("peak"))
     now = f"{_place(w['current'])} {_op(w['current']['op'])}" if w["current"] else ""  # the line first: the end may be cut
-    host = column(w['host'], 8) if hosts else ""
+    host = column(w["host"], 8) if hosts else ""
     return (
         f"{column(w['name'], 8)}{host}{w['state']:11}{_share(w['busy_share']):>5}{_rate(w['ops_per_second']):>8}"
         f"{_tensors(w):>9}{UNKNOWN if taken is None else _size(taken):>9}{_limit(w):>9}  {now}"
@@ -155,9 +155,7 @@ def _links(links: Sequence[Row], of: str, width: int) -> list[str]:
     for link in most[:MAX_LINKS]:
         rate = link["bytes_per_second"]
         name = f"{link['source']} -> {link['target']}"
-        rows.append(
-            f"{column(name, wide)}{_size(link['bytes']):>10}{UNKNOWN if rate is None else _size(int(rate)):>12}"
-        )
+        rows.append(f"{column(name, wide)}{_size(link['bytes']):>10}{UNKNOWN if rate is None else _size(int(rate)):>12}")
     return rows + ([f"and {len(links) - MAX_LINKS} links more"] if len(links) > MAX_LINKS else [])
 
 

@@ -293,7 +293,7 @@ _ROWS: dict[str, Handler | None] = {
 
 
 # Composite on a device without kernels for them. Workers have such kernels, and a decomposition has other bits
-WHOLE = (aten.silu_backward.default, aten.mish_backward.default)
+WHOLE = (aten.silu_backward.default, aten.mish_backward.default, aten._fused_rms_norm.default)
 # Factories below torch.tensor(values, device=...), which hides Python's kernels but not the stack of dispatch modes
 BELOW_TENSOR = (aten.empty.memory_format, aten.empty_strided.default)
 

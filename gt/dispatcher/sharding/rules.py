@@ -46,6 +46,8 @@ DIMWISE = {
     "_log_softmax_backward_data": 2, "flip": 1, "sort": 1, "topk": 2, "argsort": 1, "cummax": 1, "cummin": 1,
 }  # fmt: skip
 
+NORMS = ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
+
 # op -> the Partial of its result over a split dim (None: no reduction combines the terms)
 REDUCTIONS = {
     "sum": "sum", "mean": "avg", "amax": "max", "amin": "min", "max": "max", "min": "min", "prod": None, "any": None,
@@ -207,7 +209,7 @@ def _mm_decision(known: OpSchema, first: int, option: tuple) -> Decision:
 
 
 def layer_norm(known: OpSchema, places: list[Place], size: int) -> Decision | None:
-    """Local along leading dims, with weight and bias replicated."""
+    """Layer and RMS norms are local along leading dims, with weight and bias replicated."""
     backward = known.name.endswith("_backward")
     index = 1 if backward else 0
     normalized = known.arg(2) if backward else known.arg(1)
@@ -363,7 +365,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(DIMWISE, dimwise),
     **dict.fromkeys(REDUCTIONS, reduction),
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv"), matmul),
-    **dict.fromkeys(("native_layer_norm", "native_layer_norm_backward"), layer_norm),
+    **dict.fromkeys(NORMS, layer_norm),
     **dict.fromkeys(("gt.sdpa", "gt.sdpa_backward"), attention),
     **dict.fromkeys(("gt.rnn", "gt.rnn_backward"), recurrent),
     "embedding": embedding,

@@ -14,7 +14,7 @@ from typing import Any
 from gt.dispatcher.sharding import list_rules
 from gt.dispatcher.sharding.losses import LOSSES
 from gt.dispatcher.sharding.op_schema import OpSchema
-from gt.dispatcher.sharding.rules import DIMWISE, ELEMENTWISE, REDUCTIONS
+from gt.dispatcher.sharding.rules import DIMWISE, ELEMENTWISE, NORMS, REDUCTIONS
 from gt.dispatcher.sharding.views import OTHER_VIEW, VIEWS
 from gt.ir.schema import OWN, TABLE
 from gt.ir.template import Template, V
@@ -139,17 +139,19 @@ def matmul(op: Shapes) -> bool:
 
 
 def layer_norm(op: Shapes) -> bool:
-    """Operands: input and weights, or gradient, input, statistics and weights."""
+    """A layer or RMS norm. Operands: input and weights, or gradient, input, statistics and weights."""
     backward = op.name.endswith("_backward")
     x, normalized = op.ins[int(backward)], tuple(op.arg(1 + backward))
     lead = len(x) - len(normalized)
     rows = x[:lead] + (1,) * len(normalized)
+    statistics = [rows] * (1 if "rms" in op.name else 2)
     if not normalized or lead < 0 or x[lead:] != normalized:
         return False
     if not backward:
-        return set(op.ins[1:]) <= {normalized} and op.makes(x, rows, rows)
-    grads = all(made in (None, shape) for made, shape in zip(op.outs, (x, normalized, normalized), strict=True))
-    return op.ins[0] == x and op.ins[2:4] == [rows, rows] and set(op.ins[4:]) <= {normalized} and grads
+        return set(op.ins[1:]) <= {normalized} and op.makes(x, *statistics)
+    behind = 2 + len(statistics)
+    grads = all(made in (None, shape) for made, shape in zip(op.outs, (x, normalized, normalized)))
+    return op.ins[0] == x and op.ins[2:behind] == statistics and set(op.ins[behind:]) <= {normalized} and grads
 
 
 def attention(op: Shapes) -> bool:
@@ -331,7 +333,7 @@ FORMS: dict[str, Form] = {
     **dict.fromkeys(DIMWISE, dimwise),
     **dict.fromkeys(REDUCTIONS, reduction),
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv"), matmul),
-    **dict.fromkeys(("native_layer_norm", "native_layer_norm_backward"), layer_norm),
+    **dict.fromkeys(NORMS, layer_norm),
     **dict.fromkeys(("gt.sdpa", "gt.sdpa_backward"), attention),
     **dict.fromkeys(("gt.rnn", "gt.rnn_backward"), recurrent),
     "embedding": embedding,

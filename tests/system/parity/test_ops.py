@@ -216,6 +216,7 @@ MASKED: dict[str, tuple[Callable, list[tuple[int, ...]]]] = {
     "convolution": (F.conv2d, [(2, 3, 6, 6), (4, 3, 3, 3), (4,)]),
     "batch norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), [(4, 3, 5), (3,), (3,)]),
     "group norm": (lambda x, w, b: F.group_norm(x, 2, w, b), [(4, 4, 5), (4,), (4,)]),
+    "rms norm": (lambda x, w: F.rms_norm(x, (5,), w), [(4, 5), (5,)]),
     "layer norm": (lambda x, w, b: F.layer_norm(x, (5,), w, b), [(4, 5), (5,), (5,)]),
     "grid sample": (lambda x, g: F.grid_sample(x, g, align_corners=False), [(2, 3, 6, 6), (2, 4, 4, 2)]),
     "linear": (F.linear, [(4, 5), (3, 5), (3,)]),

@@ -23,6 +23,7 @@ from gt.worker.engine.numpy.table import TABLE, resolve, supported
 from gt.worker.engine.torch import NAME
 from gt.worker.engine.torch import random as torch_random
 from gt.worker.engine.torch.layers import attention, recurrent
+from gt.worker.engine.torch.layers.norms import RMS_NORMS
 from tests.helpers import CONFIGS
 from tests.helpers.models import GPT, mini
 from tests.helpers.processes import started
@@ -39,8 +40,9 @@ SKIP = ("empty", "new_empty", "lift_fresh", "_local_scalar_dense", "is_same_size
 
 
 LOOSE = {"aten.hardsigmoid_backward.default": 1e-7}  # torch has 1/6 as a float32 there
-NOT_COMPARED = {  # what uninitialised memory has in it
+NOT_COMPARED = {  # what uninitialised memory has in it; RMS norms, which torch's CPU splits, are compared below
     *("empty.memory_format", "empty_like.default", "empty_strided.default", "new_empty.default", "new_empty_strided.default"),
+    *("_fused_rms_norm.default", "_fused_rms_norm_backward.default"),
 }
 
 
@@ -223,6 +225,25 @@ def test_attention_is_torchs(causal: bool, mask: str | None, gqa: bool, dropout:
         back = resolve("gt.sdpa_backward.default", None)(g, a, b, c, d, *got, *rest, **draw)
     for ours, theirs in zip((got[0], *back), (want[0], *grads), strict=True):
         close(ours, theirs, "attention", strides=False)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+@pytest.mark.parametrize("shape", [(6,), (4, 6)])
+@pytest.mark.parametrize("weighed, eps", [(True, None), (False, 0.1)])
+def test_rms_norms_are_torchs(layout: str, shape: tuple[int, ...], weighed: bool, eps: float | None) -> None:
+    forward, backward = (f"aten._fused_rms_norm{name}.default" for name in ("", "_backward"))
+    x, grad, weight = maker(torch.float32, layout)(3, 4, 6), torch.randn(3, 4, 6), torch.randn(shape) if weighed else None
+    want = RMS_NORMS[forward](x, shape, weight, eps)
+    grads = RMS_NORMS[backward](grad, x, shape, want[1], weight, [True, weighed])
+    memory = Arrays()
+    a, g, w = (None if t is None else memory[t] for t in (x, grad, weight))
+    with ENGINE.guard():
+        got = resolve(forward, None)(a, shape, w, eps)
+        back = resolve(backward, None)(g, a, shape, got[1], w, [True, weighed])
+    for ours, theirs in zip((*got, *back), (*want, *grads), strict=True):
+        assert (ours is None) == (theirs is None)
+        if theirs is not None:
+            close(ours.astype(np.float32), theirs, "RMS norm", strides=False)
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")

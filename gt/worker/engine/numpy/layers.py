@@ -95,6 +95,29 @@ def _layer_norm_backward(  # noqa: PLR0913 - the op's arguments
     )
 
 
+def _rms_norm(input: Array, normalized_shape: Sequence[int], weight: Array | None, eps: float | None) -> tuple[Array, Array]:
+    (x,) = fractions(input)
+    least = np.finfo(x.dtype).eps if eps is None else eps
+    square = np.mean(x * x, _last(x, normalized_shape), dtype=DOUBLE, keepdims=True)
+    rstd = (1 / np.sqrt(square + least)).astype(x.dtype)
+    out = x * rstd
+    return out if weight is None else out * weight, rstd
+
+
+def _rms_norm_backward(
+    grad_out: Array, input: Array, normalized_shape: Sequence[int], rstd: Array, weight: Array | None,
+    output_mask: Sequence[bool],
+) -> tuple[Array | None, ...]:  # fmt: skip
+    g, x, rstd = fractions(grad_out, input, rstd)
+    hat = x * rstd
+    scaled = g if weight is None else g * weight
+    along = np.mean(scaled * hat, _last(x, normalized_shape), dtype=DOUBLE, keepdims=True).astype(g.dtype)
+    return (
+        (scaled - hat * along) * rstd if output_mask[0] else None,
+        _summed(g * hat, tuple(range(x.ndim - len(normalized_shape)))) if output_mask[1] else None,
+    )
+
+
 def _summed(x: Array, axes: tuple[int, ...]) -> Array:
     return np.add.reduce(x, axes, dtype=DOUBLE)
 
@@ -250,6 +273,8 @@ TABLE = rows({
     "_log_softmax_backward_data": _log_softmax_backward,
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _layer_norm_backward,
+    "_fused_rms_norm": _rms_norm,
+    "_fused_rms_norm_backward": _rms_norm_backward,
     "embedding": _embedding,
     "embedding_dense_backward": _embedding_backward,
     "nll_loss_forward": _nll_loss,
