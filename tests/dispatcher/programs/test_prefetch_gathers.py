@@ -62,6 +62,16 @@ def test_small_copies_are_gathered_ahead_up_to_the_bytes_of_the_largest():
     assert order.index([9, 11, 21]) == 5  # behind the large copy and four small ones, which are 16 elements too
 
 
+def test_a_layers_weights_are_gathered_at_one_place():
+    """Each place with a transfer ends what workers compile as one."""
+    weights = {n: 16 if n == 1 else 8 for n in range(1, 8)}
+    rows = [row for n, size in weights.items() for row in ((gather(size), [n, 10 + n]), (ADD, [9, 10 + n, 20 + n]))]
+    uses = {n: [9, 10 + n, 20 + n] for n in weights}
+    groups = [[[n, 10 + n] for n in group] for group in ((2, 3), (4, 5), (6, 7))]
+    order = [[1, 11], *groups[0], uses[1], *groups[1], uses[2], uses[3], *groups[2], *(uses[n] for n in (4, 5, 6, 7))]
+    assert ordered(*rows)[0] == order
+
+
 def test_a_weight_is_not_gathered_before_it_is_written():
     rows = [(gather(), [1, 11]), (ADD, [9, 11, 21]), (ADD_, [2, 21]), (gather(), [2, 12]), (ADD, [21, 12, 22])]
     assert ordered(*rows)[0] == [ids for _, ids in rows]

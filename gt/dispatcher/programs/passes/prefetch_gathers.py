@@ -1,8 +1,9 @@
-"""The pass that moves gathers of sharded parameters up, so that compute hides them.
+"""The pass that moves gathers of sharded parameters up, in groups, so that compute hides them and is cut at few places.
 
-A step gathers a parameter right before its use. A worker overlaps transfers with compute (gt.worker.program.overlap), so each
-gather moves up to an earlier gather. The copies that are gathered ahead have no more bytes than the largest of them, or than
-LEAST_AHEAD. This is the prefetch of ZeRO-3 and FSDP (Zhao et al., VLDB 2023) as an order of instructions.
+A step gathers a parameter right before its use. A worker overlaps transfers with compute (gt.worker.program.overlap), and each
+place with a transfer ends what it compiles as one. So gathers that follow each other form groups, as the layers of FSDP (Zhao et
+al., VLDB 2023). A group has no more bytes than the largest gather, or than LEAST_AHEAD. It is gathered where the use of the group
+before it begins: the prefetch of ZeRO-3 and FSDP as an order of instructions. So the copies of two groups are gathered at a time.
 
 Example, all weights of one size:
 
@@ -36,19 +37,22 @@ def prefetch_gathers(recording: Recording, context: PassContext) -> Recording:
 
 
 def _gathered_early(rows: Sequence[Instruction]) -> list[Instruction]:
-    """Rows with each gather of memory from before them behind an earlier gather."""
+    """Rows with each gather of memory from before them at the first gather of the group before its own."""
     gathers = [n for n, row in enumerate(rows) if row.kind == "all_gather"]
     nbytes = [prod(rows[n].define.payload["shape"]) * DTYPES[rows[n].define.payload["dtype"]][0] for n in gathers]
-    room, changed = max([min(LEAST_AHEAD, sum(nbytes) // AHEAD_SHARE), *nbytes]), _last_changes(rows)
+    changed = _last_changes(rows)
     behind: dict[int, list[Instruction]] = defaultdict(list)  # row -> gathers that follow it
     moved: set[int] = set()
+    before = first = 0  # of `gathers`: where the group before, and the group, begin
+    size = 0
+    room = max([min(LEAST_AHEAD, sum(nbytes) // AHEAD_SHARE), *nbytes])
     for k, n in enumerate(gathers):
-        j, ahead = k, nbytes[k]
-        while j > 0 and ahead <= room and gathers[j - 1] > changed[n]:
-            j -= 1
-            ahead += nbytes[j]
-        if j < k:
-            behind[gathers[j]].append(rows[n])
+        if size + nbytes[k] > room:
+            before, first, size = first, k, 0
+        size += nbytes[k]
+        place = next((j for j in range(before, k) if gathers[j] > changed[n]), k)
+        if place < k:
+            behind[gathers[place]].append(rows[n])
             moved.add(n)
     order: list[Instruction] = []
     for n, row in enumerate(rows):
