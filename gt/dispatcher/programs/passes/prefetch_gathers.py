@@ -1,9 +1,9 @@
 """The pass that moves gathers of sharded parameters up, in groups, so that compute hides them and is cut at few places.
 
 A step gathers a parameter right before its use. A worker overlaps transfers with compute (gt.worker.program.overlap), and each
-place with a transfer ends what it compiles as one. So gathers that follow each other form groups, as the layers of FSDP (Zhao et
-al., VLDB 2023). A group has no more bytes than the largest gather, or than LEAST_AHEAD. It is gathered where the use of the group
-before it begins: the prefetch of ZeRO-3 and FSDP as an order of instructions. So the copies of two groups are gathered at a time.
+place with a transfer ends what it compiles as one. So consecutive gathers form groups, as layers do in FSDP (Zhao et al., VLDB
+2023). A group has no more bytes than the largest gather, or than LEAST_AHEAD. It is gathered where the use of the group before
+it begins. This is the prefetch of ZeRO-3 and FSDP as an order of instructions. The copies of two groups are alive at a time.
 
 Example, all weights of one size:
 
@@ -23,8 +23,8 @@ from gt.dispatcher.programs.recording import Code, Instruction, Recording
 from gt.ir.dataflow import accesses
 from gt.ir.spec import DTYPES
 
-# A batch of small weights costs about as much as one of them. So LEAST_AHEAD bytes may be gathered ahead in any case, but no
-# more than 1 / AHEAD_SHARE of all gathers.
+# A batch of small weights costs about as much as one of them. So a group may have LEAST_AHEAD bytes in any case, but no more
+# than 1 / AHEAD_SHARE of all gathers.
 LEAST_AHEAD, AHEAD_SHARE = 1 << 20, 16
 
 
