@@ -137,6 +137,7 @@ class Session:
         self.workers: list[str] = welcome.workers
         self.groups: list[str] = welcome.groups
         self.number: int = welcome.session
+        self.gpus: bool = welcome.gpus  # each worker has one
         self._beside = bool(liveness.home()) and liveness.home() in welcome.process[1:]  # the dispatcher has this host's clock
         # Early batches then delay this program by as much as they save, or more
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -36,8 +36,11 @@ b: {shard: {axis: 0, workers: [1]}}
 """
 
 
+INFO = {"name": "", "pid": 1, "heap_bytes": 1 << 40, "backend": "torch"}
+
+
 def worker(name: str = "") -> object:
-    return hello("worker", info={"name": name, "pid": 1, "heap_bytes": 1 << 40, "backend": "torch"})
+    return hello("worker", info={**INFO, "name": name})
 
 
 class Asking:
@@ -323,6 +326,15 @@ def test_a_message_out_of_place_ends_that_session_only(plan):
         assert b"evil" not in core.sessions
     core.handle(Malformed(b"nobody", "not msgpack"))
     assert Asking(plan).failed(a) == ""
+
+
+@pytest.mark.parametrize("numbers, gpus", [((0, 1), True), ((0, -1), False), ((-1, -1), False)])
+def test_a_client_is_told_whether_all_its_workers_have_gpus(numbers, gpus):
+    core = Core()
+    for peer, number in zip((b"v", b"w"), numbers):
+        core.handle(Received(peer, hello("worker", info={**INFO, "gpu": number})))
+    sent = [a.message for a in core.handle(Received(b"c", hello("client"))) if isinstance(a, Send)]
+    assert [message.gpus for message in sent if isinstance(message, Welcome)] == [gpus]
 
 
 def test_a_worker_cannot_take_a_name_in_use():

@@ -113,10 +113,12 @@ def _of_remote(original: Callable[[list, torch.device], bool]) -> Callable[[list
 
 
 def _loop_by_default(original: Callable[..., tuple[bool, bool]]) -> Callable[..., tuple[bool, bool]]:
-    """The default of an optimizer whose form over lists rounds otherwise than its loop, which is the CPU's default."""
+    """The default of an optimizer whose form over lists rounds otherwise than its loop: the CPU's on CPU workers, else CUDA's."""
 
     def default(params: list, *args: Any, **kwargs: Any) -> tuple[bool, bool]:
-        return (False, False) if any(isinstance(p, RemoteTensor) for p in params) else original(params, *args, **kwargs)
+        remote = any(isinstance(p, RemoteTensor) for p in params)
+        loops = remote and not (Current.recorder is not None and Current.recorder.gpus)
+        return (False, False) if loops else original(params, *args, **kwargs)
 
     return default
 

@@ -44,6 +44,7 @@ class Recorder:
         self.session, self.on_clear = session, on_clear
         self.new_id: Callable[[], int] = _ids.__next__
         self.library_ops: Schemas = getattr(session, "library_ops", {})  # that the workers have
+        self.gpus: bool = getattr(session, "gpus", False)  # each worker has one
         self.first = self.new_id()  # tensors of sessions before this one have lower ids
         self.code: list = []
         self.batch = MIN_BATCH_NUMBERS  # numbers before the hand-over; few while workers are idle and would wait for all

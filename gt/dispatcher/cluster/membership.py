@@ -181,7 +181,8 @@ class Membership:
         self._core.log_line("CONNECT", self._core.name(client.peer), f"client with {len(config.groups)} groups")
         names, name, groups = [w.name for w in cluster.workers], self._core.name(client.peer), list(config.groups)
         ops = [schema.line for schema in context.ops.libraries.values()]
-        self._core.send(client.peer, Welcome(session.number, name, names, groups, CREDIT, self._core.process, ops))
+        gpus = all(worker.info.get("gpu", -1) >= 0 for worker in cluster.workers)
+        self._core.send(client.peer, Welcome(session.number, name, names, groups, CREDIT, self._core.process, ops, gpus))
         self._observers.welcomed(client.peer)
 
     def goodbye(self, peer: Peer, message: Goodbye, frames: tuple) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 Numbers = list  # a stream: numbers only
 
-VERSION = 7
+VERSION = 8
 CHUNK = 1 << 20  # bytes of one frame of tensor data
 AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has acknowledged any
 MAX_VALUES = 64  # in one Metrics

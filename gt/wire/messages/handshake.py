@@ -41,7 +41,7 @@ class Welcome(Message):
 
     workers: their names, in order of index. groups: names of the signal groups, in order. process: [pid, home] of the
     dispatcher, see wire.liveness; peers on its host see whether it is stopped. ops: for a client, lines of the schemas of the
-    libraries' ops that all of its workers have.
+    libraries' ops that all of its workers have. gpus: for a client, true if each of its workers has a GPU.
     """
 
     session: int
@@ -51,6 +51,7 @@ class Welcome(Message):
     credit: int
     process: list = field(default_factory=list)
     ops: list = field(default_factory=list)
+    gpus: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gt.client import current_session
 from gt.client.device.remote_tensor import Ref
 from tests.helpers.inline_session import InlineSession, inline  # noqa: F401
 
@@ -32,6 +33,26 @@ class Block(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
         x = x + F.dropout(self.proj(y.transpose(1, 2).reshape(b, t, c)), self.dropout)
         return x + self.fc2(F.gelu(self.fc(self.ln2(x)), approximate="tanh"))
+
+
+@pytest.mark.parametrize("kind", (torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD))
+def test_optimizers_take_lists_where_workers_have_gpus(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their forms over lists have other last bits than the loop, which is the CPU's default."""
+    recorder = current_session.current()
+
+    def trained(gpus: bool) -> tuple[list[torch.Tensor], int]:
+        monkeypatch.setattr(recorder, "gpus", gpus)
+        weights = [torch.full((n,), 0.5, device="remote", requires_grad=True) for n in range(1, 9)]
+        optimizer = kind(weights, lr=0.01)
+        for weight in weights:
+            weight.grad = weight.detach() * 2
+        before = recorder.ops
+        optimizer.step()
+        return [weight.detach().cpu() for weight in weights], recorder.ops - before
+
+    (loop, many), (lists, few) = trained(False), trained(True)
+    assert few < many
+    torch.testing.assert_close(lists, loop)
 
 
 class GPT(nn.Module):
