@@ -113,7 +113,7 @@ def _of_remote(original: Callable[[list, torch.device], bool]) -> Callable[[list
 
 
 def _loop_by_default(original: Callable[..., tuple[bool, bool]]) -> Callable[..., tuple[bool, bool]]:
-    """The default of an optimizer whose form over lists rounds otherwise than its loop: CUDA's on GPU workers, else the CPU's."""
+    """The default of an optimizer whose form over lists has other last bits: CUDA's on GPU workers, else the CPU's, a loop."""
 
     def default(params: list, *args: Any, **kwargs: Any) -> tuple[bool, bool]:
         remote = any(isinstance(p, RemoteTensor) for p in params)
