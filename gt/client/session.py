@@ -134,8 +134,7 @@ class Session:
         except BaseException:
             self._link.close()
             raise
-        self.workers: list[str] = welcome.workers
-        self.groups: list[str] = welcome.groups
+        self.workers, self.groups = welcome.workers, welcome.groups  # names
         self.number: int = welcome.session
         self.gpus: bool = welcome.gpus  # each worker has one
         self._beside = bool(liveness.home()) and liveness.home() in welcome.process[1:]  # the dispatcher has this host's clock
