@@ -24,7 +24,7 @@ from gt.client.frameworks import accelerate, after_import, distributed_checkpoin
 from gt.client.groups import module_calls, module_state
 from gt.client.reports import telemetry
 from gt.client.trace import long_lists, overrides, refusals, sparse_ops
-from gt.client.trace.composites import linear, recurrent
+from gt.client.trace.composites import linear, recurrent, rms_norm
 from gt.client.trace.composites.attention import attention
 from gt.client.trace.dispatch import dispatch, fallback
 from gt.client.trace.host_ops import ctc_loss, one_hot, tensor_split
@@ -164,6 +164,7 @@ def prepare() -> None:
     aten.impl("one_hot", one_hot, "AutogradLazy")
     _libraries.append(aten)
     linear.prepare()
+    rms_norm.prepare()
     _extend_feature_lists()
     _patch_capture_query()
     extend_save_and_load()

@@ -18,6 +18,7 @@ from gt.client.trace import host_ops, library_ops, op_info, refusals, sparse_ops
 from gt.client.trace.composites import recurrent
 from gt.client.trace.composites.attention import attention, encoder_layer, multi_head
 from gt.client.trace.composites.linear import linear
+from gt.client.trace.composites.rms_norm import rms_norm
 from gt.client.trace.dispatch import call, refuse_update
 from gt.client.trace.op_info import Condition, Handler, OpInfo, info_of
 from gt.client.trace.shape_inference import is_remote
@@ -247,6 +248,7 @@ _ROWS: dict[str, Handler | None] = {
     "aten.as_strided.default": as_strided,
     "aten.lift.default": itself,
     "aten.linear.default": linear,
+    "aten._fused_rms_norm.default": rms_norm,
     "aten.lift_fresh.default": itself,
     "aten.copy_.default": host_ops.copy,
     "aten.fill_.Tensor": host_ops.fill,
@@ -293,7 +295,7 @@ _ROWS: dict[str, Handler | None] = {
 
 
 # Composite on a device without kernels for them. Workers have such kernels, and a decomposition has other bits
-WHOLE = (aten.silu_backward.default, aten.mish_backward.default, aten._fused_rms_norm.default)
+WHOLE = (aten.silu_backward.default, aten.mish_backward.default)
 # Factories below torch.tensor(values, device=...), which hides Python's kernels but not the stack of dispatch modes
 BELOW_TENSOR = (aten.empty.memory_format, aten.empty_strided.default)
 

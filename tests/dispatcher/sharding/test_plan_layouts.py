@@ -59,12 +59,6 @@ def layer_norm(group):
         return m(remote(B, C)), m.weight
 
 
-def rms_norm(group):
-    m = nn.RMSNorm(C).to("remote")
-    with gt.signal.context(group):
-        return m(remote(B, C)), m.weight
-
-
 def attention(group):
     q = remote(B, H, 6, 2)
     with gt.signal.context(group):
@@ -93,10 +87,6 @@ TABLE = [
     (layer_norm, STAGE, "stage", "[R]", "[R]"),
     (layer_norm, STAGE, "stage_colpar", "[R]", "[R]"),
     (layer_norm, STAGE, "stage_rowpar", "[R]", "[R]"),
-    (rms_norm, ALONE, "stage", "[S(0)]", "[R]"),
-    (rms_norm, STAGE, "stage", "[R]", "[R]"),
-    (rms_norm, STAGE, "stage_colpar", "[R]", "[R]"),
-    (rms_norm, STAGE, "stage_rowpar", "[R]", "[R]"),
     (attention, ALONE, "stage", "[S(0)]", "[S(0)]"),
     (attention, STAGE, "stage", "[R]", "[R]"),
     (attention, STAGE, "stage_colpar", "[R]", "[R]"),

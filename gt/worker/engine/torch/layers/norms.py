@@ -1,7 +1,7 @@
 """Norms on the CPU: with statistics in float32 for half precision, as the client infers them, and RMS norms as one op.
 
-The CPU's kernels have statistics in half. RMS norms have a kernel on GPUs only; here they are computed as torch's CPU computes
-them, so that bits are equal.
+The CPU's kernels have statistics in half. RMS norms have a kernel on GPUs only. Here they are computed by the ops that torch's
+CPU has for them, in the same order.
 """
 
 from __future__ import annotations
