@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 from gt.client.capture.aliasing import CallMemory, sharing_arguments
 from gt.client.capture.gradients import LeafGradient, memory_of
@@ -25,6 +26,10 @@ from gt.client.trace.uploads import upload
 from gt.errors import CaptureError
 
 OUTSIDE = ", and Python does not run in a replay: do it outside the function"
+DETACHED = (
+    "results require grad, leave the function without their graph, and no backward pass ran in it: losses computed from "
+    "them train nothing in it; call backward() in the function, or call it under torch.no_grad() if it trains nothing"
+)
 TORCH_GENERATOR = "torch's CPU generator"
 aten = torch.ops.aten
 
@@ -134,9 +139,17 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
     return prepared, inputs
 
 
-def detach(result: Any) -> Any:
-    """A result without autograd history; leaves of the graph and other values as they are."""
-    return result.detach() if isinstance(result, torch.Tensor) and result.requires_grad and not is_leaf(result) else result
+def detached(results: Any, tape: CallRecording | None = None) -> Any:
+    """Results without autograd history; leaves of the graph and other values as they are. The tape notes a lost one."""
+
+    def detach(result: Any) -> Any:
+        if not (isinstance(result, torch.Tensor) and result.requires_grad) or is_leaf(result):
+            return result
+        if tape is not None:
+            tape.detaches = True
+        return result.detach()
+
+    return tree_map(detach, results)
 
 
 # ---- after the call

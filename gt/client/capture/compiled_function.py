@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from gt.client import current_session
 from gt.client.capture import explain
@@ -35,11 +35,12 @@ from gt.client.capture.aliasing import (
     written_inputs,
 )
 from gt.client.capture.boundary import (
+    DETACHED,
     OUTSIDE,
     TORCH_GENERATOR,
     HostRngState,
     RecordedCall,
-    detach,
+    detached,
     gradients,
     hint,
     key_of,
@@ -107,14 +108,12 @@ def compile(
     """Return a function that computes the same as `fn`. A call costs one message once two recorded calls have agreed.
 
     CPU tensors among the arguments are uploaded at each call; remote tensors are read in place. Every other value that `fn`
-    depends on is a guard: another value needs another program. Results are remote tensors, detached from autograd.
-    Use it as a decorator or as a function. `.explain()` of the result tells which programs exist, and why calls had none.
+    depends on is a guard: another value needs another program. Results are remote tensors, detached from autograd: call
+    backward() in `fn`. `.explain()` of the result tells which programs exist, and why calls had none.
 
-    fn: the function to capture, of any arguments.
     schedule: name of a pipeline schedule, such as "1f1b", or "1f1b:2GiB" with a limit of memory; None for the config's.
     backend: the way in which workers execute a program.
-        "eager": op by op, with the bits of the same calls without gt.compile. It is the default, unless a group of the YAML
-        says `compile: true`.
+        "eager": op by op, with the bits of the same calls without gt.compile. The default, unless a group has `compile: true`.
         "inductor": each distinct run of ops between two communications is compiled once, after the first replay.
         "cudagraphs": as "inductor", and a GPU replays them as CUDA graphs.
         A part that a backend cannot execute falls back to the backend before it in this list; `.explain()` says why.
@@ -123,8 +122,7 @@ def compile(
 
     A function that reads values, prints or logs runs its Python at each call; runs of ops between two reads are programs then.
 
-    Raises TypeError if fn is not callable, ValueError for an unknown schedule or backend. A call raises CaptureError if an
-    argument that a program has to fill requires grad.
+    Raises TypeError or ValueError. A call raises CaptureError if an argument that a program has to fill requires grad.
     """
     if fn is None:
         return functools.partial(compile, schedule=schedule, backend=backend, recompute=recompute)
@@ -256,7 +254,7 @@ class CompiledFunction(Generic[P, R]):
             self._add_reason(BESIDE)
         try:
             results = self.fn(*containers.args, **containers.kwargs)
-            return results if own else tree_map(detach, results)
+            return results if own else detached(results)
         finally:
             containers.give_back()
 
@@ -272,7 +270,7 @@ class CompiledFunction(Generic[P, R]):
             try:
                 with recorder.turns:
                     recorder.tape = tape
-                return tree_map(detach, self.fn(*containers.args, **containers.kwargs))
+                return detached(self.fn(*containers.args, **containers.kwargs))
             finally:
                 _end_fragments(recorder, containers)
         finally:  # Ctrl-C may end a call at its first line, but prevents no assignment
@@ -306,7 +304,7 @@ class CompiledFunction(Generic[P, R]):
                 recorder.flush()
                 recorder.tape = tape
             with self._bar() as tape.tick, OutputWatch() as watch, draws or contextlib.nullcontext():
-                results = tree_map(detach, self.fn(*containers.args, **containers.kwargs))
+                results = detached(self.fn(*containers.args, **containers.kwargs), tape)
             gc.collect()  # frees tensors in reference cycles, which would seem to outlive the call
             recorder.flush()
             tape.finish()
@@ -415,6 +413,8 @@ class CompiledFunction(Generic[P, R]):
 
         entry, leaving: the state before and after the call. rng: the host's random state before it.
         """
+        if now.tape.loses_graph():
+            self._warn(DETACHED)
         obstacle = self._obstacle(now, entry, leaving, rng)
         if obstacle is None and last is None:
             return None

@@ -66,6 +66,7 @@ class CallRecording:
     _deferred: list[int] = field(default_factory=list)  # ids from before the call that ended in it
     _sources: list[tuple[StorageWeakRef, str]] = field(default_factory=list)
     _was_asked: bool = False
+    detaches: bool = False  # results of the call had a graph
     cut: bool = False  # Python has to run at each call: no later recording would do better
 
     def __post_init__(self) -> None:
@@ -170,6 +171,10 @@ class CallRecording:
                     Difference(where, "the function uses a CPU tensor; pass it as an argument, or move it to remote once")
                 )
         self._sources.clear()
+
+    def loses_graph(self) -> bool:
+        """True if the caller gets results without their graph, and no backward pass has used it in the call."""
+        return self.detaches and not any(self.origins.is_backward(op.origin) for op in self.ops)
 
     def makers(self) -> dict[int, tuple[int, int]]:
         """Id of a tensor -> (op, output) that made it."""

@@ -59,9 +59,13 @@ class Shown:
 
 
 class _Saved(threading.local):
-    """The values of remote tensors that this thread's torch.save has fetched, by storage; None outside of one."""
+    """The values of remote tensors that this thread's torch.save has fetched, by storage; None outside of one.
+
+    memories: by the id of the memory, those that begin with it and have no gaps: tensors of that memory share their storage.
+    """
 
     hosts: dict[int, torch.Tensor] | None = None
+    memories: dict[int, torch.Tensor] | None = None
 
 
 saved = _Saved()
@@ -270,9 +274,7 @@ class RemoteTensor(torch.Tensor):
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(str(self), spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        host = self.detach().cpu().requires_grad_(self.requires_grad)
-        if saved.hosts is not None:
-            saved.hosts[host.untyped_storage()._cdata] = host
+        host = _host(self).requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
             host = torch.nn.Parameter(host, requires_grad=self.requires_grad)
         return host.__reduce_ex__(protocol)
@@ -316,6 +318,27 @@ class RemoteTensor(torch.Tensor):
 
     def pin_memory(self, device: Any = None) -> torch.Tensor:
         raise RuntimeError(f"cannot pin {self.type()!r}: only dense CPU tensors can be pinned; leave pin_memory() out")
+
+
+def _host(tensor: RemoteTensor) -> torch.Tensor:
+    """Values on the CPU for pickle. In a torch.save, tensors of one memory, such as tied weights, have one storage."""
+    if saved.hosts is None or saved.memories is None:
+        return tensor.detach().cpu()
+    number, meta = memory_id(tensor), tensor._ref.meta
+    whole = saved.memories.get(number)
+    if whole is not None and whole.dtype is tensor.dtype and _end(meta) <= whole.numel():
+        return whole.new_empty(0).set_(whole.untyped_storage(), meta.offset, meta.shape, meta.stride)
+    host = tensor.detach().cpu()
+    saved.hosts[host.untyped_storage()._cdata] = host
+    if not meta.offset and host.stride() == meta.stride and _end(meta) == host.numel():
+        saved.memories[number] = host
+    return host
+
+
+def _end(meta: Meta) -> int:
+    """The number of elements from the beginning of a tensor's memory to its own end."""
+    last = sum((n - 1) * step for n, step in zip(meta.shape, meta.stride, strict=True))
+    return meta.offset + last + 1 if meta.numel else 0
 
 
 def is_leaf(tensor: torch.Tensor) -> bool:
@@ -368,8 +391,7 @@ class RemoteStorage:
         return (1 << 60) + (self._id << 20 << 16) if self._meta.numel else 0
 
     def nbytes(self) -> int:
-        last = sum((n - 1) * step for n, step in zip(self._meta.shape, self._meta.stride, strict=True))
-        return (self._meta.offset + last + 1) * self._meta.dtype.itemsize if self._meta.numel else 0
+        return _end(self._meta) * self._meta.dtype.itemsize
 
     size = __len__ = nbytes
 

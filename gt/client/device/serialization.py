@@ -1,7 +1,8 @@
 """torch.save and torch.load: a file says which tensors were remote, and loading makes them remote again.
 
 A remote tensor has no storage. The file has its values as a CPU storage with the location `remote:0`. torch.load reads
-that storage on the CPU. Its tensors move once the whole object is read. Shared memory in the file stays shared.
+that storage on the CPU. Its tensors move once the whole object is read. Shared memory in the file stays shared. Tensors share
+it there if the first of them has all of it, as tied weights have; a part that is saved before has a storage of its own.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ def extend_save_and_load() -> None:
 
     @functools.wraps(save)
     def save_remote(*args: Any, **kwargs: Any) -> None:
-        before, saved.hosts = saved.hosts, {}
+        before, saved.hosts, saved.memories = (saved.hosts, saved.memories), {}, {}
         try:
             save(*args, **kwargs)
         finally:
-            saved.hosts = before
+            saved.hosts, saved.memories = before
 
     @functools.wraps(load)
     def load_remote(*args: Any, **kwargs: Any) -> Any:

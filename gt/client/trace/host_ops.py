@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -144,6 +145,36 @@ def equal(info: OpInfo, args: tuple, kwargs: dict) -> bool:
         return False
     same = call(info_of(aten.eq.Tensor), (a, b))
     return bool(fetch(call(info_of(aten.all.default), (same,))).item())
+
+
+def check_factorization(info: OpInfo, args: tuple, kwargs: dict) -> None:
+    """_linalg_check_errors: torch.linalg.LinAlgError at the line of a factorization that failed. Waits, as on CUDA.
+
+    A program that retries with jitter catches it. A call that is recorded for replays does not wait: its worker raises.
+    """
+    if _recorded():
+        call(info, args, kwargs)
+    else:
+        info.func(fetch(args[0]), *args[1:], **kwargs)
+
+
+def checked(name: str) -> Callable:
+    """A factorization that returns its status last, and checks it by itself with check_errors=True. name: in torch's errors."""
+
+    def handler(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+        if not kwargs.get("check_errors") or _recorded():
+            return call(info, args, kwargs)
+        results = call(info, args, kwargs | {"check_errors": False})
+        aten._linalg_check_errors.default(fetch(results[-1]), name, is_matrix=args[0].dim() == 2)
+        return results
+
+    return handler
+
+
+def _recorded() -> bool:
+    """True within a call that is recorded for replays, which do not come back to Python."""
+    tape = current_session.current().own_tape()
+    return tape is not None and tape.records
 
 
 def tensor_split(x: torch.Tensor, indices: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:

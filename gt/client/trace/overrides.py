@@ -256,6 +256,11 @@ _ROWS: dict[str, Handler | None] = {
     "aten._local_scalar_dense.default": host_ops.local_scalar,
     "aten.equal.default": host_ops.equal,
     "aten.allclose.default": host_ops.allclose,
+    "aten._linalg_check_errors.default": host_ops.check_factorization,
+    "aten.linalg_cholesky_ex.default": host_ops.checked("linalg.cholesky_ex"),
+    "aten.linalg_inv_ex.default": host_ops.checked("linalg.inv_ex"),
+    "aten._linalg_solve_ex.default": host_ops.checked("torch.linalg.solve_ex"),
+    "aten.linalg_lu_factor_ex.default": host_ops.checked("torch.linalg.lu_factor_ex"),
     "aten._neg_view.default": instead(aten.neg.default),  # no remote tensor has a negative bit: the view is a copy
     "aten.empty.memory_format": host_ops.new_empty,
     "aten.empty_strided.default": host_ops.new_empty,

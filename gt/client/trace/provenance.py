@@ -111,6 +111,10 @@ class Origins:
         """`file:line` of an origin; "" for an unknown one."""
         return self._places.get(number, "")
 
+    def is_backward(self, number: int) -> bool:
+        """True for the origin of an op of a backward pass."""
+        return number in self._micros
+
     def text(self, number: int) -> str:
         """Line, group and micro-batch of an origin, for an error that compares two."""
         file, line, group, backward, micro = next((row for row, n in self._rows.items() if n == number), ("", 0, "", False, -1))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._higher_order_ops import utils as higher_order
 from torch.utils._pytree import tree_flatten, tree_map
 
 from gt.client.device.remote_tensor import RemoteTensor
@@ -24,6 +25,10 @@ _COMPARES_FIRST = frozenset(
 COMPILE = (
     "torch.compile cannot compile for the remote device, whose tensors are on the workers: "
     "use gt.compile(step, backend='inductor'), which has the workers compile it"
+)
+CONTROL = (
+    "torch's {} compiles its functions, and torch.compile cannot compile for the remote device: write a Python loop. "
+    "torch.cond and while_loop work"
 )
 PARALLEL = "{} is not for the remote device: GT splits batches and weights by a config. Leave the model as it is, and {}"
 CONFIG = (
@@ -134,6 +139,8 @@ def nested_tensors(module: Any) -> None:
 def prepare() -> None:
     """Make torch.compile, DataParallel and DistributedDataParallel refuse remote tensors with advice."""
     torch.compile = _compile(torch.compile)
+    if hasattr(higher_order, "_hop_compile_and_call"):  # since torch 2.13
+        higher_order._hop_compile_and_call = _control_flow(higher_order._hop_compile_and_call)
     for cls in (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel):
         for name in ("__init__", "forward"):
             setattr(cls, name, _parallel(cls.__name__, CONFIG, getattr(cls, name)))
@@ -165,6 +172,34 @@ def _compile(original: Any) -> Any:
         return compiled
 
     return compile
+
+
+def _control_flow(original: Any) -> Any:
+    """Control flow by functions, which torch compiles even in eager mode: for remote tensors Python decides."""
+
+    @functools.wraps(original)
+    def compile_and_call(fn: Any, args: tuple, kwargs: dict | None = None) -> Any:
+        if not any(isinstance(leaf, RemoteTensor) for leaf in tree_flatten(args)[0]):
+            return original(fn, args, kwargs)
+        if fn.__name__ not in _IN_PYTHON:
+            raise UnsupportedOp(CONTROL.format(fn.__name__.removeprefix("run_flattened_")))
+        return _IN_PYTHON[fn.__name__](*args)
+
+    return compile_and_call
+
+
+def _cond(choice: Any, if_true: Callable, if_false: Callable, operands: Any) -> Any:
+    return (if_true if choice else if_false)(*operands)
+
+
+def _while_loop(condition: Callable, body: Callable, carried: tuple, others: tuple) -> Any:
+    while condition(*carried, *others):
+        carried = body(*carried, *others)
+    return carried
+
+
+# By the name of the function that torch would compile
+_IN_PYTHON: dict[str, Callable] = {"_cond_op_wrapper": _cond, "_while_loop_op_wrapper": _while_loop}
 
 
 @functools.cache

@@ -241,3 +241,25 @@ def test_a_view_that_is_kept_is_told_with_its_cure(session: Callable) -> None:
     text = train.steps[1].explain()
     assert f"{gradients.VIEWED} the gradient of a parameter of shape [8, 6]" in text and "keep a clone() of it" in text
     assert "in parts" in text
+
+
+@pytest.mark.parametrize("trains", ["outside", "in it", "by autograd.grad", "nothing", "a leaf"])
+def test_results_that_lose_their_graph_are_warned_of_once(trains: str, session: Callable, caplog: Any) -> None:
+    session()
+    model, x = torch.nn.Linear(3, 1).to("remote"), torch.ones(2, 3, device="remote")
+
+    @gt.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if trains == "a leaf":
+            return model.weight
+        loss = model(x).square().sum()
+        if trains == "in it":
+            loss.backward()
+        if trains == "by autograd.grad":
+            return loss, torch.autograd.grad(loss, model.weight, create_graph=True)[0]
+        return loss
+
+    with torch.set_grad_enabled(trains != "nothing"):
+        results = [step(x) for _ in range(4)]
+    assert len([r for r in caplog.records if "call backward() in the function" in r.getMessage()]) == (trains == "outside")
+    assert trains != "outside" or not any(r.requires_grad for r in results)

@@ -109,3 +109,37 @@ def test_a_process_without_gt_reads_it_on_the_cpu(tmp_path: Any) -> None:
     program = f"import torch; print(torch.load({str(tmp_path / 'x.pt')!r}, map_location='cpu')['x'].tolist())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=limit(100))
     assert done.stdout.strip() == "[1.0, 1.0]", done.stderr
+
+
+@pytest.mark.parametrize("how", [{}, {"_use_new_zipfile_serialization": False}], ids=["zip", "legacy"])
+@pytest.mark.parametrize("device", ["cpu", "remote"])
+def test_tensors_of_one_memory_are_of_one_memory_again(device: str, how: dict) -> None:
+    x = torch.arange(12.0).view(4, 3).to(device)
+    thing = {"x": x, "rows": x[1:], "columns": x.t(), "data": x.data, "other": x + 0, "column": x[:, 1]}
+    loaded = torch.load(file_of(thing, **how))
+    loaded["x"].add_(100)
+    for name, t in thing.items():
+        want = t.cpu() + (0 if name == "other" else 100)
+        assert torch.equal(loaded[name].cpu(), want), name
+        assert loaded[name].stride() == t.stride(), name
+
+
+def test_tied_weights_stay_tied_where_a_state_is_assigned() -> None:
+    def tied(device: str) -> nn.Module:
+        pair = nn.ModuleList([nn.Embedding(300, 30), nn.Linear(30, 300, bias=False)]).to(device)
+        pair[1].weight = pair[0].weight
+        return pair
+
+    file = file_of(tied("remote").state_dict())
+    assert len(file.getvalue()) < 300 * 30 * 4 * 1.5  # stored once
+    again = tied("remote")
+    again.load_state_dict(torch.load(file), assign=True)
+    with torch.no_grad():
+        again[0].weight.add_(1)
+    assert torch.equal(again[0].weight, again[1].weight)
+
+
+def test_a_part_of_a_tensor_is_saved_without_the_rest() -> None:
+    large = torch.zeros(1000, 100, device="remote")
+    file = file_of(large[:2])
+    assert len(file.getvalue()) < 10_000 and torch.load(file).shape == (2, 100)

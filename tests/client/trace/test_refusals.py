@@ -181,3 +181,21 @@ def test_shapes_that_no_worker_takes_are_refused_in_the_program(one):
     with pytest.raises(RuntimeError, match=r"aten._pdist_backward.default of .* is refused: want gradient"):
         torch.ops.aten._pdist_backward(x, x, 2.0, x)
     assert (x - x).sum().item() == 0
+
+
+@pytest.mark.skipif(not hasattr(torch._higher_order_ops.utils, "_hop_compile_and_call"), reason="torch 2.13 has it")
+@pytest.mark.usefixtures("one")
+def test_control_flow_by_functions_is_decided_by_python():
+    from torch._higher_order_ops import scan, while_loop
+
+    def program(device: str) -> list[torch.Tensor]:
+        x = torch.tensor([0.5, -2.0, 1.0], device=device, requires_grad=True)
+        branches = [torch.cond(choice, torch.sin, lambda x: x * 2, (x,)) for choice in (x.sum() > 0, x.sum() < 0)]
+        (branches[0].sum() * branches[1].sum()).backward()
+        count, value = while_loop(lambda n, x: n < 3, lambda n, x: (n + 1, x * 2), (torch.tensor(0, device=device), x.detach()))
+        return [*branches, x.grad, count, value]
+
+    for got, want in zip(program("remote"), program("cpu"), strict=True):
+        assert torch.equal(got.cpu(), want)
+    with pytest.raises(UnsupportedOp, match="torch's scan compiles its functions"):
+        scan(lambda c, x: (c + x, c * x), torch.zeros(2, device="remote"), torch.ones(3, 2, device="remote"))
