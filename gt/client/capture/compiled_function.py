@@ -318,7 +318,7 @@ class CompiledFunction(Generic[P, R]):
             recorder.tape = None
             now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry), draws, memory)
             leaving = snapshot(roots)
-            now.made = made_paths(leaving, tape.first)
+            now.made = made_paths(entry, leaving, tape.first)
             program = self._seal(last, now, entry, leaving, results, rng)
             kept = program is not None
             # A kept recording would hold its tensors alive
