@@ -281,11 +281,8 @@ class CompiledFunction(Generic[P, R]):
     # ---- recording
 
     def _record(self, recorder: Recorder, key: tuple, leaves: list, tree: TreeSpec, given: tuple) -> Any:
-        roots = {
-            "": self.fn,
-            "arguments": [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)],
-            **_leaf_arguments(leaves),
-        }
+        plain = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        roots = {"": self.fn, "arguments": plain, "loss scale": current_session.Current.loss_scale, **_leaf_arguments(leaves)}
         entry, last = self._enter(recorder, key, roots)
         values = argument_values(leaves, recorder)
         prepared, inputs = prepare_inputs(leaves, last)
