@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,8 +93,11 @@ def check_save(folder: str) -> None:
     above = next(path for path in where.parents if path.exists())
     if where.exists() and not where.is_dir():
         raise SettingsError(f"save {folder} is a file; want a folder for the checkpoint")
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise SettingsError(f"save {folder}: {above} cannot be written; try a folder of your own")
+    try:
+        with tempfile.TemporaryFile(dir=above):  # root may write everywhere by its rights, but not in /proc or /sys
+            pass
+    except OSError as error:
+        raise SettingsError(f"save {folder}: {above} cannot be written: {error.strerror}; try a folder of your own") from None
 
 
 # ---- training

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from gt.client.trace.provenance import Origins
 from gt.client.trace.recorder import Recorder
 from gt.config.schema import DATA_PARALLEL, Config, Precision
@@ -25,6 +27,7 @@ class Current:
     checkpointed: tuple[str, ...] = ()  # the YAML's patterns of modules
     offloads = False  # True if the YAML offloads optimizer state or parameters
     declares_modules = False  # True if modules' buffers and frozen parameters are declared at their first call
+    loss_scale: dict[str, torch.Tensor] = {}  # noqa: RUF012 - that of `precision: fp16`, which steps carry over
     # id of the newest uninitialised tensor, and the number of ops at its creation
     fresh: tuple[int, int] | None = None
 

@@ -279,11 +279,8 @@ class CompiledFunction(Generic[P, R]):
     # ---- recording
 
     def _record(self, recorder: Recorder, key: tuple, leaves: list, tree: TreeSpec, given: tuple) -> Any:
-        roots = {
-            "": self.fn,
-            "arguments": [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)],
-            **_leaf_arguments(leaves),
-        }
+        plain = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        roots = {"": self.fn, "arguments": plain, "loss scale": current_session.Current.loss_scale, **_leaf_arguments(leaves)}
         entry, last = self._enter(recorder, key, roots)
         values = argument_values(leaves, recorder)
         prepared, inputs = prepare_inputs(leaves, last)
@@ -316,7 +313,7 @@ class CompiledFunction(Generic[P, R]):
             recorder.tape = None
             now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry), draws, memory)
             leaving = snapshot(roots)
-            now.made = made_paths(leaving, tape.first)
+            now.made = made_paths(entry, leaving, tape.first)
             program = self._seal(last, now, entry, leaving, results, rng)
             kept = program is not None
             # A kept recording would hold its tensors alive

@@ -300,10 +300,11 @@ def take_made(leaving: StateSnapshot, first: int) -> list[MadeState]:
     return made
 
 
-def made_paths(leaving: StateSnapshot, first: int) -> frozenset[str]:
-    """The places where a call has left a new tensor."""
+def made_paths(entry: StateSnapshot, leaving: StateSnapshot, first: int) -> frozenset[str]:
+    """The places where a call has left a new tensor. One that was there, and got other memory by `.data`, is none."""
+    before = {item.path: item.value for item in entry.items if isinstance(item.value, RemoteTensor)}
     tensors = ((item.path, item.value) for item in leaving.items if isinstance(item.value, RemoteTensor))
-    return frozenset(path for path, tensor in tensors if _ref(tensor).id >= first)
+    return frozenset(path for path, tensor in tensors if _ref(tensor).id >= first and before.get(path) is not tensor)
 
 
 def leave_entries(entry: StateSnapshot, paths: frozenset[str]) -> str:

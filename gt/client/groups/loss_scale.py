@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from gt.client.current_session import Current
 from gt.client.device.remote_tensor import RemoteTensor
 
 INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000  # GradScaler's
@@ -21,31 +22,33 @@ class LossScale:
     """The scale, and the hooks on optimizers that change it."""
 
     def __init__(self) -> None:
-        self._scale: torch.Tensor | None = None
-        self._tracker: torch.Tensor | None = None
-        self._inverse: torch.Tensor | None = None
+        self._carried: dict[str, torch.Tensor] = {}  # changed in place: backward of an older loss, and replays, have them
+        Current.loss_scale = self._carried
         self._aside: dict[int, tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]] = {}  # gradients of a step left out
         self._hooks = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
 
     def close(self) -> None:
+        Current.loss_scale = {}
         for hook in self._hooks:
             hook.remove()
 
     def value(self) -> torch.Tensor:
-        if self._scale is None:
-            self._scale = torch.full((), INITIAL, device="remote")
-            self._tracker = torch.zeros((), dtype=torch.int32, device="remote")
-        return self._scale
+        return self._tensors()["scale"]
 
     def inverse(self) -> torch.Tensor:
-        if self._inverse is None:
-            self._inverse = self.value().reciprocal()
-        return self._inverse
+        return self._tensors()["inverse"]
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        if not self._carried:
+            scale = torch.full((), INITIAL, device="remote")
+            tracker = torch.zeros((), dtype=torch.int32, device="remote")
+            self._carried.update(scale=scale, inverse=scale.reciprocal(), tracker=tracker)
+        return self._carried
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Leave out a step with a gradient that is not finite; then the scale is changed."""
         owned = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p.grad, RemoteTensor)]
-        if self._scale is None or not owned or getattr(optimizer, AMP_KEYS[1], None) is not None:
+        if not self._carried or not owned or getattr(optimizer, AMP_KEYS[1], None) is not None:
             return
         overflow = torch.zeros((), device="remote")
         with torch.no_grad():
@@ -59,8 +62,9 @@ class LossScale:
                 self._aside[id(optimizer)] = optimizer, list(zip(owned, gradients, strict=True))
                 for p in owned:
                     p.grad = None
-            torch._amp_update_scale_(self._scale, self._tracker, overflow, GROWTH, BACKOFF, INTERVAL)
-            self._inverse = None
+            scale, inverse, tracker = self._carried.values()
+            torch._amp_update_scale_(scale, tracker, overflow, GROWTH, BACKOFF, INTERVAL)
+            inverse.copy_(scale.reciprocal())
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         _, aside = self._aside.pop(id(optimizer), (None, None))

@@ -35,8 +35,12 @@ class OffloadFile:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         _check_allowed(folder)
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        self._file, self.direct = _nameless(folder)
+        try:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            self._file, self.direct = _nameless(folder)
+        except OSError as error:
+            cure = "want a folder that this worker may write; try another `path` in the config's `offload`"
+            raise OSError(error.errno, f"no file for offloaded tensors in {folder}: {error.strerror}; {cure}") from error
         self._threads = ThreadPoolExecutor(THREADS_PER_FILE, "gt.offload")
         self._free: dict[int, list[int]] = {}  # bytes of a slot -> offsets of the free ones
         self._end = self._slots = 0

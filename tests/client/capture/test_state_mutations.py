@@ -214,3 +214,32 @@ def test_changes_between_calls_have_the_effect_that_they_have_in_torch(session: 
         assert step(x).item() == native(x).item(), done
         assert not same(ours.state(), native.state()), done  # type: ignore[arg-type]
         assert not same(ours.gradients(), native.gradients()), done
+
+
+@pytest.mark.parametrize("name", ["trained", "frozen", "buffer"])
+def test_a_step_that_assigns_data_keeps_the_tensor(one: None, name: str) -> None:
+    """As clipped weights of a critic, or a target network: the optimizer, and who else holds the tensor, hold what is used."""
+
+    def trained(device: str) -> tuple[list[float], list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model, target = Net().to(device), Net().to(device).requires_grad_(False)
+        held = [model.second.weight, target.first.weight, target.scale]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(x) - target(x)).square().mean()
+            loss.backward()
+            optimizer.step()
+            assigned = {"trained": model.second.weight, "frozen": target.first.weight, "buffer": target.scale}[name]
+            assigned.data = assigned.data.clamp(-0.2, 0.2) * 0.9
+            return loss.detach()
+
+        call = gt.compile(step) if device == "remote" else step
+        losses = [call(torch.rand(3, 4, generator=torch.Generator().manual_seed(n)).to(device)).item() for n in range(5)]
+        return losses, [tensor.detach().cpu() for tensor in held]
+
+    losses, held = trained("remote")
+    want, values = trained("cpu")
+    assert losses == want
+    assert all(map(torch.equal, held, values))

@@ -239,3 +239,43 @@ def test_an_overflow_in_one_piece_leaves_out_the_step_on_all_workers(session, ro
         assert after.isfinite().all() and (not torch.equal(before, after)) == finite
         changed.append(finite)
     assert not changed[0] and changed[-1]
+
+
+def test_a_scale_that_changes_before_backward_leaves_gradients_as_they_are(session):
+    """As the generator's loss of an adversarial network, whose backward comes after the other network's step."""
+    session("gt: {data_parallel: [0, 1], zero: 2, precision: fp16}")
+    torch.manual_seed(0)
+    one, other = nn.Linear(6, 4, bias=False).to("remote"), nn.Linear(6, 4, bias=False).to("remote")
+    optimizer, x = torch.optim.SGD(other.parameters(), lr=0.1), torch.ones(4, 6).to("remote")
+    loss = one(x).mean()
+    (other(x) * 3e4).sum().backward()
+    optimizer.step()  # is left out, and halves the scale
+    assert not other.weight.grad.isfinite().all()
+    loss.backward()
+    assert torch.equal(one.weight.grad.cpu(), torch.full((4, 6), 0.25))
+
+
+def test_a_step_in_fp16_is_captured(session):
+    """With the loss scale: a replay with an overflow leaves out the step, and the next ones have half the scale."""
+    session("gt: {data_parallel: [0, 1], zero: 2, precision: fp16}")
+
+    def trained(captured: bool) -> tuple[list[float], str]:
+        torch.manual_seed(0)
+        layer = nn.Linear(16, 8).to("remote")
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+
+        def step(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (layer(x).square() * factor).mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        call = gt.compile(step) if captured else step
+        factors = [1.0, 1.0, 1.0, 1.0, 3e4, 3e4, 1.0, 1.0]
+        losses = [call(torch.ones(4, 16).to("remote"), torch.tensor(factor).to("remote")).item() for factor in factors]
+        assert losses[4] == losses[5] == pytest.approx(3e4 * losses[6], rel=1e-5)  # neither step was made
+        return losses, call.explain().splitlines()[0] if captured else ""
+
+    (losses, text), (want, _) = trained(True), trained(False)
+    assert losses == want and text.endswith(": 1 program"), text

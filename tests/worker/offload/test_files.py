@@ -54,6 +54,15 @@ def test_slots_are_used_again_and_the_last_ends_the_file(file):
     assert ends == [True] and file._file == -1
 
 
+@pytest.mark.parametrize("folder", ["taken", "taken/below"])
+def test_a_folder_that_cannot_be_used_is_named_with_its_cure(tmp_path, folder):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(
+        OSError, match=rf"no file for offloaded tensors in {tmp_path}/{folder}: .*; want a folder .*; try another"
+    ):
+        OffloadFile(str(tmp_path / folder))
+
+
 def test_the_file_has_no_name(file, tmp_path):
     file.take(100)
     assert list(tmp_path.iterdir()) == []
