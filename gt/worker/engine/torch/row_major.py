@@ -34,16 +34,17 @@ def row_major(op: Callable, schema: Schema) -> Callable:
     written = frozenset(n for n, a in enumerate(schema.positional) if a.type.written or a.type.may_write)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return op(*[arg if n in written else _within(arg) for n, arg in enumerate(args)], **kwargs)
+        return op(*[arg if n in written else within(arg) for n, arg in enumerate(args)], **kwargs)
 
     return call
 
 
-def _within(arg: Any) -> Any:
+def within(arg: Any) -> Any:
+    """A tensor, or tensors of a list, copied if a kernel that trusts strides would read beyond its storage."""
     if isinstance(arg, torch.Tensor):
         return arg if arg.is_contiguous() or not _beyond(arg) else arg.contiguous()
     if isinstance(arg, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in arg):
-        return [_within(part) for part in arg]
+        return [within(part) for part in arg]
     return arg
 
 
