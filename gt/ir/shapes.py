@@ -35,7 +35,7 @@ class OpArguments:
         return [self._shown(part) for part in arg] if isinstance(arg, (list, tuple)) else arg
 
     def dtype(self, name: str) -> str:
-        """Of a tensor that is given."""
+        """A given tensor's dtype; TypeError for a missing one."""
         arg = self.given[name]
         if not isinstance(arg, T):
             raise TypeError(f"{name} is no tensor")
