@@ -34,6 +34,13 @@ class OpArguments:
             return self.specs[arg.index].shape
         return [self._shown(part) for part in arg] if isinstance(arg, (list, tuple)) else arg
 
+    def dtype(self, name: str) -> str:
+        """A given tensor's dtype; TypeError for a missing one."""
+        arg = self.given[name]
+        if not isinstance(arg, T):
+            raise TypeError(f"{name} is no tensor")
+        return self.specs[arg.index].dtype
+
     def same(self, *names: str) -> bool:
         """True if those of these tensors that are given have one shape."""
         return len({shape for name in names if (shape := self[name]) is not None}) <= 1
@@ -263,6 +270,17 @@ def _attended(call: OpArguments) -> bool:
     return min(len(q), len(k), len(v)) > 1 and q[-1] == k[-1] and k[-2] == v[-2]
 
 
+def _attended_backward(call: OpArguments) -> bool:
+    """Gradient and output are [..., L, V], logsumexp float32 [..., L]: kernels read them by the sizes of the query."""
+    q, grad, out = call["query"], call["grad"], call["out"]
+    if not _attended(call) or len(out) < len(q) or out[-2:] != (q[-2], call["value"][-1]):
+        return False
+    batch = zip(reversed(q[:-2]), reversed(out[:-2]))
+    whole = all(size == full or (size == 1 and full > 0) for size, full in batch)
+    dtypes = call.dtype("grad") == call.dtype("out") and call.dtype("logsumexp") == "float32"
+    return whole and dtypes and grad == out and call["logsumexp"] == out[:-1]
+
+
 def _recurrent(call: OpArguments) -> bool:
     """Layers of a recurrent network, or their backward with gradients of the results' shapes."""
     if call["mode"] not in recurrent.GATES or not call.one_dtype():
@@ -279,7 +297,11 @@ def _recurrent(call: OpArguments) -> bool:
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("rnn", "rnn_backward"), ("want one dtype, and operands of the shapes that the layers have", _recurrent)),
-    **dict.fromkeys(("sdpa", "sdpa_backward"), ("want query [..., L, E], key [..., S, E] and value [..., S, V]", _attended)),
+    "sdpa": ("want query [..., L, E], key [..., S, E] and value [..., S, V]", _attended),
+    "sdpa_backward": (
+        "want query [..., L, E], key [..., S, E], value [..., S, V], grad, out [..., L, V] and logsumexp [..., L] in float32",
+        _attended_backward,
+    ),
     "_adaptive_avg_pool2d_backward": ("gradient and input want one batch and as many channels", _pooled(2)),
     "_adaptive_avg_pool3d_backward": ("gradient and input want one batch and as many channels", _pooled(3)),
     **{

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import random
+
 import pytest
 import torch
 
 import gt
-from gt.config.load import check_workers, load
+from gt.config.load import MAX_COMPARED_NAMES, check_workers, common_letters, hint, load
 from gt.config.match import assign, match, unmatched
 from gt.config.schema import Rule
 from gt.errors import ConfigError
@@ -234,3 +237,25 @@ def test_a_group_that_is_compiled_has_captured_steps_compiled(compiled, backend,
         for _ in range(3):
             step(x)
     assert asked and set(asked) == {want}
+
+
+def test_a_hint_compares_few_names_however_alike_they_are(monkeypatch):
+    """A client chooses all of the names, and difflib takes longest for the same letters in another order."""
+    compared = []
+    close = difflib.get_close_matches
+    monkeypatch.setattr(difflib, "get_close_matches", lambda word, names, n: compared.append(names) or close(word, names, n))
+    draw, letters = random.Random(1), [chr(0x4E00 + n) for n in range(64)]
+    word, *names = ("".join(draw.sample(letters, 64)) for _ in range(65))
+    hint(word, names)
+    assert len(compared[0]) <= MAX_COMPARED_NAMES
+    assert hint("stag0_colpar", [*names[:20], "stage0_colpar"]) == "; did you mean 'stage0_colpar'?"
+    assert hint("", ["", "a"]) and "did you mean" not in hint("", ["a"])
+
+
+def test_common_letters_bound_what_difflib_finds():
+    draw = random.Random(2)
+    assert common_letters("abcbdab", "bdcaba") == 4 and common_letters("", "a") == common_letters("a", "") == 0
+    for _ in range(200):
+        a, b = ("".join(draw.choices("abcd_", k=draw.randrange(1, 20))) for _ in range(2))
+        blocks = difflib.SequenceMatcher(None, a, b).get_matching_blocks()
+        assert common_letters(a, b) >= sum(block.size for block in blocks)

@@ -204,6 +204,29 @@ def test_an_op_takes_tensors_of_the_shapes_that_its_template_says():
     assert "operand 0 of aten.neg.default is f32[4], its template says f32[1048576]" in says
 
 
+def attention_backward(grad=(2, 4, 8, 16), out=(2, 4, 8, 16), lse=(2, 4, 8), kept="float32"):
+    q, kv = spec(2, 4, 8, 16), spec(2, 4, 6, 16)
+    ins = [spec(*grad), q, kv, kv, spec(*out), spec(*lse, dtype=kept)]
+    holes = [{"t": n} for n in range(6)]
+    return row("gt.sdpa_backward.default", [*holes[:4], None, *holes[4:], 0.0, False, None, False], ins, [q, kv, kv], 2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"grad": (1, 1, 1, 1)}, {"out": (1, 1, 1, 1)}, {"grad": (1, 4, 8, 16), "out": (1, 4, 8, 16), "lse": (1, 4, 8)},
+        {"lse": (1, 1, 1)}, {"lse": (2, 4, 0)}, {"lse": (2, 4, 1)}, {"kept": "float16"},
+        {"grad": (2, 4, 8, 1), "out": (2, 4, 8, 1)}, {"grad": (8, 16), "out": (8, 16), "lse": (8,)},
+    ],
+)  # fmt: skip
+def test_the_backward_of_attention_takes_what_its_forward_kept(wrong):
+    """Its kernels read the gradient, the output and logsumexp by the sizes of the query."""
+    check.template(attention_backward())
+    with pytest.raises(ValueError, match=r"logsumexp \[..., L\] in float32"):
+        check.template(attention_backward(**wrong))
+    assert "is refused: want query" in CoreBench().refusal(b"c", Ops(0, [[16, attention_backward(**wrong)]], [], []))
+
+
 # ---- what a worker executes
 
 

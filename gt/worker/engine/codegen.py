@@ -79,6 +79,8 @@ class Source:
                 check = bind(bound, self.check(bound, stride, spec))
                 guard = f"if {self.unless.format(out=out, stride=stride)}: " if self.unless else ""
                 lines.append(f"{guard}{out} = {check}({out})")
+            else:  # the checks above find None, as it has no shape
+                lines.append(f"if {out} is None: {bind(bound, _refuse_none)}()")
         return lines
 
     def _arguments(self, tensors: list[str], values: list[str], bound: dict[str, Any]) -> list[str]:
@@ -109,6 +111,10 @@ def bind(bound: dict[str, Any], value: Any) -> str:
     name = f"c{len(bound)}"
     bound[name] = value
     return name
+
+
+def _refuse_none() -> None:
+    raise ValueError("the op gave no tensor for a result that the program wants: its arguments leave that result out")
 
 
 def _flatten(result: Any) -> Iterator[Any]:

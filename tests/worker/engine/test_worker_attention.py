@@ -100,3 +100,16 @@ def test_dropout_of_a_piece_is_that_of_its_heads(dim, cut):
     piece = bind("gt.sdpa.default", [[2, 4, 9, 9], [box]])
     got, _ = piece(*(t.narrow(dim, cut[0], cut[1] - cut[0]) for t in (q, k, v)), *args, **DRAW)
     torch.testing.assert_close(got, out.narrow(dim, cut[0], cut[1] - cut[0]))
+
+
+def test_backward_reads_nothing_beyond_an_expanded_output():
+    q = torch.randn(2, 4, 64, 16)
+    out, lse = forward(q, q, q, None, 0.0, False, None, False, **DRAW)
+    one = out[:1, :1, :1, :1].clone().expand(out.shape)
+    few = lse[:1, :1, :1].clone().expand(lse.shape)
+    found, want = (
+        backward(torch.ones(()).expand(out.shape), q, q, q, None, *kept, 0.0, False, None, False, **DRAW)
+        for kept in ((one, few), (one.contiguous(), few.contiguous()))
+    )
+    for ours, theirs in zip(found, want, strict=True):
+        torch.testing.assert_close(ours, theirs)

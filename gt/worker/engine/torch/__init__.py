@@ -20,7 +20,7 @@ from gt.ir.spec import Spec
 from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Combine, Compiler, HostLane
 from gt.worker.engine.codegen import Call, Source, fitting
-from gt.worker.engine.torch import memory, random
+from gt.worker.engine.torch import memory, random, row_major
 from gt.worker.engine.torch.bounds import CHECKS
 from gt.worker.engine.torch.dtypes import CONSTANTS, DTYPE, NAME, UNLESS, check_strides, check_view, conform
 from gt.worker.engine.torch.gpu.cuda import Cuda, Events
@@ -122,7 +122,7 @@ class TorchEngine:
         op = op if self.host and memory.switch() is not None else memory.cleared(base, op)
         if self.host:
             op = CHECKS[base](op, schema) if base in CHECKS else norms.host(name, op)
-        return op
+        return row_major.row_major(op, schema) if base in row_major.OPS else op
 
     def compiler(self, backend: str) -> tuple[Compiler | None, str]:
         """The compiler of segments, and the reason if it is not the one that was asked for."""

@@ -19,6 +19,7 @@ from gt.worker.engine.philox import Words, hits
 from gt.worker.engine.torch.gpu import fused_attention
 from gt.worker.engine.torch.gpu.fused_attention import FUSED, MATH, Choice
 from gt.worker.engine.torch.layers.attention_call import AttentionCall
+from gt.worker.engine.torch.row_major import within
 
 if TYPE_CHECKING:
     from gt.worker.engine.torch.gpu.attention_seeds import AttentionSeeds
@@ -92,6 +93,7 @@ def _forward(words: Words, seeds: AttentionSeeds | None, *args: Any) -> tuple[Te
 
 def _backward(words: Words, seeds: AttentionSeeds | None, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     q, k, v, mask, out, lse, *rest = args
+    grad, out, lse = map(within, (grad, out, lse))
     call = AttentionCall(q, k, v, mask, *rest)
     chosen = choice(call, seeds)
     if chosen.kernel == MATH:
