@@ -54,9 +54,10 @@ def ready(panel: str, state: str = "ready") -> str:
 
 
 def size(nbytes: int) -> str:
-    """Bytes as the page shows them."""
+    """Bytes as the page shows them, which rounds halves up."""
     unit, by = next(((unit, 1 << bits) for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)) if nbytes >> bits), ("B", 1))
-    return f"{nbytes / by:.{int(by > 1 and nbytes < 10 * by)}f} {unit}"
+    digits = int(by > 1 and nbytes < 10 * by)
+    return f"{math.floor(nbytes / by * 10**digits + 0.5) / 10**digits:.{digits}f} {unit}"
 
 
 def text(browser: Browser, panel: str) -> str:
