@@ -60,6 +60,11 @@ def size(nbytes: int) -> str:
     return f"{math.floor(nbytes / by * 10**digits + 0.5) / 10**digits:.{digits}f} {unit}"
 
 
+def scripted(rows: list[dict]) -> list[float]:
+    """Milliseconds of scripting by frame, in CPU time: a frame may wait for a core. The end of a trace cuts one."""
+    return [row.get("tdur", row["dur"]) / 1000 for row in rows if row["name"] == "FireAnimationFrame" and "dur" in row]
+
+
 def text(browser: Browser, panel: str) -> str:
     return browser.run(f"document.getElementById('{panel}').innerText")
 
@@ -204,8 +209,7 @@ def test_a_redraw_of_8_stages_with_32_micro_batches_takes_few_milliseconds(brows
                 browser.run("new Promise((done) => setTimeout(done, 150))")
 
         rows = browser.traced(act)
-    # CPU time of the page's thread: on a busy machine a frame waits for a core
-    frames = [row.get("tdur", row["dur"]) / 1000 for row in rows if row["name"] == "FireAnimationFrame" and "dur" in row]
+    frames = scripted(rows)
     named = [row for row in rows if row.get("cat") == "blink.user_timing" and row["name"].startswith("redraw ")]
     assert len(frames) >= 40 and len(named) >= 40, f"{len(frames)} frames, {len(named)} redraws"
     frames.sort()
@@ -227,7 +231,7 @@ def test_a_model_of_5000_parameters_is_drawn_and_found(browser: Browser) -> None
             browser.wait("document.querySelector('#layouts .params').childElementCount >= 20")
 
         rows = browser.traced(act)
-        longest = max(row.get("tdur", row["dur"]) / 1000 for row in rows if row["name"] == "FireAnimationFrame")
+        longest = max(scripted(rows))
         assert longest <= limit(REDRAW_MS), f"a frame took {longest:.1f} ms"
         assert "5000 of 5000 parameters, 2.4 GiB" in text(browser, "layouts")
         browser.run("document.querySelector('#layouts .params').focus()")
