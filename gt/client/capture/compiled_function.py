@@ -111,6 +111,7 @@ def compile(
     depends on is a guard: another value needs another program. Results are remote tensors, detached from autograd: call
     backward() in `fn`. `.explain()` of the result tells which programs exist, and why calls had none.
 
+    fn: the function to capture, of any arguments.
     schedule: name of a pipeline schedule, such as "1f1b", or "1f1b:2GiB" with a limit of memory; None for the config's.
     backend: the way in which workers execute a program.
         "eager": op by op, with the bits of the same calls without gt.compile. The default, unless a group has `compile: true`.
@@ -122,7 +123,8 @@ def compile(
 
     A function that reads values, prints or logs runs its Python at each call; runs of ops between two reads are programs then.
 
-    Raises TypeError or ValueError. A call raises CaptureError if an argument that a program has to fill requires grad.
+    Raises TypeError if fn is not callable, ValueError for an unknown schedule or backend. A call raises CaptureError if an
+    argument that a program has to fill requires grad.
     """
     if fn is None:
         return functools.partial(compile, schedule=schedule, backend=backend, recompute=recompute)

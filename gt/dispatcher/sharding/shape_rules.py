@@ -150,7 +150,8 @@ def layer_norm(op: Shapes) -> bool:
     if not backward:
         return set(op.ins[1:]) <= {normalized} and op.makes(x, *statistics)
     behind = 2 + len(statistics)
-    grads = all(made in (None, shape) for made, shape in zip(op.outs, (x, normalized, normalized)))
+    weights = [normalized] * len(statistics)  # a layer norm has a bias, too
+    grads = all(made in (None, shape) for made, shape in zip(op.outs, (x, *weights), strict=True))
     return op.ins[0] == x and op.ins[2:behind] == statistics and set(op.ins[behind:]) <= {normalized} and grads
 
 
