@@ -243,17 +243,6 @@ def last_uses(rows: Sequence[Accessing]) -> tuple[dict[int, int], dict[int, int]
     return first, last
 
 
-def defines_once(rows: Sequence[Accessing]) -> bool:
-    """True if every name stands for one tensor throughout, as in static single assignment."""
-    seen: set[int] = set()
-    for row in rows:
-        seen.update(row.reads)
-        if not seen.isdisjoint(row.makes):
-            return False
-        seen.update(row.makes)
-    return True
-
-
 def bytes_alive(length: int, lifetimes: Iterable[tuple[int, int | None, int]]) -> list[int]:
     """Bytes alive at each of `length` rows. lifetimes: first row, last row (None: beyond the end) and bytes."""
     change = [0] * (length + 1)

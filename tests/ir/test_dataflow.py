@@ -88,7 +88,6 @@ def test_a_name_that_is_defined_again_is_other_memory() -> None:
     rows = [Instruction(0, RELU, [0, 2]), Instruction(1, RELU, [0, 2]), Instruction(2, RELU, [2, 3])]
     first, second, third = dataflow.accesses(rows)
     assert first.makes != second.makes == third.reads
-    assert not dataflow.defines_once(rows) and dataflow.defines_once(EXAMPLE)
     assert dataflow.liveness(rows, [[16]] * 3, {3}, {}).ambiguous == {2}
 
 

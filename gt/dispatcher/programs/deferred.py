@@ -7,16 +7,16 @@ before the call is over, or the call may be no program: then the buffered instru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from gt.dispatcher.cluster.workers import MAX_NUMBERS_PER_RUN, Worker
-from gt.dispatcher.programs.recording import Instruction, Recording
+from gt.dispatcher.programs.recording import Code, Instruction, Recording
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.outbox import BufferedInstructions, Outbox
 from gt.errors import ProtocolError
-from gt.ir.dataflow import accesses, decode, defines_once
+from gt.ir.dataflow import accesses, decode
 from gt.ir.instr import FORGET, FREE, Define
 
 
@@ -75,9 +75,11 @@ class DeferredRuns:
         """The recording is over, and has all that was written: send it as one program, or as it was written."""
         held = self._outbox.deferred or []
         blocked = self._failures.troubled or bool(self._outbox.held)
-        if not held or not tape.code or blocked or not all(map(defines_once, tape.code.values())):
+        code = {} if blocked or not held else _with_unique_names(tape.code, self._fresh)
+        if not code:
             self._outbox.send_deferred()
             return
+        tape = replace(tape, code=code)
         ends = {worker.index: StreamEnds() for worker in self._cluster.workers}
         with self._context.apart():
             sent = [self._only_uploads(one, tape, ends) for one in held]
@@ -90,6 +92,9 @@ class DeferredRuns:
         last = self._program(tape, held[0].base, ends, parts)
         last.also = [one.runs for one in held]
         self._outbox.dispatch(last)
+
+    def _fresh(self) -> int:
+        return self._emitter.offset + self._emitter.temporary()
 
     @staticmethod
     def _only_uploads(one: BufferedInstructions, tape: Recording, ends: dict[int, StreamEnds]) -> BufferedInstructions:
@@ -130,6 +135,33 @@ class DeferredRuns:
             _write(worker, FREE, freed)
             _write(worker, FORGET, end.forgotten)
         return self._outbox.written(base)
+
+
+def _with_unique_names(code: Code, fresh: Callable[[], int]) -> Code:
+    """Code in which every name stands for one tensor, as in static single assignment; {} if it cannot have them.
+
+    A gradient that is reduced keeps its name, and stands for the sum from then on. Here its terms get a name from `fresh`.
+    Names from before the code cannot change, and neither can those of uploads, which are sent ahead.
+    """
+    renamed: Code = {}
+    for worker, rows in code.items():
+        last = {i: n for n, row in enumerate(rows) for i in row.makes}
+        names: dict[int, int] = {}  # by name: the one that stands for it at this row
+        older: set[int] = set()
+        renamed[worker] = []
+        for n, row in enumerate(rows):
+            reads, makes = row.reads, row.makes
+            older.update(i for i in reads if i not in names)
+            if not older.isdisjoint(makes) or (row.kind == "upload" and any(last[i] != n for i in makes)):
+                return {}
+            taken = [names.get(i, i) for i in reads]
+            names.update((i, i if last[i] == n else fresh()) for i in makes)
+            made = [names[i] for i in makes]
+            if taken != reads or made != makes:
+                between = row.operands[len(reads) : len(row.operands) - len(makes)]
+                row = Instruction(row.seq, row.define, [*taken, *between, *made], row.action, row)
+            renamed[worker].append(row)
+    return renamed
 
 
 def _without_uploads(rows: Sequence[Instruction]) -> list[Instruction]:

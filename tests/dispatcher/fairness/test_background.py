@@ -27,7 +27,7 @@ class Gate:
         self.background = Background(self.called.set)
         self.open, self.inside = threading.Event(), threading.Event()
         monkeypatch.setattr("gt.dispatcher.programs.programs.PASSES", (lambda recording, _: self._wait() or recording,))
-        monkeypatch.setattr("gt.dispatcher.programs.deferred.defines_once", lambda rows: True)
+        monkeypatch.setattr("gt.dispatcher.programs.deferred._with_unique_names", lambda code, fresh: code)
         self.core = Core(pace=Pace(background=self.background))
         self.core.handle(Received(b"w0", hello("worker", info={"name": "w0", "heap_bytes": 1 << 30})))
         for peer in (b"c", b"d"):

@@ -102,6 +102,21 @@ def test_a_step_has_the_bits_of_one_that_is_carried_out_op_by_op(
     assert graphs
 
 
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_gradients_that_are_reduced_under_their_names_leave_a_call_whole(
+    zero: int, connect: Callable, ways: list[str], tmp_path: Any
+) -> None:
+    path = tmp_path / "zero.yaml"
+    path.write_text(f"gt: {{data_parallel: [0, 1], zero: {zero}}}\n")
+    connect(2, str(path))
+    _, want = trained(lambda step: step)
+    run, got = trained(WHOLE)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    assert [way for way in ways if way] == ["whole"] * 3
+    assert run._programs[0].replays == 3, run.explain()
+
+
 def test_a_replayed_device_has_the_same_bits(connect: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     connect()
     _, want = trained(lambda step: step, steps=8)
