@@ -11,11 +11,10 @@ from gt.dispatcher.fairness.run_queue import Unit
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.uploads import Uploads
 from gt.dispatcher.state.validate import CREDIT
-from gt.ir.instr import TRANSFERS
 from gt.wire.messages import Run, TorchSettings
 
 MAX_PENDING_BATCHES = CREDIT * 3 // 4  # its client waits when it has no credit left
-UNFIT_KINDS = TRANSFERS | {"fetch", "describe", "program"}  # no instructions of a deferred call
+UNFIT_KINDS = frozenset({"fetch", "describe", "program"})  # no instructions of a deferred call
 NO_SECONDS: dict[int, float] = {}
 UNSENT = 1 << 62  # number of a Run that is held back, until it has one
 
