@@ -102,15 +102,18 @@ def ours(case: str, size: str, name: str, parts: int, seconds: float) -> cases.R
 # ---- rivals
 
 
-def stage_of(model: Any, rank: int) -> Any:
-    """Half of a Llama as a module: hidden states or tokens in, hidden states or logits out."""
+def stage_of(model: Any, rank: int, cut: int = 0) -> Any:
+    """One of two stages of a Llama as a module: hidden states or tokens in, hidden states or logits out.
+
+    cut: layers of the first stage; 0 for half of them.
+    """
     import torch
 
     class Stage(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             body = model.model
-            half = -(-len(body.layers) // HOSTS)
+            half = cut or -(-len(body.layers) // HOSTS)
             self.embed = body.embed_tokens if rank == 0 else None
             self.layers = body.layers[:half] if rank == 0 else body.layers[half:]
             self.rotary, self.norm = body.rotary_emb, body.norm if rank else None
