@@ -1,11 +1,11 @@
 """Llama 1.1B in bf16 on two GPUs by `configs/llama`: data parallel, tensor parallel, two stages; each beside native torch.
 
-`python benchmarks/gpu/bench_llama.py [--json FILE] [--cases dp2 tp2 pp2] [--size 8x1024] [--model tiny]`. Fused AdamW, a captured
-step. Prints milliseconds a step (median of blocks, and of steps that are each waited for), seconds to the first step at full
-speed, the peak memory of each GPU, and one line of JSON. Rivals of `dp2`: compiled DDP, FSDP2 with compiled layers. Of `tp2`:
-DTensor's tensor parallel, compiled, with the loss split over the vocabulary. Of `pp2`: torch's pipeline in 1F1B, compiled. A text
-such as `12:8:1f1b` is a pipeline: 12 layers in the first stage, 8 micro-batches, the schedule. All rows of a case have the first
-one's losses. `--model tiny --size 8x64` tries it on CPUs.
+`python benchmarks/gpu/bench_llama.py [--json FILE] [--cases dp2 tp2 pp2] [--size 8x1024] [--model tiny]`. Fused AdamW, a step
+that is captured. Prints milliseconds a step (median of blocks, and of steps that are each waited for), seconds to the first
+step at full speed, the peak memory of each GPU, and one line of JSON. Rivals of `dp2`: compiled DDP, FSDP2 with compiled layers.
+Of `tp2`: DTensor's tensor parallel, compiled, with the loss split over the vocabulary. Of `pp2`: torch's pipeline in 1F1B,
+compiled. A text such as `12:8:1f1b` is a pipeline: layers of the first stage, micro-batches, the schedule. All rows of a case
+have the first one's losses. `--model tiny --size 8x16` tries it on CPUs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ def model_of(name: str) -> Any:
     import zoo
 
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
     if name == "1.1b":
         model = zoo.llama()[0]
     else:
@@ -49,8 +48,7 @@ def model_of(name: str) -> Any:
             num_key_value_heads=2, max_position_embeddings=2048, use_cache=False, tie_word_embeddings=False,
         )  # fmt: skip
         model = hf.LlamaForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    return model.train()
+    return model.to(torch.bfloat16).train()
 
 
 def batch_of(size: str) -> dict[str, Any]:

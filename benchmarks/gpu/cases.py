@@ -131,7 +131,7 @@ class Weights:
     def __init__(self, parameters: Iterable[Any], first: Sequence[Any] | None = None) -> None:
         """first: what they are, where that is on the CPU already."""
         own = [_own(p) for p in parameters]
-        self._first = list(zip(own, first or [p.detach().cpu() for p in own], strict=True))
+        self._first = list(zip(own, first or [p.detach().to("cpu", copy=True) for p in own], strict=True))
 
     def again(self, *optimizers: Any) -> None:
         import torch
