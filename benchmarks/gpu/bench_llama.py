@@ -2,7 +2,7 @@
 
 `python benchmarks/gpu/bench_llama.py [--json FILE] [--cases dp2 tp2 pp2] [--size 8x1024] [--model tiny]`. Fused AdamW, a step
 that is captured. Prints milliseconds a step (median of blocks, and of steps that are each waited for), seconds to the first
-step at full speed, the peak memory of each GPU, and one line of JSON. Rivals of `dp2`: compiled DDP, FSDP2 with compiled layers.
+step at full speed, the peak memory of each GPU, and one line of JSON. Rivals of `dp2`: DDP, FSDP2, both compiled.
 Of `tp2`: DTensor's tensor parallel, compiled, with the loss split over the vocabulary. Of `pp2`: torch's pipeline in 1F1B,
 compiled. A text such as `12:8:1f1b` is a pipeline: layers of the first stage, micro-batches, the schedule. All rows of a case
 have the first one's losses. `--model tiny --size 8x16` tries it on CPUs.
