@@ -22,6 +22,9 @@ from tests.helpers.processes import MARK, of_the_server, started, wait_until
 
 WORKERS = 8
 os.environ[MARK] = uuid.uuid4().hex  # each process of xdist has its own
+# Before torch is imported: OpenMP's threads wait asleep, here and in processes that tests start. By default they spin, and
+# where other processes have the cores too, a small model's step takes 20 times the CPU time. No result depends on it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has it ignored in what it starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # An example that takes long is the machine's or a collection's matter

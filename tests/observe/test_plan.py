@@ -271,8 +271,8 @@ def test_a_gather_and_a_large_whole_weight_are_warned_of(tmp_path: Path) -> None
 def test_the_planned_peak_is_that_of_a_replay(name: str, peaks: dict, tmp_path: Path) -> None:  # noqa: F811
     """In bytes held after any instruction."""
     path = tmp_path / "stages.yaml"
-    measured = peak(path, peaks, 8, name)
-    rows = gt.plan(descent, 8, name or None, config=str(path)).body["memory"]
+    measured = peak(path, peaks, PARTS, name)
+    rows = gt.plan(descent, PARTS, name or None, config=str(path)).body["memory"]
     said = sorted(row["peak_scheduled" if name else "peak"] for row in rows)
     assert all(abs(a / b - 1) < 0.05 for a, b in zip(said, measured, strict=True)), (said, measured)
 

@@ -12,7 +12,7 @@ from torch import nn
 import gt
 from tests.helpers.serving import settled
 
-STEPS, ROWS, WORDS, WIDTH = 20, 16, 33, 16
+STEPS, ROWS, WORDS, WIDTH = 8, 16, 33, 16
 CLOSE = 1e-5
 
 
@@ -53,7 +53,7 @@ KINDS = {
 
 
 def train(kind, device="cpu", captured=False):
-    """Losses of 20 steps, the gradients of the first, and an average of the weights, all on the CPU."""
+    """Losses of all steps, the gradients of the first, and an average of the weights, all on the CPU."""
     make, micro, clip = KINDS[kind]
     torch.manual_seed(0)
     model = Model().to(device)
