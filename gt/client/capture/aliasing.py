@@ -6,14 +6,15 @@ share memory that it writes.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from operator import is_
+from operator import getitem, is_
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from gt.client.capture.recording import CallRecording
 from gt.client.capture.state_walk import StateSnapshot, tensor_identity
@@ -23,6 +24,9 @@ from gt.client.trace.op_info import info_of
 
 aten = torch.ops.aten
 _COPY, _CLONE, _VIEW = info_of(aten.copy_.default), info_of(aten.clone.default), info_of(aten.as_strided.default)
+
+_LEAF_TYPES = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str})  # types of arguments that are leaves of a tree
+_flat_trees: dict[int, TreeSpec] = {}  # by number of arguments
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,16 @@ def write_back(leaves: list, inputs: dict[int, RemoteTensor], written: Iterable[
             leaves[k].requires_grad_().grad = None if grad is None else call(_CLONE, (grad,))
 
 
+def flatten_call(args: tuple, kwargs: dict) -> tuple[list, TreeSpec]:
+    """Flatten as tree_flatten((args, kwargs)) does, faster for positional tensors and numbers."""
+    if kwargs or not _LEAF_TYPES.issuperset(map(type, args)):
+        return tree_flatten((args, kwargs))
+    count = len(args)
+    if count not in _flat_trees:
+        _flat_trees[count] = tree_flatten((args, {}))[1]
+    return list(args), _flat_trees[count]
+
+
 class Containers:
     """The lists and dictionaries among a call's arguments, and those that the function gets in their place.
 
@@ -120,17 +134,29 @@ class Containers:
     def __init__(self, given: tuple, tree: TreeSpec, leaves: list, prepared: list) -> None:
         self.args, self.kwargs = got = tree_unflatten(prepared, tree)
         self._pairs: list[tuple[Any, Any]] = []
+        self.paths: dict[int, tuple] = {}  # keys that lead to a list or dictionary, by identity of the function's
         self._given = {id(new): old for old, new in zip(leaves, prepared, strict=True)}
-        self._walk(given, got)
+        self._walk(given, got, ())
 
-    def _walk(self, given: Any, got: Any) -> None:
+    def _walk(self, given: Any, got: Any, path: tuple) -> None:
         if given is got or not isinstance(given, (list, dict, tuple, deque)):
             return
         self._given[id(got)] = given
         if not isinstance(given, tuple):
             self._pairs.append((given, got))
+            self.paths[id(got)] = path
         for key in given if isinstance(given, dict) else range(len(given)):
-            self._walk(given[key], got[key])
+            self._walk(given[key], got[key], (*path, key))
+
+    def originals(self, results: Any) -> Any:
+        """Results with the caller's lists and dictionaries in place of the function's."""
+        if not any(id(thing) in self.paths for thing in mutable_containers(results)):
+            return results
+        return tree_map(
+            lambda thing: self._given[id(thing)] if id(thing) in self.paths else thing,
+            results,
+            is_leaf=lambda thing: id(thing) in self.paths,
+        )
 
     def give_back(self) -> bool:
         """Give the caller's containers the entries that the function's have now. Returns whether any changed."""
@@ -148,6 +174,30 @@ class Containers:
             given.clear()
             (given.update if isinstance(given, dict) else given.extend)(entries)
         return changed
+
+
+@dataclass(slots=True)
+class ContainerArgument:
+    """A result that is a list or dictionary among the arguments, and the keys that lead to it from (args, kwargs)."""
+
+    path: tuple
+
+    def of(self, given: tuple) -> Any:
+        """The caller's container."""
+        return functools.reduce(getitem, self.path, given)
+
+
+def mutable_containers(results: Any) -> list:
+    """The lists, dictionaries and deques among the results."""
+    containers: list = []
+
+    def note(thing: Any) -> bool:
+        if isinstance(thing, (list, dict, deque)):
+            containers.append(thing)
+        return False
+
+    tree_map(lambda leaf: leaf, results, is_leaf=note)
+    return containers
 
 
 @dataclass(slots=True)
@@ -181,9 +231,21 @@ def argument_view(result: Any, leaves: list, inputs: dict[int, RemoteTensor], me
     return None
 
 
-def in_arguments(results: Any, leaves: list, inputs: dict[int, RemoteTensor], memory: CallMemory) -> Any:
-    """The results of a call that is no program: what the call returns of copies is of the caller's arguments."""
-    return tree_map(lambda x: view.of(leaves) if (view := argument_view(x, leaves, inputs, memory)) else x, results)
+def in_arguments(
+    results: Any, leaves: list, inputs: dict[int, RemoteTensor], memory: CallMemory, whole: Mapping[int, Any]
+) -> Any:
+    """The results of a call that is no program: what the call returns of copies is of the caller's arguments.
+
+    whole: containers that stay the same objects, by identity.
+    """
+    if not inputs:
+        return results
+
+    def original(result: Any) -> Any:
+        view = argument_view(result, leaves, inputs, memory)
+        return view.of(leaves) if view else result
+
+    return tree_map(original, results, is_leaf=lambda thing: id(thing) in whole)
 
 
 def _place(view: torch.Tensor, copy: torch.Tensor, strides: tuple[int, ...]) -> tuple[list[int], list[int], int] | None:

@@ -6,18 +6,28 @@ Knows snapshots of Python state (state_walk.py) and the recording; nothing of pr
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from gt.client.capture.aliasing import CallMemory, sharing_arguments
+from gt.client.capture.aliasing import CallMemory, ContainerArgument, Containers, mutable_containers, sharing_arguments
 from gt.client.capture.gradients import LeafGradient, memory_of
 from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.recording import CallRecording, Difference
-from gt.client.capture.state_walk import StateItem, StateSnapshot, comparable, is_scalar_like, tensor_identity, unchanged
+from gt.client.capture.state_walk import (
+    StateItem,
+    StateSnapshot,
+    comparable,
+    is_scalar_like,
+    snapshot,
+    tensor_identity,
+    unchanged,
+)
 from gt.client.device.remote_tensor import RemoteTensor, Shown, is_leaf
 from gt.client.groups.group_context import stack
 from gt.client.trace.dispatch import call
@@ -31,6 +41,10 @@ DETACHED = (
     "them train nothing in it; call backward() in the function, or call it under torch.no_grad() if it trains nothing"
 )
 TORCH_GENERATOR = "torch's CPU generator"
+KEPT_NEW = "that it has made and keeps: have it change one that is there, or return a copy"
+HELD_BEFORE = "that state held before the call, and holds no more: return a copy"
+MADE = "that it has made: return a tuple, list or dictionary of tensors, or register the class with torch.utils._pytree"
+_COMPARED = (torch.Tensor, np.ndarray)
 aten = torch.ops.aten
 
 
@@ -46,6 +60,7 @@ class RecordedCall:
     settings: dict[str, tuple[dict, str, Any]]  # path -> param_group, key and value of an optimizer's settings
     draws: HostDraws | None  # random numbers drawn on the CPU, where earlier calls drew some
     memory: CallMemory
+    whole: dict[int, Any] = field(default_factory=dict)  # containers that it returns as they are, see returned_objects
     made: frozenset[str] = frozenset()  # places where it has left new state
 
 
@@ -111,10 +126,23 @@ def _describe(key: Any) -> str:
     return f"a remote tensor {key[0].spec.text()}"
 
 
+def leaf_arguments(leaves: list) -> dict[str, RemoteTensor]:
+    """The arguments that may have a gradient."""
+    return {f"argument {k}": t for k, t in enumerate(leaves) if isinstance(t, RemoteTensor) and t.requires_grad and is_leaf(t)}
+
+
+def names_of(entry: StateSnapshot, prepared: list, drawn: list[RemoteTensor]) -> dict[int, str]:
+    """Id of a tensor from before the call -> its path in Python, its place among arguments or among drawn tensors."""
+    names = {tensor._ref.id: path for path, tensor in reversed(list(entry.tensors()))}
+    names.update({t._ref.id: f"argument {k}" for k, t in enumerate(prepared) if isinstance(t, RemoteTensor)})
+    names.update({t._ref.id: f"drawn tensor {k}" for k, t in enumerate(drawn)})
+    return names
+
+
 def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[int, RemoteTensor]]:
     """Upload or copy the arguments that a replay fills: those of the host, and remote ones that vary between calls.
 
-    Returns the arguments that the function gets, and argument -> tensor of the filled ones. CaptureError for one of these that
+    Returns the arguments that the function gets, and argument -> tensor of the filled ones. CaptureError for a CPU tensor that
     requires grad.
     """
     prepared, inputs = list(leaves), {}
@@ -127,10 +155,6 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
                 continue
             if not leaf.requires_grad and is_leaf(leaf) and leaf.grad is not None:  # which a copy would lack
                 continue
-            if leaf.requires_grad:
-                raise CaptureError(
-                    f"argument {k} requires grad and is a new tensor at each call: pass the same one, and copy_() into it"
-                )
             inputs[k] = prepared[k] = call(info_of(aten.clone.default), (leaf,))
         else:
             if leaf.requires_grad:
@@ -139,8 +163,11 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
     return prepared, inputs
 
 
-def detached(results: Any, tape: CallRecording | None = None) -> Any:
-    """Results without autograd history; leaves of the graph and other values as they are. The tape notes a lost one."""
+def detached(results: Any, tape: CallRecording | None = None, whole: Mapping[int, Any] = MappingProxyType({})) -> Any:
+    """Results without autograd history; leaves of the graph and other values as they are. The tape notes a lost one.
+
+    whole: containers that stay the same objects, by identity.
+    """
 
     def detach(result: Any) -> Any:
         if not (isinstance(result, torch.Tensor) and result.requires_grad) or is_leaf(result):
@@ -149,7 +176,50 @@ def detached(results: Any, tape: CallRecording | None = None) -> Any:
             tape.detaches = True
         return result.detach()
 
-    return tree_map(detach, results)
+    return tree_map(detach, results, is_leaf=lambda thing: id(thing) in whole)
+
+
+def recorded_results(results: Any, tape: CallRecording, whole: Mapping[int, Any], keeps: bool, first: bool) -> Any:
+    """The results of a recorded call, detached. They keep their graph where the caller may have to use it.
+
+    keeps: whether an argument requires grad, which a graph may lead to; first: whether the call can be no program.
+    """
+    without_graph = detached(results, tape, whole)
+    if keeps:
+        tape.recorder.flush()
+    return results if keeps and (first or tape.loses_graph()) else without_graph
+
+
+def returned_objects(
+    results: Any, entry: StateSnapshot, roots: dict[str, Any], containers: Containers, tape: CallRecording
+) -> dict[int, Any]:
+    """Objects among the results that the caller gave, or that Python state holds: a replay returns these very objects.
+
+    Returns identity -> ContainerArgument, or a list or dictionary of state. The tape refuses a program for an object that the
+    call has made.
+    """
+    found = {id(thing): thing for thing in mutable_containers(results)}
+    others = [leaf for leaf in tree_leaves(results) if not is_scalar_like(leaf) and not isinstance(leaf, _COMPARED)]
+    whole: dict[int, Any] = {key: ContainerArgument(containers.paths[key]) for key in found if key in containers.paths}
+    if len(whole) == len(found) and not others:
+        return whole
+    before, now = _objects(entry, roots), _objects(snapshot(roots), roots)
+    for key in [key for key in found if key in now and key not in whole]:
+        whole[key] = found[key]
+    for key, thing in found.items():
+        if (key in before) is not (key in now) and key not in containers.paths:
+            tape.refuse_program(f"the function returns a {type(thing).__name__} {KEPT_NEW if key in now else HELD_BEFORE}")
+    for thing in others:
+        if id(thing) not in before or id(thing) not in now:
+            tape.refuse_program(f"the function returns an object of {type(thing).__name__} {MADE}")
+    return whole
+
+
+def _objects(state: StateSnapshot, roots: dict[str, Any]) -> set[int]:
+    """Identities of the objects of a snapshot. Those that last are alive as long as the snapshot and the roots."""
+    known = {id(thing) for thing, _, _ in state.lengths} | {id(thing) for _, thing, _ in state.kinds}
+    known |= {id(thing) for thing, _ in state.fingerprints.values()} | {id(item.value) for item in state.items}
+    return known | set(map(id, (*roots.values(), *roots["arguments"])))
 
 
 # ---- after the call

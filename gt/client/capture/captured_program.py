@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from gt.client import current_session
 from gt.client.capture import gradients
-from gt.client.capture.aliasing import ArgumentView, CallMemory, sharing_arguments, write_back
+from gt.client.capture.aliasing import ArgumentView, CallMemory, ContainerArgument, sharing_arguments, write_back
 from gt.client.capture.constants import ArgumentRead, argument_value
 from gt.client.capture.gradients import LeafGradients, MadeState, NamedMemory
 from gt.client.capture.guards import Guard
@@ -79,8 +79,11 @@ class CapturedProgram:
             violation = violation or read.violation(lambda k: argument_value(leaves[k], self.recorder))
         return self.host_draws.violation() if self.host_draws is not None and not violation else violation
 
-    def replay(self, leaves: list) -> Any:
-        """Fill the inputs, launch the program, and return copies of its results. Does not wait."""
+    def replay(self, leaves: list, given: tuple) -> Any:
+        """Fill the inputs, launch the program, and return copies of its results. Does not wait.
+
+        given: args and kwargs of the call; leaves: their leaves.
+        """
         recorder, copy = self.recorder, _COPY
         for k, target in self.inputs.items():
             source = leaves[k]
@@ -102,17 +105,19 @@ class CapturedProgram:
         self.grads.set()
         if self.written or self.memory.required:
             write_back(leaves, self.inputs, self.written, self.memory.required)
-        results = self.copy_results(leaves)
+        results = self.copy_results(leaves, given)
         recorder.flush()
         return results
 
-    def copy_results(self, arguments: list) -> Any:
+    def copy_results(self, arguments: list, given: tuple) -> Any:
         """The results: each fresh one copied out of the memory that the next replay writes, views of arguments and state."""
         copies: dict[int, Any] = {}
 
         def made(result: Any) -> Any:
             if type(result) is ArgumentView:
                 return result.of(arguments)
+            if type(result) is ContainerArgument:
+                return result.of(given)
             if type(result) is not ProgramResult:
                 return result
             if result.lasts:

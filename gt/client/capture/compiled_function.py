@@ -25,9 +25,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from gt.client import current_session
 from gt.client.capture import explain
 from gt.client.capture.aliasing import (
+    ContainerArgument,
     Containers,
     argument_view,
     call_memory,
+    flatten_call,
     identities,
     in_arguments,
     sharing_arguments,
@@ -44,11 +46,15 @@ from gt.client.capture.boundary import (
     gradients,
     hint,
     key_of,
+    leaf_arguments,
     loop_carried,
     make_capturable,
     modes,
+    names_of,
     optimizer_settings,
     prepare_inputs,
+    recorded_results,
+    returned_objects,
     seems_to_read,
     side_effect,
     why_key_differs,
@@ -56,14 +62,23 @@ from gt.client.capture.boundary import (
 from gt.client.capture.captured_program import CapturedProgram, ProgramResult
 from gt.client.capture.constants import argument_values
 from gt.client.capture.fragment_tape import FragmentTape
-from gt.client.capture.gradients import VIEWED, LeafGradients, find_memory, leave_entries, made_paths, take_made
+from gt.client.capture.gradients import (
+    VIEWED,
+    DifferentiatedArguments,
+    LeafGradients,
+    find_memory,
+    grad_arguments,
+    leave_entries,
+    made_paths,
+    take_made,
+)
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import LEADS_ELSEWHERE, UPLOADED, HostDraws
 from gt.client.capture.output_watch import OutputWatch
 from gt.client.capture.recording import SAME, CallRecording, Difference, difference, reads_differ
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.device import random
-from gt.client.device.remote_tensor import RemoteTensor, is_leaf, make, memory_id
+from gt.client.device.remote_tensor import RemoteTensor, make, memory_id
 from gt.client.reports import progress, spans
 from gt.client.reports.html import TextReport
 from gt.client.trace.recorder import Recorder
@@ -76,6 +91,7 @@ log = logging.getLogger("gt")
 ARGUMENTS_DIFFER = "the function reads a value of its arguments, which differs from the call before"
 REBOUND = "the function changes memory, shape, requires_grad, hooks or .grad of argument"
 CHANGED = "the function changes a list or dictionary that it gets"
+INSIDE = ", and a program's have none: call backward() in the function"
 BESIDE = "a call of another thread was recorded or run in parts at that time: that is done to one call at a time"
 _CHANGE = re.compile(r" from \S+ to \S+")
 _NUMBER = re.compile(r"-?\d[\d.e+-]*")
@@ -86,8 +102,6 @@ MAX_EAGER_CALLS = 64  # calls that run eagerly before the next recording; the nu
 MAX_REASONS = 20  # that explain() shows of one function
 MAX_WARNINGS_PER_FUNCTION = 100
 _numbers, _slots = itertools.count(1), itertools.count(1)
-_LEAF_TYPES = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str})  # types of arguments that are leaves of a tree
-_flat_trees: dict[int, TreeSpec] = {}  # by number of arguments
 
 
 P = ParamSpec("P")
@@ -124,7 +138,7 @@ def compile(
     A function that reads values, prints or logs runs its Python at each call; runs of ops between two reads are programs then.
 
     Raises TypeError if fn is not callable, ValueError for an unknown schedule or backend. A call raises CaptureError if an
-    argument that a program has to fill requires grad.
+    argument is a CPU tensor that requires grad.
     """
     if fn is None:
         return functools.partial(compile, schedule=schedule, backend=backend, recompute=recompute)
@@ -135,16 +149,6 @@ def compile(
     if schedule is not None:
         asked(schedule)  # raises a ValueError for an unknown one
     return CompiledFunction(fn, schedule or "", backend or "", recompute)
-
-
-def _flat(args: tuple, kwargs: dict) -> tuple[list, TreeSpec]:
-    """Flatten as tree_flatten((args, kwargs)) does, faster for positional tensors and numbers."""
-    if kwargs or not _LEAF_TYPES.issuperset(map(type, args)):
-        return tree_flatten((args, kwargs))
-    count = len(args)
-    if count not in _flat_trees:
-        _flat_trees[count] = tree_flatten((args, {}))[1]
-    return list(args), _flat_trees[count]
 
 
 class CompiledFunction(Generic[P, R]):
@@ -169,6 +173,8 @@ class CompiledFunction(Generic[P, R]):
         self._draws_on_host = False  # True once a call has drawn random numbers on the CPU
         self._drawn: HostDraws | None = None  # the last call's draws, if it uploads them
         self._fragment_calls = 0
+        self._differentiated = DifferentiatedArguments()
+        self._returns_state = False  # True once a call has returned a list or dictionary that Python state holds
         self._cuts: Counter[tuple[str, str]] = Counter()  # (where a run of ops ended, why) -> how often, in these calls
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -176,7 +182,7 @@ class CompiledFunction(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         recorder = current_session.current()
-        leaves, tree = _flat(args, kwargs)
+        leaves, tree = flatten_call(args, kwargs)
         if recorder.tape is not None:
             return self._run_within(recorder, leaves, tree, (args, kwargs))
         key = (tree, *map(key_of, leaves), *modes())
@@ -192,17 +198,20 @@ class CompiledFunction(Generic[P, R]):
                     if n:
                         self._programs.insert(0, self._programs.pop(n))
                     if spans.current is None:
-                        return program.replay(leaves)
+                        return program.replay(leaves, (args, kwargs))
                     with spans.span(f"replay {self._name}", program=program.number):
-                        return program.replay(leaves)
+                        return program.replay(leaves, (args, kwargs))
         if self._programs:
             self._why = mismatch or why_key_differs(self._programs[0].key, key)
         if not recorder.capturing.acquire(blocking=False):
             return self._run_within(recorder, leaves, tree, (args, kwargs))
         try:
-            if viewed:
-                self._add_reason(viewed)
-            if viewed or self._eager_calls:
+            in_parts = viewed or self._differentiated.obstacle(leaves)
+            if in_parts:
+                self._add_reason(in_parts)
+                if not viewed:
+                    self._warn(f"runs in parts: {in_parts}")
+            if in_parts or self._eager_calls:
                 self._eager_calls -= bool(self._eager_calls)
                 with spans.span(f"call {self._name}"):
                     return self._run_in_fragments(recorder, leaves, tree, (args, kwargs))
@@ -229,17 +238,7 @@ class CompiledFunction(Generic[P, R]):
             count += more
         lines = [f"{name}: {count} program{'' if count == 1 else 's'}", *parts]
         for program in self._programs:
-            ops, order = program.answer["ops"], program.answer["schedule"]
-            lines.append(f"  program {program.number}: {ops} ops, {program.replays} replays; recorded for: {program.why}")
-            if order:
-                lines.append(f"    schedule {order['name']}: {order['why'] or _bubble_text(order)}")
-                lines += [f"    {line}" for line in order.get("said", ())]
-            lines += [f"    {line}" for line in explain.recompute_lines(program.answer["recomputed"])]
-            lines += [f"    {line}" for line in explain.batch_lines(program.answer["batched"])]
-            lines += [f"    {line}" for line in explain.host_step_lines(program.answer.get("advanced", {}))]
-            if program.answer["backend"] != "eager":
-                described = explain.backend_lines(program.recorder.session, program.number, program.answer["backend"])
-                lines += [f"    {line}" for line in described]
+            lines += explain.program_lines(program)
         label = "an earlier call was not kept" if self._programs else "a call was not kept"
         for reason in self._reasons:
             lines.append(f"  {label}: {reason.replace(OUTSIDE, '').replace(SAME, '') if self._programs else reason}")
@@ -256,7 +255,7 @@ class CompiledFunction(Generic[P, R]):
             self._add_reason(BESIDE)
         try:
             results = self.fn(*containers.args, **containers.kwargs)
-            return results if own else detached(results)
+            return containers.originals(results if own else self._without_graph(results, leaves, containers))
         finally:
             containers.give_back()
 
@@ -272,23 +271,28 @@ class CompiledFunction(Generic[P, R]):
             try:
                 with recorder.turns:
                     recorder.tape = tape
-                return detached(self.fn(*containers.args, **containers.kwargs))
+                results = self.fn(*containers.args, **containers.kwargs)
+                return containers.originals(self._without_graph(results, leaves, containers))
             finally:
                 _end_fragments(recorder, containers)
         finally:  # Ctrl-C may end a call at its first line, but prevents no assignment
             recorder.ended_tape, recorder.tape = recorder.tape, None
 
+    def _without_graph(self, results: Any, leaves: list, containers: Containers) -> Any:
+        """Results of a call that is not recorded, detached where no graph leads to the caller and they may be copied."""
+        return results if self._returns_state or grad_arguments(leaves) else detached(results, whole=containers.paths)
+
     # ---- recording
 
     def _record(self, recorder: Recorder, key: tuple, leaves: list, tree: TreeSpec, given: tuple) -> Any:
         plain = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        roots = {"": self.fn, "arguments": plain, "loss scale": current_session.Current.loss_scale, **_leaf_arguments(leaves)}
+        roots = {"": self.fn, "arguments": plain, "loss scale": current_session.Current.loss_scale, **leaf_arguments(leaves)}
         entry, last = self._enter(recorder, key, roots)
         values = argument_values(leaves, recorder)
         prepared, inputs = prepare_inputs(leaves, last)
         draws = self._host_draws()
         filled = [*inputs.values(), *(draws.inputs if draws else ())]
-        names = _names(entry, prepared, filled[len(inputs) :])
+        names = names_of(entry, prepared, filled[len(inputs) :])
         recorder.flush()
         deferral, rng, kept, memory = self._deferral(), HostRngState(), False, None
         containers, before = Containers(given, tree, leaves, prepared), identities(prepared)
@@ -303,7 +307,9 @@ class CompiledFunction(Generic[P, R]):
                 recorder.flush()
                 recorder.tape = tape
             with self._bar() as tape.tick, OutputWatch() as watch, draws or contextlib.nullcontext():
-                results = detached(self.fn(*containers.args, **containers.kwargs), tape)
+                results = self.fn(*containers.args, **containers.kwargs)
+                whole = returned_objects(results, entry, roots, containers, tape)
+                results = recorded_results(results, tape, whole, bool(grad_arguments(leaves)), last is None)
             gc.collect()  # frees tensors in reference cycles, which would seem to outlive the call
             recorder.flush()
             tape.finish()
@@ -313,7 +319,7 @@ class CompiledFunction(Generic[P, R]):
             if watch.place:
                 self._note_output(tape, watch)
             recorder.tape = None
-            now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry), draws, memory)
+            now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry), draws, memory, whole)
             leaving = snapshot(roots)
             now.made = made_paths(entry, leaving, tape.first)
             program = self._seal(last, now, entry, leaving, results, rng)
@@ -331,12 +337,13 @@ class CompiledFunction(Generic[P, R]):
             self._strict |= tape.strict_next
             if not kept:
                 recorder.code.extend((DISCARD,))
-            freed = tape.take_deferred()
-            if freed:
+            if freed := tape.take_deferred():
                 recorder.code.extend((FREE, len(freed), *freed))
             if memory is not None:
                 write_back(leaves, inputs, written_inputs(leaves, inputs, memory), memory.required)
-        return program.copy_results(leaves) if program is not None else in_arguments(results, leaves, inputs, memory)
+        if program is not None:
+            return program.copy_results(leaves, given)
+        return containers.originals(in_arguments(results, leaves, inputs, memory, whole))
 
     def _bar(self) -> AbstractContextManager[progress.Tick]:
         return progress.bar(f"recording {self._name}", unit=" ops")
@@ -412,7 +419,11 @@ class CompiledFunction(Generic[P, R]):
 
         entry, leaving: the state before and after the call. rng: the host's random state before it.
         """
-        if now.tape.loses_graph():
+        self._returns_state |= any(type(place) is not ContainerArgument for place in now.whole.values())
+        places = grad_arguments(now.leaves)
+        if now.tape.loses_graph() and places:
+            now.tape.refuse_program(f"results have a graph that leads to argument {places[0]}{INSIDE}")
+        elif now.tape.loses_graph():
             self._warn(DETACHED)
         obstacle = self._obstacle(now, entry, leaving, rng)
         if obstacle is None and last is None:
@@ -471,12 +482,14 @@ class CompiledFunction(Generic[P, R]):
         answer, carried = sealed
         tape = now.tape
         reads, first = tape.reads(), tape.first
-        leaves, tree = tree_flatten(results)
+        leaves, tree = tree_flatten(results, is_leaf=lambda thing: id(thing) in now.whole)
         inputs = {tensor._ref.id for tensor in [*now.inputs.values(), *(now.draws.inputs if now.draws else ())]}
         lasting = {memory_id(tensor) for _, tensor in entry.tensors()} - {old for old, _ in carried}
         copied: dict[int, ProgramResult] = {}  # by id: a tensor that is returned twice is one tensor
 
         def result(leaf: Any) -> Any:
+            if id(leaf) in now.whole:
+                return now.whole[id(leaf)]
             if view := argument_view(leaf, now.leaves, now.inputs, now.memory):
                 return view
             if not isinstance(leaf, RemoteTensor) or (leaf._ref.id < first and leaf._ref.id not in inputs):
@@ -579,21 +592,3 @@ def _end_fragments(recorder: Recorder, containers: Containers) -> None:
             recorder.flush()
         finally:
             recorder.end_tape()
-
-
-def _leaf_arguments(leaves: list) -> dict[str, RemoteTensor]:
-    """The arguments that may have a gradient."""
-    return {f"argument {k}": t for k, t in enumerate(leaves) if isinstance(t, RemoteTensor) and t.requires_grad and is_leaf(t)}
-
-
-def _names(entry: StateSnapshot, prepared: list, drawn: list[RemoteTensor]) -> dict[int, str]:
-    """Id of a tensor from before the call -> its path in Python, its place among arguments or among drawn tensors."""
-    names = {tensor._ref.id: path for path, tensor in reversed(list(entry.tensors()))}
-    names.update({t._ref.id: f"argument {k}" for k, t in enumerate(prepared) if isinstance(t, RemoteTensor)})
-    names.update({t._ref.id: f"drawn tensor {k}" for k, t in enumerate(drawn)})
-    return names
-
-
-def _bubble_text(order: dict) -> str:
-    bubbles = ", ".join(f"{100 * part:.1f}%" for part in order["bubble"])
-    return f"{order['stages']} stages, {order['micro_batches']} micro-batches; bubble by simulation {bubbles}"

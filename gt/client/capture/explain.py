@@ -5,11 +5,32 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from gt.client.capture.captured_program import CapturedProgram
 from gt.client.current_session import Current
 from gt.client.device.torch_remote import synchronize
 from gt.client.session import Session
 from gt.errors import GTError
 from gt.ir.text import size
+
+
+def program_lines(program: CapturedProgram) -> list[str]:
+    """A program's ops and replays, its schedule, backend and what was done for memory, as lines. May wait."""
+    answer = program.answer
+    lines = [f"  program {program.number}: {answer['ops']} ops, {program.replays} replays; recorded for: {program.why}"]
+    order = answer["schedule"]
+    details: list[str] = []
+    if order:
+        details = [f"schedule {order['name']}: {order['why'] or _bubble_text(order)}", *order.get("said", ())]
+    details += recompute_lines(answer["recomputed"]) + batch_lines(answer["batched"])
+    details += host_step_lines(answer.get("advanced", {}))
+    if answer["backend"] != "eager":
+        details += backend_lines(program.recorder.session, program.number, answer["backend"])
+    return lines + [f"    {line}" for line in details]
+
+
+def _bubble_text(order: dict) -> str:
+    bubbles = ", ".join(f"{100 * part:.1f}%" for part in order["bubble"])
+    return f"{order['stages']} stages, {order['micro_batches']} micro-batches; bubble by simulation {bubbles}"
 
 
 def backend_lines(session: Session, program: int, asked: str) -> list[str]:

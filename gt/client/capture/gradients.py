@@ -8,6 +8,7 @@ counts.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -19,7 +20,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from gt.client.capture.state_walk import StateItem, StateSnapshot
-from gt.client.device.remote_tensor import Alias, Ref, RemoteTensor, make, rebind
+from gt.client.device.remote_tensor import Alias, Ref, RemoteTensor, is_leaf, make, rebind
 from gt.client.device.sparse_tensor import RemoteSparse
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of
@@ -332,3 +333,31 @@ def leave_entries(entry: StateSnapshot, paths: frozenset[str]) -> str:
 def mismatch(rows: Iterable[LeafGradient | MadeState]) -> str:
     """The first reason of a row, or ""."""
     return next((why for row in rows if (why := row.mismatch())), "")
+
+
+def grad_arguments(leaves: list) -> list[int]:
+    """Places of the remote arguments that require grad and are no parameters of a module."""
+    return [
+        k
+        for k, leaf in enumerate(leaves)
+        if isinstance(leaf, RemoteTensor) and leaf.requires_grad and not isinstance(leaf, torch.nn.Parameter)
+    ]
+
+
+class DifferentiatedArguments:
+    """The arguments of one function that require grad. A gradient has to reach the caller's tensor: no copy stands for it."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, weakref.ref] = {}  # by place
+
+    def obstacle(self, leaves: list) -> str:
+        """The reason why no program can serve a call, as an argument is a new tensor at each call; or ""."""
+        places, last = grad_arguments(leaves), self._last
+        self._last = {k: weakref.ref(leaves[k]) for k in places}
+        for k in places:
+            if not is_leaf(leaves[k]) or (k in last and last[k]() is not leaves[k]):
+                return (
+                    f"argument {k} requires grad and is a new tensor at each call, which its gradient has to reach: "
+                    "call requires_grad_() in the function, or pass the same tensor and copy_() into it"
+                )
+        return ""

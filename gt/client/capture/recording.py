@@ -119,6 +119,11 @@ class CallRecording:
         self.cut = self.cut or "depends on values" in what
         self.prevents.append(Difference(self.origins.where(origin), what))
 
+    def refuse_program(self, why: str) -> None:
+        """Note a reason for which Python has to run at each call."""
+        self.cut = True
+        self.prevents.append(Difference("", why))
+
     def forbids_reads(self) -> bool:
         """A library's question whether a capture forbids reads of values: yes, once a recording has failed for one."""
         self._was_asked = True

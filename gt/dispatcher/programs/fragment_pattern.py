@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from gt.dispatcher.sharding.op_schema import OpSchema
-from gt.ir.instr import FREE, LENGTHS, PARAM
+from gt.ir.instr import FIRST, FREE, LENGTHS, PARAM
 
 MAX_NUMBERS = 1 << 13  # numbers in a fragment's code; clients send some 1,500
 Getter = Callable[[list], tuple]
@@ -102,6 +102,11 @@ class FragmentPattern:
 def text(value: Any) -> str:
     """A scalar as text: the type and the sign of zero count, and one NaN is like another."""
     return f"{type(value).__name__} {value!r}"
+
+
+def pattern_key(backend: str, code: list) -> tuple:
+    """A key that runs of one pattern share: their length and first op. A run may begin with a declaration, whose id varies."""
+    return backend, len(code), code[0], code[1] if len(code) > 1 and code[0] >= FIRST else 0
 
 
 def count_ops(code: list, templates: Mapping[int, OpSchema]) -> int:

@@ -19,7 +19,7 @@ from gt.dispatcher.planning.materializer import root_layout
 from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.programs.fragment_code import FragmentBounds, FragmentCode, WorkerCode, write_fragment
 from gt.dispatcher.programs.fragment_cuts import FragmentCuts, outline
-from gt.dispatcher.programs.fragment_pattern import FragmentCall, FragmentPattern, count_ops, parse, text
+from gt.dispatcher.programs.fragment_pattern import FragmentCall, FragmentPattern, count_ops, parse, pattern_key, text
 from gt.dispatcher.programs.programs import Programs
 from gt.dispatcher.programs.recording import Recording
 from gt.dispatcher.sharding.groups import Meaning
@@ -276,8 +276,7 @@ class Fragments:
         return self._failures.harm([Planned(0, known, NO_ORIGIN, tuple(t.storage for t in ins), (), ())])
 
     def _find(self, rows: list, backend: str, seed: int, counter: int) -> tuple[Fragment | None, FragmentCall | None]:
-        key = (backend, len(rows), rows[0], rows[1] if len(rows) > 1 else 0)
-        alike = self._alike.get(key, [])
+        alike = self._alike.get(pattern_key(backend, rows), [])
         for n, fragment in enumerate(alike):
             call = fragment.pattern.match(rows, seed, counter)
             if call is not None and fragment.rests == self._rests(call.ins) and self._fits(fragment, call.ins):
@@ -318,7 +317,7 @@ class Fragments:
     def _remember(self, code: list, pattern: FragmentPattern, backend: str) -> Fragment:
         """A new fragment."""
         self._numbers += 1
-        key = (backend, len(code), code[0], code[1])
+        key = pattern_key(backend, code)
         fragment = Fragment(self._numbers, key, pattern, self._rests(pattern.first_in(code)))
         if backend != "eager":  # compiled code has scalars in it
             pattern.constants = {place: text(code[place]) for op in pattern.ops for place in op.values}

@@ -1,0 +1,196 @@
+"""Arguments that require grad, and results that are objects of the caller or of state: captured calls do as eager ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+import gt
+
+CALLS = 6
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.out: dict = {}
+
+
+def layer(device: str) -> torch.nn.Module:
+    module = torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        module.weight.copy_(torch.tensor([[0.5, -0.25], [1.0, 0.75]]))
+        module.bias.fill_(0.125)
+    return module.to(device)
+
+
+def batch(device: str, n: int) -> torch.Tensor:
+    return torch.arange(4.0).reshape(2, 2).sub(n).div(8).to(device)
+
+
+def adversarial(device: str, wrap: Callable) -> Any:
+    """FGSM: the gradient of a new leaf, read in the step and by the caller later."""
+    model = layer(device)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        model(x).tanh().square().sum().backward()
+        return x.grad
+
+    compiled = wrap(step)
+    xs = [batch(device, n).clone().requires_grad_() for n in range(CALLS)]
+    return [compiled(x) for x in xs], [x.grad for x in xs], model.weight.grad
+
+
+def collocation(device: str, wrap: Callable) -> Any:
+    """PINN: second derivatives by points in a dictionary."""
+    model = layer(device)
+
+    def step(points: dict) -> torch.Tensor:
+        x = points["x"]
+        (first,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+        loss = (second - 1).square().mean()
+        loss.backward()
+        return loss
+
+    compiled = wrap(step)
+    points = [{"x": batch(device, n).requires_grad_(), "ids": [n]} for n in range(CALLS)]
+    return [compiled(p) for p in points], [p["x"].grad for p in points], model.weight.grad
+
+
+def gradient_penalty(device: str, wrap: Callable) -> Any:
+    """WGAN-GP: the caller's backward pass uses the graph of a gradient."""
+    model = layer(device)
+
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean()
+
+    compiled, seen = wrap(penalty), []
+    for n in range(CALLS):
+        loss = compiled(batch(device, n).requires_grad_())
+        loss.backward()
+        seen.append((loss, model.weight.grad.clone()))
+    return seen
+
+
+def graph_of_the_caller(device: str, wrap: Callable) -> Any:
+    """Arguments that are no leaves: the caller's backward pass reaches the weight that made them."""
+    weight, model, seen = torch.ones(2, device=device, requires_grad=True), layer(device), []
+    compiled = wrap(lambda x, scale: model(x).tanh().sum() * scale)
+    for n in range(CALLS):
+        compiled(batch(device, n) * weight, torch.tensor(2.0).to(device)).backward()
+        seen.append(weight.grad.clone())
+    return seen, model.weight.grad
+
+
+def one_leaf_again(device: str, wrap: Callable) -> Any:
+    x, model, seen = batch(device, 0).requires_grad_(), layer(device), []
+    compiled = wrap(lambda x: model(x).tanh().sum())
+    for _ in range(CALLS):
+        compiled(x).backward()
+        seen.append(x.grad.clone())
+    return seen
+
+
+def returned_state(device: str, wrap: Callable) -> Any:
+    holder, seen = Holder(), []
+
+    def step(x: torch.Tensor) -> tuple:
+        holder.out["loss"] = x * 2
+        return holder.out, x + 1
+
+    compiled = wrap(step)
+    for n in range(CALLS):
+        out, other = compiled(batch(device, n))
+        seen.append((out["loss"], other, torch.tensor(out is holder.out)))
+    return seen
+
+
+def returned_new_state(device: str, wrap: Callable) -> Any:
+    holder = Holder()
+
+    def step(x: torch.Tensor) -> dict:
+        holder.out = {"loss": x * 2}
+        return holder.out
+
+    compiled = wrap(step)
+    outs = [(compiled(batch(device, n)), holder.out) for n in range(CALLS)]
+    return [out["loss"] for out, _ in outs], torch.tensor([out is held for out, held in outs])
+
+
+def returned_arguments(device: str, wrap: Callable) -> Any:
+    def step(given: dict) -> tuple:
+        given["x"].add_(1)
+        return given, given["ids"], given["x"].sum()
+
+    compiled, seen = wrap(step), []
+    for n in range(CALLS):
+        given = {"x": batch(device, n), "ids": [1]}
+        out, ids, total = compiled(given)
+        seen.append((given["x"], total, torch.tensor([out is given, ids is given["ids"], out["x"] is given["x"]])))
+    return seen
+
+
+def returned_changed_argument(device: str, wrap: Callable) -> Any:
+    def step(given: dict) -> dict:
+        given["y"] = given["x"] * 2
+        return given
+
+    compiled, seen = wrap(step), []
+    for n in range(CALLS):
+        given = {"x": batch(device, n)}
+        seen.append((compiled(given) is given, given["y"]))
+    return [(torch.tensor(same), y) for same, y in seen]
+
+
+def returned_object_of_a_class(device: str, wrap: Callable) -> Any:
+    compiled = wrap(lambda x: Output(x * 2))
+    return [compiled(batch(device, n)).loss for n in range(CALLS)]
+
+
+PROGRAMS = [
+    adversarial, collocation, gradient_penalty, graph_of_the_caller, one_leaf_again, returned_state, returned_new_state,
+    returned_arguments, returned_changed_argument, returned_object_of_a_class,
+]  # fmt: skip
+
+
+def _values(program: Callable, device: str, wrap: Callable) -> list[torch.Tensor]:
+    return [leaf.detach().cpu() for leaf in tree_leaves(program(device, wrap))]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_captured_call_has_the_gradients_and_objects_of_an_eager_one(program: Callable, one: None) -> None:
+    got, wanted = _values(program, "remote", gt.compile), _values(program, "cpu", lambda step: step)
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        (adversarial, "argument 0 requires grad and is a new tensor"),
+        (returned_new_state, "returns a dict that it has made and keeps"),
+        (returned_object_of_a_class, "returns an object of Output that it has made"),
+    ],
+)
+def test_what_no_program_can_do_is_done_in_parts(program: Callable, text: str, one: None) -> None:
+    steps = []
+    program("remote", lambda step: steps.append(gt.compile(step)) or steps[-1])
+    report = str(steps[0].explain())
+    assert text in report and "programs carry 100%" in report, report
+
+
+@pytest.mark.parametrize("program", [returned_state, returned_arguments])
+def test_objects_that_are_there_before_are_returned_by_programs(program: Callable, one: None) -> None:
+    steps = []
+    program("remote", lambda step: steps.append(gt.compile(step)) or steps[-1])
+    assert steps[0]._programs[0].replays >= 3, steps[0].explain()
