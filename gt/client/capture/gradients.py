@@ -352,7 +352,8 @@ class DifferentiatedArguments:
 
     def obstacle(self, leaves: list) -> str:
         """The reason why no program can serve a call, as an argument is a new tensor at each call; or ""."""
-        places, last = grad_arguments(leaves), self._last
+        places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor) and leaf.requires_grad]
+        last = self._last
         self._last = {k: weakref.ref(leaves[k]) for k in places}
         for k in places:
             if not is_leaf(leaves[k]) or (k in last and last[k]() is not leaves[k]):

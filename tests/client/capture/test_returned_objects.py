@@ -93,6 +93,22 @@ def graph_of_the_caller(device: str, wrap: Callable) -> Any:
     return seen, model.weight.grad
 
 
+def new_parameter(device: str, wrap: Callable) -> Any:
+    """A parameter that is another one at each call, as of an ensemble whose members take turns."""
+    weight, seen = batch(device, 0), []
+
+    def step(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        loss = (x * weight * scale).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    compiled = wrap(step)
+    for n in range(CALLS):
+        scale = torch.nn.Parameter(batch(device, n))
+        seen += [compiled(scale, batch(device, n)), scale.grad]
+    return seen
+
+
 def one_leaf_again(device: str, wrap: Callable) -> Any:
     x, model, seen = batch(device, 0).requires_grad_(), layer(device), []
     compiled = wrap(lambda x: model(x).tanh().sum())
@@ -159,7 +175,7 @@ def returned_object_of_a_class(device: str, wrap: Callable) -> Any:
 
 
 PROGRAMS = [
-    adversarial, collocation, gradient_penalty, graph_of_the_caller, one_leaf_again, returned_state, returned_new_state,
+    adversarial, collocation, gradient_penalty, graph_of_the_caller, new_parameter, one_leaf_again, returned_state, returned_new_state,
     returned_arguments, returned_changed_argument, returned_object_of_a_class,
 ]  # fmt: skip
 
