@@ -175,8 +175,8 @@ def returned_object_of_a_class(device: str, wrap: Callable) -> Any:
 
 
 PROGRAMS = [
-    adversarial, collocation, gradient_penalty, graph_of_the_caller, new_parameter, one_leaf_again, returned_state, returned_new_state,
-    returned_arguments, returned_changed_argument, returned_object_of_a_class,
+    adversarial, collocation, gradient_penalty, graph_of_the_caller, new_parameter, one_leaf_again, returned_state,
+    returned_new_state, returned_arguments, returned_changed_argument, returned_object_of_a_class,
 ]  # fmt: skip
 
 
