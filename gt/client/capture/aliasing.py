@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import getitem, is_
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from gt.client.capture.recording import CallRecording
 from gt.client.capture.state_walk import StateSnapshot, tensor_identity
@@ -155,7 +155,7 @@ class Containers:
         return tree_map(
             lambda thing: self._given[id(thing)] if id(thing) in self.paths else thing,
             results,
-            is_leaf=lambda thing: id(thing) in self.paths,
+            is_leaf=one_of(self.paths),
         )
 
     def give_back(self) -> bool:
@@ -187,6 +187,15 @@ class ContainerArgument:
         return functools.reduce(getitem, self.path, given)
 
 
+def one_of(objects: Iterable[int]) -> Callable[[Any], bool]:
+    """A predicate for torch's functions of trees: whether an object is one of those with these identities.
+
+    tree_map and tree_flatten keep it in a reference cycle, where an object that it refers to would outlive the call.
+    """
+    identities = frozenset(objects)
+    return lambda thing: id(thing) in identities
+
+
 def mutable_containers(results: Any) -> list:
     """The lists, dictionaries and deques among the results."""
     containers: list = []
@@ -196,7 +205,7 @@ def mutable_containers(results: Any) -> list:
             containers.append(thing)
         return False
 
-    tree_map(lambda leaf: leaf, results, is_leaf=note)
+    tree_leaves(results, is_leaf=note)
     return containers
 
 
@@ -245,7 +254,7 @@ def in_arguments(
         view = argument_view(result, leaves, inputs, memory)
         return view.of(leaves) if view else result
 
-    return tree_map(original, results, is_leaf=lambda thing: id(thing) in whole)
+    return tree_map(original, results, is_leaf=one_of(whole))
 
 
 def _place(view: torch.Tensor, copy: torch.Tensor, strides: tuple[int, ...]) -> tuple[list[int], list[int], int] | None:

@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gt.client.capture.aliasing import CallMemory, ContainerArgument, Containers, mutable_containers, sharing_arguments
+from gt.client.capture.aliasing import (
+    CallMemory,
+    ContainerArgument,
+    Containers,
+    mutable_containers,
+    one_of,
+    sharing_arguments,
+)
 from gt.client.capture.gradients import LeafGradient, memory_of
 from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.recording import CallRecording, Difference
@@ -176,7 +183,7 @@ def detached(results: Any, tape: CallRecording | None = None, whole: Mapping[int
             tape.detaches = True
         return result.detach()
 
-    return tree_map(detach, results, is_leaf=lambda thing: id(thing) in whole)
+    return tree_map(detach, results, is_leaf=one_of(whole))
 
 
 def recorded_results(results: Any, tape: CallRecording, whole: Mapping[int, Any], keeps: bool, first: bool) -> Any:

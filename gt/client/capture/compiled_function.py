@@ -32,6 +32,7 @@ from gt.client.capture.aliasing import (
     flatten_call,
     identities,
     in_arguments,
+    one_of,
     sharing_arguments,
     write_back,
     written_inputs,
@@ -482,7 +483,7 @@ class CompiledFunction(Generic[P, R]):
         answer, carried = sealed
         tape = now.tape
         reads, first = tape.reads(), tape.first
-        leaves, tree = tree_flatten(results, is_leaf=lambda thing: id(thing) in now.whole)
+        leaves, tree = tree_flatten(results, is_leaf=one_of(now.whole))
         inputs = {tensor._ref.id for tensor in [*now.inputs.values(), *(now.draws.inputs if now.draws else ())]}
         lasting = {memory_id(tensor) for _, tensor in entry.tensors()} - {old for old, _ in carried}
         copied: dict[int, ProgramResult] = {}  # by id: a tensor that is returned twice is one tensor

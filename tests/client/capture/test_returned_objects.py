@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -210,3 +212,38 @@ def test_objects_that_are_there_before_are_returned_by_programs(program: Callabl
     steps = []
     program("remote", lambda step: steps.append(gt.compile(step)) or steps[-1])
     assert steps[0]._programs[0].replays >= 3, steps[0].explain()
+
+
+def _one(x: torch.Tensor, _: dict) -> torch.Tensor:
+    return x.square().sum()
+
+
+def _new_list(x: torch.Tensor, _: dict) -> list[torch.Tensor]:
+    return [x + 1, x * 2]
+
+
+def _given_dictionary(x: torch.Tensor, given: dict) -> tuple[dict, torch.Tensor]:
+    return given, x * given["x"]
+
+
+def _read_in_the_middle(x: torch.Tensor, given: dict) -> list[torch.Tensor]:
+    return [x * x.sum().item(), given["x"] + 1]
+
+
+@pytest.mark.parametrize("step", [_one, _new_list, _given_dictionary, _read_in_the_middle], ids=lambda step: step.__name__)
+def test_results_and_arguments_end_with_their_last_reference(step: Callable, one: None) -> None:
+    compiled = gt.compile(step)
+    gc.collect()
+    gc.disable()  # a tensor in a reference cycle would wait for a collection, and its memory on the workers too
+    try:
+        for n in range(CALLS):
+            given = {"x": batch("remote", n)}
+            x = batch("remote", n)
+            results = compiled(x, given)
+            del given["x"]
+            alive = [weakref.ref(thing) for thing in tree_leaves((results, given)) if isinstance(thing, torch.Tensor)]
+            alive += [weakref.ref(x)] * (n > 2)  # the first calls' are compared with the next ones'
+            del given, x, results
+            assert not [place for place, ref in enumerate(alive) if ref() is not None], f"kept by call {n}"
+    finally:
+        gc.enable()
