@@ -80,12 +80,12 @@ class RecordedCall:
         return self if self.draws is None or self.draws.fills_inputs else None
 
     def ended(self) -> bool:
-        """Whether an argument that is neither a tensor nor a number has ended: another may have its identity."""
+        """True if an argument that is neither a tensor nor a number has ended: another may have its identity."""
         objects = (leaf for k, leaf in zip(self.key[1:], self.leaves, strict=False) if not isinstance(k, tuple))
         return any(type(leaf) is weakref.ref and leaf() is None for leaf in objects)
 
     def had(self, k: int, leaf: torch.Tensor) -> bool:
-        """Whether this very tensor was the call's argument k. The call is over."""
+        """True if this very tensor was the call's argument k. The call is over."""
         return self.leaves[k]() is leaf
 
 

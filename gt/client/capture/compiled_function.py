@@ -61,7 +61,6 @@ from gt.client.capture.boundary import (
 )
 from gt.client.capture.captured_program import CapturedProgram, ProgramResult
 from gt.client.capture.constants import argument_values
-from gt.client.capture.cycles import cycles_collected
 from gt.client.capture.fragment_tape import FragmentTape
 from gt.client.capture.gradients import (
     VIEWED,
@@ -87,6 +86,7 @@ from gt.client.trace.uploads import upload
 from gt.client.values.uploaded_values import UploadedValues
 from gt.ir.instr import BACKENDS, DISCARD, FREE, RECORD
 from gt.ir.schedules import asked
+from gt.wire.process_settings import cycles_collected
 
 log = logging.getLogger("gt")
 ARGUMENTS_DIFFER = "the function reads a value of its arguments, which differs from the call before"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gt.client.capture.cycles import cycles_collected
+from gt.wire.process_settings import cycles_collected
 
 
 class Node:
