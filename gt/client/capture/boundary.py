@@ -90,7 +90,8 @@ class RecordedCall:
 
 
 def _may_end(leaf: Any) -> bool:
-    return not is_scalar_like(leaf) and getattr(type(leaf), "__weakrefoffset__", 0) > 0 and not isinstance(leaf, weakref.ref)
+    # From Python 3.12 on, the offset is negative where the interpreter keeps the references
+    return not is_scalar_like(leaf) and getattr(type(leaf), "__weakrefoffset__", 0) != 0 and not isinstance(leaf, weakref.ref)
 
 
 class HostRngState:

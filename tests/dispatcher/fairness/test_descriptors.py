@@ -9,6 +9,7 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -100,15 +101,15 @@ def test_room_is_made_for_newcomers_only_while_strangers_are_left():
 def test_a_late_connection_is_told():
     with few() as (address, said, _), contextlib.ExitStack() as stack:
         stack.callback(worker(address).close)
-        welcome: list = []
+        welcomes = threading.Semaphore(0)
         for _ in range(LIMIT):  # as many as come in
-            link = Dealer(address, lambda message, frames: welcome.append(message), lambda reason: None)
+            link = Dealer(address, lambda message, _: isinstance(message, Welcome) and welcomes.release(), lambda reason: None)
             stack.callback(link.close)
             link.send(hello("client"))
+        assert all(welcomes.acquire(timeout=limit(20)) for _ in range(20))
         with pytest.raises(Refused, match=r"no file descriptors left, of 64: start it with more \(`ulimit -n`\)"):
             for _ in range(8):
                 stack.callback(Session(address, wait=60).close)
-        assert sum(isinstance(message, Welcome) for message in welcome) > 20
     assert said[0].count("no file descriptors left") == 1
 
 
