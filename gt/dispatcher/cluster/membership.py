@@ -201,7 +201,7 @@ class Membership:
             lease.sessions.pop(peer, None)
             lease.watch.forget(session)
             lease.stragglers.forget(session)
-            self._core.guarded(session, "its end", session.close, self._round_robin.leavings)
+            self._core.guarded(session, "its end", session.close)
         if worker is None:
             for own in self._lending.release(peer, self._core.now):
                 self._core.send(own, Renew("the session that it was lent to has ended"))

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gt.dispatcher.fairness.time_slices import Leavings
 from gt.dispatcher.planning.materializer import root_layout
 from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.programs.fragment_code import FragmentBounds, FragmentCode, WorkerCode, write_fragment
@@ -354,12 +355,12 @@ class Fragments:
         self._cuts.clear()
         self._recording, self._met = None, []
 
-    def close(self) -> None:
+    def close(self, leavings: Leavings) -> None:
         """The session is over."""
-        self._all.clear()
-        self._alike.clear()
-        self._cuts.clear()
-        self._counts.clear()
+        leavings.add(self._alike)
+        leavings.add(self._all, large=True)
+        self._cuts.leave(leavings)
+        leavings.add(self._counts)
         self._recording, self._met = None, []
 
     def _count(self, slot: int) -> CallCounts:
