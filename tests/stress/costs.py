@@ -49,6 +49,7 @@ from gt.wire.messages import (
     Report,
     Run,
     Stats,
+    TensorRoles,
     UploadChunk,
     UploadProgress,
     UploadRequest,
@@ -591,6 +592,42 @@ def a_recording_held_back_ends() -> Loop:
     return loop
 
 
+@case
+def the_first_launch_of_100000_ops() -> Loop:
+    loop = sealed(100_000)
+    loop.fresh()
+    loop.ops([LAUNCH, 0, 1, 1])
+    return loop
+
+
+@case
+def a_program_dropped_while_it_is_launched() -> Loop:
+    loop = sealed(50_000)
+    loop.fresh()
+    loop.ops([LAUNCH, 0, 1, 1, DROP, 0])
+    return loop
+
+
+@case
+def roles_of_as_many_as_fit() -> Loop:
+    loop = Loop(SPLIT)
+    loop.tensors(32_000)
+    loop.fresh()
+    loop.give(b"c", TensorRoles([[n, "weights", f"n{n}"] for n in range(2, 32_000)]))
+    return loop
+
+
+@case
+def a_fragment_of_views() -> Loop:
+    """Each op is a view of the result before, so that each result names another."""
+    loop, ops = fragmented(8), MAX_NUMBERS // 4
+    loop.ops([], [[17, VIEW]])
+    loop.ops(fragment(0, ops))
+    loop.fresh()
+    loop.ops(fragment(1, ops))
+    return loop
+
+
 # ---- questions
 
 
@@ -683,6 +720,29 @@ def the_end_of_a_worker() -> Loop:
     loop.tensors(100_000)
     loop.fresh()
     loop.lose(b"w0")
+    return loop
+
+
+@case
+def the_end_of_many_fragments() -> Loop:
+    loop, ops = fragmented(8), MAX_NUMBERS // 4
+    for n in range(24):
+        loop.ops(fragment(n, ops - n))
+    loop.fresh()
+    loop.give(b"c", Goodbye(""))
+    return loop
+
+
+@case
+def the_end_of_many_definitions() -> Loop:
+    rows = [[18 + n, row("aten.mul.Tensor", [{"t": 0}, n], [spec(4, 4)], [spec(4, 4)])] for n in range(20_000)]
+    loop = Loop(SPLIT)
+    loop.ops([16, 1, 0, 1], [[16, UPLOAD]], BOTH, (bytes(64),))
+    for first in range(0, 20_000, 4000):
+        code = itertools.chain.from_iterable((18 + n, 1, 1, 2 + n) for n in range(first, first + 4000))
+        loop.ops([*code], rows[first : first + 4000])
+    loop.fresh()
+    loop.lose(b"c")
     return loop
 
 
