@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # the public names once more, since checkers and editors do n
     from gt.client.reports.memory_snapshot import memory_snapshot as memory_snapshot
     from gt.client.metrics import log as log
     from gt.errors import (
-        CaptureError as CaptureError, CheckpointError as CheckpointError, ConfigError as ConfigError,
+        CheckpointError as CheckpointError, ConfigError as ConfigError,
         DispatcherLost as DispatcherLost, GTError as GTError, OpFailed as OpFailed, Refused as Refused,
         SessionExpired as SessionExpired, UnsupportedOp as UnsupportedOp, WorkerLost as WorkerLost, WorkerStuck as WorkerStuck,
     )
@@ -78,7 +78,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "optim": ("torch.optim", None),
     "signal": ("gt.client.groups.signal", None),
     **{name: ("gt.errors", name) for name in (
-        "CaptureError", "CheckpointError", "ConfigError", "DispatcherLost", "GTError", "OpFailed", "Refused",
+        "CheckpointError", "ConfigError", "DispatcherLost", "GTError", "OpFailed", "Refused",
         "SessionExpired", "UnsupportedOp", "WorkerLost", "WorkerStuck",
     )},
 }  # fmt: skip

@@ -30,10 +30,6 @@ class UnsupportedOp(ProgramError, NotImplementedError):
     """An op that this engine or the dispatcher cannot execute. Names the op."""
 
 
-class CaptureError(ProgramError):
-    """A step cannot be captured."""
-
-
 class CheckpointError(ProgramError, ValueError):
     """A checkpoint cannot be written or read. Names file, tensor and reason; nothing was changed."""
 
@@ -69,7 +65,7 @@ class ProtocolError(SystemFailure):
 KINDS: dict[str, type[GTError]] = {
     cls.__name__: cls
     for cls in (
-        OpFailed, ConfigError, UnsupportedOp, CaptureError, WorkerLost, WorkerStuck, SessionExpired, DispatcherLost, Refused,
+        OpFailed, ConfigError, UnsupportedOp, WorkerLost, WorkerStuck, SessionExpired, DispatcherLost, Refused,
         ProtocolError, CheckpointError,
     )
 }  # fmt: skip

@@ -17,11 +17,22 @@ _SEPARATORS = re.compile(r"[_\-. ]")
 def doubts(config: Config) -> list[str]:
     """Sentences for the user, one for each doubt."""
     if not config.groups:
-        return [f"{config.path}: no groups in it, so everything runs on one worker"] if config.path else []
-    warnings: list[str] = []
+        empty = [f"{config.path}: no groups in it, so everything runs on one worker"] if config.path else []
+        return empty + _schedule(config)
+    warnings = _schedule(config)
     for group in config.groups.values():
         warnings += filter(None, (_suffix(config, group), _elsewhere(config, group), _unused_axis(config, group)))
     return warnings[:MAX_DOUBTS]
+
+
+def _schedule(config: Config) -> list[str]:
+    """A schedule where no two groups can be stages of a pipeline."""
+    places = {(group.workers, group.everyone) for group in config.groups.values() if group.workers or group.everyone}
+    if not config.schedule or len(places) > 1:
+        return []
+    why = "all groups have the same workers" if places else "no group has workers"
+    said = f"schedule {config.schedule} orders the stages of a pipeline, and {why}"
+    return [f"{config.path or 'config'}: {said}; give each stage a group of its own, or leave schedule out"]
 
 
 def _suffix(config: Config, group: Group) -> str:

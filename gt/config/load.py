@@ -350,7 +350,8 @@ class _Reader:
             self.fail(
                 RESERVED,
                 _line(keys["reduce"]),
-                f"reduce is {reduce} with compute {compute}: gradients are added up in fp32 or as they are computed",
+                f"reduce is {reduce} with compute {compute}: gradients are added up in fp32 or as they are computed; "
+                f"write reduce: {'fp32' if compute == 'fp16' else compute}, or leave reduce out",
             )
         if reduce == "fp16":
             self.fail(RESERVED, _line(keys["reduce"]), "reduce is fp16: sums of scaled gradients overflow; leave reduce out")

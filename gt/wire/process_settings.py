@@ -96,3 +96,22 @@ def more_descriptors() -> None:
 def take_turns() -> None:
     """Let a busy thread release the interpreter within a millisecond: long passes run in threads beside the loop."""
     sys.setswitchinterval(TURN_SECONDS)
+
+
+@contextmanager
+def cycles_collected() -> Iterator[None]:
+    """Free the reference cycles that are made inside, unless it raises.
+
+    A full collection visits all objects of the process: 0.1 s and more beside torch and a few libraries. So the objects from
+    before are frozen meanwhile. Those that the program itself has frozen stay so, and others are visited then.
+    """
+    freezes = not gc.get_freeze_count()
+    if freezes:
+        gc.collect(1)  # or young cycles from before would become old ones, which wait long for a collection
+        gc.freeze()
+    try:
+        yield
+        gc.collect()
+    finally:
+        if freezes:
+            gc.unfreeze()

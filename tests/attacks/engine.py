@@ -384,15 +384,21 @@ class OpSession:
         self.tried = self.seq = 0
         self.numbers = itertools.count(16)
         self.requests = itertools.count(1)
-        self.operands = operators.pool(rng)
-        self.ids = itertools.count(len(self.operands) + 1)
+        uploaded = operators.pool(rng)
+        self.forms = [form for form, _ in uploaded] + operators.expanded()  # tensor n + 1 has the form n
+        self.ids = itertools.count(len(self.forms) + 1)
         player.connect(config=PLACES, workers=2)
         templates, code, frames = [], [], []
-        for n, (form, data) in enumerate(self.operands):
+        for n, (form, data) in enumerate(uploaded):
             upload = Template("gt.upload.default", (), (), (), 1, (Out("new", Spec.from_wire(form)),))
             templates.append([next(self.numbers), upload.wire()])
             code += [templates[-1][0], 1, n, n + 1]
             frames.append(data)
+        for n, (source, *sizes, offset) in enumerate(operators.EXPANDED, len(uploaded)):
+            ins, out = (Spec.from_wire(self.forms[source]),), Out("view", Spec.from_wire(self.forms[n]), 0)
+            view = Template("aten.as_strided.default", (T(0), *map(list, sizes), offset), (), ins, 0, (out,))
+            templates.append([next(self.numbers), view.wire()])
+            code += [templates[-1][0], 1, source + 1, n + 1]
         self.batch(templates, code, frames, [[1, "attack.py", 1, rng.choice("ab"), False, -1]])
         self.over = player.settle(seconds=20.0) is None
 
@@ -411,10 +417,10 @@ class OpSession:
         """refused, failed, executed, value, not zero, or silent if no answer came."""
         self.tried += 1
         self.player.group = self.tried
-        call = operators.Call(rng, op, [form for form, _ in self.operands], canary)
+        call = operators.Call(rng, op, self.forms, canary)
         case.text = f"{op.name}({json.dumps([call.args, call.kwargs], default=str)[:300]})"
         number = next(self.numbers)
-        said = None if rng.random() < 0.9 else rng.choice(self.operands)[0]
+        said = None if rng.random() < 0.9 else rng.choice(self.forms)
         made = [next(self.ids) for kind, _, _ in call.outs if kind in ("new", "view")]
         self.batch([[number, call.template(op.name, said)]], [number, 1, *(n + 1 for n in call.ins), *call.values, *made])
         if not made or said is not None:

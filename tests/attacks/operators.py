@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gt.ir.ops import RANDOM
-from gt.ir.spec import DTYPES, contiguous
+from gt.ir.spec import DTYPES, Spec, contiguous
 
 _TYPE = re.compile(r"(?:Optional\[)?(List\[)?(Optional\[)?(\w+)\]*")
 JIT = {"number": "Scalar", "SymInt": "int"}
@@ -103,6 +103,14 @@ FORMS: list[tuple[tuple[int, ...], str]] = [
     ((4,), "int64"), ((4, 4), "int64"), ((), "int64"), ((3,), "int64"), ((4,), "int32"), ((4, 4), "bool"), ((16,), "uint8"),
     ((4, 4), "int8"), ((3, 3, 3, 3), "float32"), ((2, 3, 4, 4, 4), "float32"),
 ]  # fmt: skip
+# Views of them, which reach the same memory more than once: (place in FORMS, shape, stride, offset)
+EXPANDED: list[tuple[int, tuple[int, ...], tuple[int, ...], int]] = [
+    (2, (4, 4), (0, 0), 0), (1, (4, 4), (0, 1), 0), (1, (4, 4), (1, 0), 0), (0, (2, 4, 4), (0, 4, 1), 0),
+    (2, (2, 3, 8, 8), (0, 0, 0, 0), 0), (19, (2, 3, 3, 3), (0, 9, 3, 1), 54), (4, (5, 4), (2, 1), 1), (2, (1 << 16,), (0,), 0),
+    (0, (4, 0, 4), (0, 0, 0), 15), (7, (2, 4, 4), (0, 4, 0), 16), (8, (2, 4, 4), (0, 4, 1), 0), (10, (4, 4), (0, 1), 0),
+    (11, (4, 4), (0, 1), 0), (14, (4,), (0,), 1), (11, (16,), (0,), 3), (16, (4, 4), (0, 0), 0),
+    (20, (2, 3, 4, 4, 4), (0, 0, 0, 0, 0), 9),
+]  # fmt: skip
 EVIL = {13: [1 << 40], 14: [1 << 62, -(1 << 63), 7]}  # of integers that look like indices and are none
 
 
@@ -120,6 +128,11 @@ def pool(rng: random.Random) -> list[tuple[list, bytes]]:
             data = bytes(rng.choice((0, 1)) for _ in range(form.nbytes))
         made.append((form.wire(), data))
     return made
+
+
+def expanded() -> list[list]:
+    """Specs of the views in EXPANDED."""
+    return [Spec(shape, stride, offset, FORMS[place][1]).wire() for place, shape, stride, offset in EXPANDED]
 
 
 # ---- arguments

@@ -44,6 +44,14 @@ def test_a_file_without_groups() -> None:
     assert doubts(load("")) == []
 
 
+def test_a_schedule_without_stages() -> None:
+    (doubt,) = doubts(load("gt: {schedule: 1f1b}"))
+    assert doubt.startswith("config: schedule 1f1b orders the stages of a pipeline, and no group has workers; give each stage")
+    (doubt,) = doubts(load("a: {workers: [0, 1]}\nb: {workers: [0, 1]}\ngt: {schedule: zb-h1}"))
+    assert "all groups have the same workers" in doubt
+    assert doubts(load("a: {workers: [0]}\nb: {workers: [1]}\ngt: {schedule: 1f1b}")) == []
+
+
 def test_our_own_configs_are_no_doubt() -> None:
     files = [*CONFIGS.rglob("*.yaml"), *EXAMPLES.rglob("*.yaml")]
     assert len(files) > 40

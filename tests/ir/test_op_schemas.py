@@ -374,3 +374,14 @@ def test_a_polynomial_of_a_degree_that_takes_for_ever_is_refused(kind, degree):
     bench.do("op", form, *range(1, len(given) + 1), 10)
     said = [row[0].message for row in bench.sent]
     assert len(said) == (degree > 3) and all("up to 1e+18, want 65536 at most" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "step", "said"), [("int8", 0.5, True), ("int64", -0.25, True), ("float32", 0.5, False), ("int64", 2, False)]
+)
+def test_a_range_whose_step_is_0_as_an_integer_is_refused(dtype, step, said):
+    """Its kernel divides by the step, which ends the process."""
+    bench = Bench()
+    args = [0, 3 if step > 0 else -3, step]
+    bench.do("op", op("aten.range.step", args, 0, [["new", None, -1]], dtype={"dtype": dtype}), 10)
+    assert ["is 0 as" in row[0].message for row in bench.sent] == [True] * said, bench.sent

@@ -6,6 +6,7 @@ Knows snapshots of Python state (state_walk.py) and the recording; nothing of pr
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -23,7 +24,7 @@ from gt.client.capture.aliasing import (
     one_of,
     sharing_arguments,
 )
-from gt.client.capture.gradients import LeafGradient, memory_of
+from gt.client.capture.gradients import LeafGradient, grad_arguments, leads_to, memory_of
 from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import (
@@ -40,8 +41,8 @@ from gt.client.groups.group_context import stack
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of
 from gt.client.trace.uploads import upload
-from gt.errors import CaptureError
 
+INSIDE = ", and a program's have none: call backward() in the function"
 OUTSIDE = ", and Python does not run in a replay: do it outside the function"
 DETACHED = (
     "results require grad, leave the function without their graph, and no backward pass ran in it: losses computed from "
@@ -69,6 +70,27 @@ class RecordedCall:
     memory: CallMemory
     whole: dict[int, Any] = field(default_factory=dict)  # containers that it returns as they are, see returned_objects
     made: frozenset[str] = frozenset()  # places where it has left new state
+
+    def kept(self) -> RecordedCall | None:
+        """This call, which is over, for the comparison with the next one; None if it is not compared with that.
+
+        Its arguments end with the caller's last reference.
+        """
+        self.leaves = [weakref.ref(leaf) if _may_end(leaf) else leaf for leaf in self.leaves]
+        return self if self.draws is None or self.draws.fills_inputs else None
+
+    def ended(self) -> bool:
+        """True if an argument that is neither a tensor nor a number has ended: another may have its identity."""
+        objects = (leaf for k, leaf in zip(self.key[1:], self.leaves, strict=False) if not isinstance(k, tuple))
+        return any(type(leaf) is weakref.ref and leaf() is None for leaf in objects)
+
+    def had(self, k: int, leaf: torch.Tensor) -> bool:
+        """True if this very tensor was the call's argument k. The call is over."""
+        return self.leaves[k]() is leaf
+
+
+def _may_end(leaf: Any) -> bool:
+    return not is_scalar_like(leaf) and getattr(type(leaf), "__weakrefoffset__", 0) > 0 and not isinstance(leaf, weakref.ref)
 
 
 class HostRngState:
@@ -119,6 +141,8 @@ def why_key_differs(old: tuple, new: tuple) -> str:
         return "arguments in another structure"
     for k in range(old[0].num_leaves):
         if old[1 + k] != new[1 + k]:
+            if not isinstance(new[1 + k], tuple) and not isinstance(old[1 + k], tuple):
+                return f"argument {k}, which is another object"
             return f"argument {k}, which was {_describe(old[1 + k])} and is {_describe(new[1 + k])}"
     return "another mode (grad, autocast, default dtype or device, signal group) or session"
 
@@ -149,8 +173,8 @@ def names_of(entry: StateSnapshot, prepared: list, drawn: list[RemoteTensor]) ->
 def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[int, RemoteTensor]]:
     """Upload or copy the arguments that a replay fills: those of the host, and remote ones that vary between calls.
 
-    Returns the arguments that the function gets, and argument -> tensor of the filled ones. CaptureError for a CPU tensor that
-    requires grad.
+    Returns the arguments that the function gets, and argument -> tensor of the filled ones. A CPU tensor that requires grad
+    stays the caller's, which its gradient has to reach.
     """
     prepared, inputs = list(leaves), {}
     sharing = sharing_arguments(leaves, last.memory) if last is not None else ()
@@ -158,14 +182,12 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
         if not isinstance(leaf, torch.Tensor):
             continue
         if isinstance(leaf, RemoteTensor):
-            if last is None or last.leaves[k] is leaf or k in sharing:
+            if last is None or last.had(k, leaf) or k in sharing:
                 continue
             if not leaf.requires_grad and is_leaf(leaf) and leaf.grad is not None:  # which a copy would lack
                 continue
             inputs[k] = prepared[k] = call(info_of(aten.clone.default), (leaf,))
-        else:
-            if leaf.requires_grad:
-                raise CaptureError(f"argument {k} is a CPU tensor that requires grad; move it to {Shown.device.type!r} first")
+        elif not leaf.requires_grad:
             inputs[k] = prepared[k] = upload(leaf)
     return prepared, inputs
 
@@ -186,15 +208,20 @@ def detached(results: Any, tape: CallRecording | None = None, whole: Mapping[int
     return tree_map(detach, results, is_leaf=one_of(whole))
 
 
-def recorded_results(results: Any, tape: CallRecording, whole: Mapping[int, Any], keeps: bool, first: bool) -> Any:
+def recorded_results(results: Any, tape: CallRecording, whole: Mapping[int, Any], leaves: list, first: bool) -> Any:
     """The results of a recorded call, detached. They keep their graph where the caller may have to use it.
 
-    keeps: whether an argument requires grad, which a graph may lead to; first: whether the call can be no program.
+    leaves: the arguments, to which a graph may lead; first: whether the call can be no program.
     """
-    without_graph = detached(results, tape, whole)
-    if keeps:
-        tape.recorder.flush()
-    return results if keeps and (first or tape.loses_graph()) else without_graph
+    without_graph, given = detached(results, tape, whole), grad_arguments(leaves)
+    if not given:
+        return without_graph
+    tape.recorder.flush()
+    for k, tensors in given.items():
+        if tape.detaches and (tape.loses_graph() or leads_to(results, tensors)):
+            tape.refuse_program(f"results have a graph that leads to argument {k}{INSIDE}")
+            return results
+    return results if first else without_graph
 
 
 def returned_objects(

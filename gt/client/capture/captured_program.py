@@ -30,7 +30,10 @@ _COPY, _CLONE = info_of(aten.copy_.default), info_of(aten.clone.default)
 
 @dataclass(slots=True)
 class ProgramResult:
-    """A result whose memory the next replay writes again, so that the caller gets a copy. lasts: a view of lasting state."""
+    """A result whose memory the next replay writes again, so that the caller gets a copy. lasts: a view of lasting state.
+
+    A gradient or state that a place in Python has, too, is one object: the next replay copies it if the caller still holds it.
+    """
 
     source: RemoteTensor | NamedMemory
     lasts: bool = False
@@ -120,6 +123,8 @@ class CapturedProgram:
                 return result.of(given)
             if type(result) is not ProgramResult:
                 return result
+            if isinstance(result.source, NamedMemory):
+                return result.tensor
             if result.lasts:
                 return result.tensor.detach()
             if id(result) not in copies:

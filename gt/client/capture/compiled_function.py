@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import itertools
 import logging
 import re
@@ -87,14 +86,15 @@ from gt.client.trace.uploads import upload
 from gt.client.values.uploaded_values import UploadedValues
 from gt.ir.instr import BACKENDS, DISCARD, FREE, RECORD
 from gt.ir.schedules import asked
+from gt.wire.process_settings import cycles_collected
 
 log = logging.getLogger("gt")
 ARGUMENTS_DIFFER = "the function reads a value of its arguments, which differs from the call before"
 REBOUND = "the function changes memory, shape, requires_grad, hooks or .grad of argument"
 CHANGED = "the function changes a list or dictionary that it gets"
-INSIDE = ", and a program's have none: call backward() in the function"
+OTHER_ARGUMENTS = "no two calls in a row have had the same kind of arguments; the last differed in "
 BESIDE = "a call of another thread was recorded or run in parts at that time: that is done to one call at a time"
-_CHANGE = re.compile(r" from \S+ to \S+")
+_CHANGE = re.compile(r" from \S+ to \S+|; the last differed in .*")
 _NUMBER = re.compile(r"-?\d[\d.e+-]*")
 
 MAX_PROGRAMS_PER_FUNCTION = 8  # the least recently used one is dropped beyond that
@@ -138,8 +138,7 @@ def compile(
 
     A function that reads values, prints or logs runs its Python at each call; runs of ops between two reads are programs then.
 
-    Raises TypeError if fn is not callable, ValueError for an unknown schedule or backend. A call raises CaptureError if an
-    argument is a CPU tensor that requires grad.
+    Raises TypeError if fn is not callable, ValueError for an unknown schedule or backend.
     """
     if fn is None:
         return functools.partial(compile, schedule=schedule, backend=backend, recompute=recompute)
@@ -209,6 +208,7 @@ class CompiledFunction(Generic[P, R]):
         try:
             in_parts = viewed or self._differentiated.obstacle(leaves)
             if in_parts:
+                self._last = None
                 self._add_reason(in_parts)
                 if not viewed:
                     self._warn(f"runs in parts: {in_parts}")
@@ -307,11 +307,10 @@ class CompiledFunction(Generic[P, R]):
                 recorder.code.extend((RECORD, self._slot, deferral, len(filled), *[t._ref.id for t in filled]))
                 recorder.flush()
                 recorder.tape = tape
-            with self._bar() as tape.tick, OutputWatch() as watch, draws or contextlib.nullcontext():
+            with cycles_collected(), self._bar() as tape.tick, OutputWatch() as watch, draws or contextlib.nullcontext():
                 results = self.fn(*containers.args, **containers.kwargs)
                 whole = returned_objects(results, entry, roots, containers, tape)
-                results = recorded_results(results, tape, whole, bool(grad_arguments(leaves)), last is None)
-            gc.collect()  # frees tensors in reference cycles, which would seem to outlive the call
+                results = recorded_results(results, tape, whole, leaves, last is None)
             recorder.flush()
             tape.finish()
             memory = call_memory(tape, entry, prepared, before)
@@ -325,9 +324,8 @@ class CompiledFunction(Generic[P, R]):
             now.made = made_paths(entry, leaving, tape.first)
             program = self._seal(last, now, entry, leaving, results, rng)
             kept = program is not None
-            # A kept recording would hold its tensors alive
-            self._last = None if kept or not (draws is None or draws.fills_inputs) else now
             self._count(kept, tape.cut)
+            self._last = None if kept or self._eager_calls else now.kept()
         except Exception:  # what the call has changed until here stays
             recorder.flush()
             memory = memory or call_memory(tape, entry, prepared, before)
@@ -357,8 +355,10 @@ class CompiledFunction(Generic[P, R]):
         if not wait and any([make_capturable(optimizer) for optimizer in entry.optimizers]):
             entry = snapshot(roots)
         self._recorded = True
-        last = self._last if self._last is not None and self._last.key == key and self._last.tape.recorder is recorder else None
-        self._last = None
+        last, self._last = self._last, None
+        if last is not None and (last.key != key or last.tape.recorder is not recorder or last.ended()):
+            self._add_reason(OTHER_ARGUMENTS + why_key_differs(last.key, key))
+            last = None
         if last is not None and last.made:
             if why := leave_entries(entry, last.made):
                 self._add_reason(why)
@@ -422,9 +422,7 @@ class CompiledFunction(Generic[P, R]):
         """
         self._returns_state |= any(type(place) is not ContainerArgument for place in now.whole.values())
         places = grad_arguments(now.leaves)
-        if now.tape.loses_graph() and places:
-            now.tape.refuse_program(f"results have a graph that leads to argument {places[0]}{INSIDE}")
-        elif now.tape.loses_graph():
+        if now.tape.loses_graph() and not places:
             self._warn(DETACHED)
         obstacle = self._obstacle(now, entry, leaving, rng)
         if obstacle is None and last is None:
@@ -471,7 +469,7 @@ class CompiledFunction(Generic[P, R]):
         for k in sorted(now.memory.required - now.inputs.keys()):
             return Difference("", f"{REBOUND} {k}{OUTSIDE}")
         for k in sorted(sharing_arguments(now.leaves, now.memory) - now.inputs.keys()):
-            if last.leaves[k] is not now.leaves[k]:
+            if not last.had(k, now.leaves[k]):
                 what = "shares memory that the function changes, and is another tensor at each call"
                 return Difference("", f"argument {k} {what}; pass a clone()")
         return None

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
 from sys import getrefcount
-from types import SimpleNamespace
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from gt.client.capture.state_walk import StateItem, StateSnapshot
+from gt.client.capture.state_walk import StateItem, StateSnapshot, is_scalar_like
 from gt.client.device.remote_tensor import Alias, Ref, RemoteTensor, is_leaf, make, rebind
 from gt.client.device.sparse_tensor import RemoteSparse
 from gt.client.trace.dispatch import call
@@ -27,6 +30,8 @@ from gt.client.trace.op_info import info_of
 
 _COPY, _CLONE = info_of(torch.ops.aten.copy_.default), info_of(torch.ops.aten.clone.default)
 VIEWED = "the program holds a view or a detached alias of"
+MAX_OBJECTS_PER_ARGUMENT = 1000  # in which tensors that require grad are looked for
+_NO_BATCHES = torch.nn.Module, torch.optim.Optimizer, type, ModuleType, FunctionType, MethodType
 FREE, OBJECT, VIEW = range(3)  # who has it beside its place in Python: nobody; its object; another tensor of its memory
 
 
@@ -335,13 +340,57 @@ def mismatch(rows: Iterable[LeafGradient | MadeState]) -> str:
     return next((why for row in rows if (why := row.mismatch())), "")
 
 
-def grad_arguments(leaves: list) -> list[int]:
-    """Places of the remote arguments that require grad and are no parameters of a module."""
-    return [
-        k
-        for k, leaf in enumerate(leaves)
-        if isinstance(leaf, RemoteTensor) and leaf.requires_grad and not isinstance(leaf, torch.nn.Parameter)
-    ]
+def grad_arguments(leaves: list) -> dict[int, list[torch.Tensor]]:
+    """Place of an argument -> the tensors in it that require grad and are no remote parameters, where there are any."""
+    held = {k: [t for t in _held(leaf) if t.requires_grad and not _is_parameter(t)] for k, leaf in enumerate(leaves)}
+    return {k: tensors for k, tensors in held.items() if tensors}
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, RemoteTensor) and isinstance(tensor, torch.nn.Parameter)
+
+
+def _held(leaf: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an argument: itself, or those in the attributes of an object, such as a dataclass of a batch."""
+    queue, seen = deque([leaf]), 0
+    while queue and seen < MAX_OBJECTS_PER_ARGUMENT:
+        thing, seen = queue.popleft(), seen + 1
+        if isinstance(thing, torch.Tensor):
+            yield thing
+        elif isinstance(thing, (list, tuple, deque)):
+            queue.extend(thing)
+        elif isinstance(thing, dict):
+            queue.extend(thing.values())
+        elif not is_scalar_like(thing) and not isinstance(thing, _NO_BATCHES):
+            queue.extend(vars(thing).values() if hasattr(thing, "__dict__") else ())
+            queue.extend(getattr(thing, name, None) for name in getattr(type(thing), "__slots__", ()))
+
+
+def leads_to(results: Any, tensors: Iterable[torch.Tensor]) -> bool:
+    """True if a graph leads from results to one of these tensors, and no backward pass has freed it."""
+    leaves = {id(tensor) for tensor in tensors}
+    ends = {tensor.grad_fn for tensor in tensors} - {None}
+    queue = [t.grad_fn for t in tree_leaves(results) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    seen: set = set()
+    while queue:
+        node = queue.pop()
+        if node in ends or id(getattr(node, "variable", None)) in leaves:
+            return True
+        if node not in seen and not _freed(node):
+            queue += [following for following, _ in node.next_functions if following is not None]
+        seen.add(node)
+    return False
+
+
+def _freed(node: torch.autograd.graph.Node) -> bool:
+    """True if a backward pass can no longer use what this node has saved: it is freed, or has been changed since."""
+    try:
+        for name in dir(node):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                getattr(node, name)
+    except RuntimeError:
+        return True
+    return False
 
 
 class DifferentiatedArguments:
@@ -355,6 +404,12 @@ class DifferentiatedArguments:
         places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor) and leaf.requires_grad]
         last = self._last
         self._last = {k: weakref.ref(leaves[k]) for k in places}
+        for k, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor) and leaf.requires_grad:
+                return (
+                    f"argument {k} is a CPU tensor that requires grad, which its gradient has to reach: "
+                    "pass a remote leaf, the same one at each call"
+                )
         for k in places:
             if not is_leaf(leaves[k]) or (k in last and last[k]() is not leaves[k]):
                 return (

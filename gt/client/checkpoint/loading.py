@@ -259,7 +259,7 @@ def _by_index(index: Path, files: _Files) -> dict[str, Path]:
     names = _json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise CheckpointError(f"{index} has no weight_map of names and files")
-    odd = next((file for file in names.values() if Path(file).name != file or file in ("", ".", "..") or "\0" in file), None)
+    odd = next((file for file in names.values() if _elsewhere(file)), None)
     if odd is not None:
         raise CheckpointError(f"{index} names {odd!r:.100}, want a file beside it")
     problems: list[str] = []
@@ -281,9 +281,29 @@ def _by_index(index: Path, files: _Files) -> dict[str, Path]:
     return places
 
 
+def _elsewhere(name: str) -> bool:
+    """True for a name that is not one of a file in the same folder."""
+    return Path(name).name != name or name in ("", ".", "..") or "\0" in name
+
+
 def _some(names: list[str]) -> str:
     shown = ", ".join(f"{name!r:.100}" for name in names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} others"
+
+
+def _check(sizes: Any, described: Any, sets: Any) -> None:
+    """ValueError for parts of a manifest that save does not write; whoever wrote the file may have meant harm."""
+    kinds = (("files", sizes, dict), ("tensors", described, dict), ("sets", sets, list))
+    for key, part, kind in kinds:
+        if type(part) is not kind:
+            raise ValueError(f"{key} is a {type(part).__name__}, want a {kind.__name__}")
+    odd = next((name for name in [*sizes, *sets] if _elsewhere(name)), None)
+    if odd is not None:
+        raise ValueError(f"it names {odd!r:.80}, want a file beside it")
+    if len(set(sets)) < len(sets):
+        raise ValueError(f"sets has {len(sets)} names, of which {len(set(sets))} differ")
+    if any(type(row) is not list or len(row) != 2 for row in described.values()):
+        raise ValueError("a row of its tensors is not a device and a truth value")
 
 
 def _read_own(where: Path, files: _Files) -> Any:
@@ -297,8 +317,9 @@ def _read_own(where: Path, files: _Files) -> Any:
     try:
         sizes, described, sets = manifest["files"], manifest["tensors"], manifest["sets"]
         wanted = state_tree.names(manifest["state"])
-        assert isinstance(sizes, dict) and isinstance(sets, list) and all(len(row) == 2 for row in described.values())
-        assert wanted <= set(described) and all(Path(name).name == name for name in [*sizes, *sets])
+        _check(sizes, described, sets)
+        if lost := sorted(wanted - set(described)):
+            raise ValueError(f"its state has {_some(lost)}, which its tensors lack")
     except _DAMAGE as error:
         raise _damaged(path, error) from None
     problems = []
@@ -327,8 +348,8 @@ def _read_own(where: Path, files: _Files) -> Any:
         raise _damaged(path, error) from None
 
 
-_DAMAGE = (AssertionError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+_DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged: {type(error).__name__} {error!s:.100}")
+    return CheckpointError(f"{path} is damaged: {type(error).__name__} {error!s:.160}")

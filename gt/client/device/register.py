@@ -24,7 +24,7 @@ from gt.client.frameworks import accelerate, after_import, distributed_checkpoin
 from gt.client.groups import module_calls, module_state
 from gt.client.reports import telemetry
 from gt.client.trace import long_lists, overrides, refusals, sparse_ops
-from gt.client.trace.composites import linear, recurrent, rms_norm
+from gt.client.trace.composites import batch_norm, linear, recurrent, rms_norm
 from gt.client.trace.composites.attention import attention
 from gt.client.trace.dispatch import dispatch, fallback
 from gt.client.trace.host_ops import ctc_loss, one_hot, tensor_split
@@ -157,6 +157,7 @@ def prepare() -> None:
     _kernels("Lazy")
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("scaled_dot_product_attention", attention, "AutogradLazy")
+    aten.impl("batch_norm", batch_norm.batch_norm, "AutogradLazy")
     for name, layers in recurrent.KERNELS.items():
         aten.impl(name, layers, "AutogradLazy")
     aten.impl("tensor_split.tensor_indices_or_sections", tensor_split, "AutogradLazy")

@@ -15,7 +15,7 @@ from gt.client.current_session import Current
 from gt.client.device.random import draw
 from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, rebind
 from gt.client.trace import host_ops, library_ops, op_info, refusals, sparse_ops
-from gt.client.trace.composites import recurrent
+from gt.client.trace.composites import batch_norm, recurrent
 from gt.client.trace.composites.attention import attention, encoder_layer, multi_head
 from gt.client.trace.composites.linear import linear
 from gt.client.trace.composites.rms_norm import rms_norm
@@ -248,6 +248,7 @@ _ROWS: dict[str, Handler | None] = {
     "aten.as_strided.default": as_strided,
     "aten.lift.default": itself,
     "aten.linear.default": linear,
+    "aten.batch_norm.default": batch_norm.handler,
     "aten._fused_rms_norm.default": rms_norm,
     "aten.lift_fresh.default": itself,
     "aten.copy_.default": host_ops.copy,

@@ -106,6 +106,16 @@ def _as_operand(name: str, operand: int = 0) -> Callable[..., Any]:
     return meta
 
 
+_as_input_norm = _as_operand("native_batch_norm")
+
+
+def _batch_norm(x: torch.Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *rest: Any) -> tuple:
+    """Strides as of the input. torch's meta kernel updates running statistics, and divides by zero for one value a channel."""
+    single = training and x.dim() > 1 and x.numel() == x.shape[1]
+    result: tuple = _as_input_norm(x, weight, bias, *((None, None) if single else (mean, variance)), training, *rest)
+    return result
+
+
 def _contiguous(name: str) -> Callable[..., Any]:
     """A meta kernel whose results are contiguous, as those of the CPU's kernel are."""
     op = getattr(torch.ops.aten, name).default
@@ -136,7 +146,7 @@ def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) 
 
 # Ops whose results are laid out as an input is, and those whose results are contiguous: torch's meta kernels say otherwise
 _PADS = [f"{kind}_pad{dims}d" for kind in ("reflection", "replication") for dims in (2, 3)]
-_AS_INPUT = ("pixel_shuffle", "channel_shuffle", "max_unpool2d", "native_batch_norm", *_PADS)
+_AS_INPUT = ("pixel_shuffle", "channel_shuffle", "max_unpool2d", *_PADS)
 _AS_SECOND = ("native_batch_norm_backward", *(f"{name}_backward" for name in _PADS))
 _MADE_CONTIGUOUS = (
     "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "glu_backward", "log_sigmoid_forward",
@@ -145,6 +155,7 @@ _MADE_CONTIGUOUS = (
 _META: dict[str, Callable] = {
     "aten._grouped_mm.default": _grouped_mm,
     "aten.convolution.default": _convolution,
+    "aten.native_batch_norm.default": _batch_norm,
     "aten._ctc_loss.default": _ctc_loss,
     "aten._weight_norm_interface.default": _weight_norm,
     **dict.fromkeys(("aten._ctc_loss_backward.default", "aten._ctc_loss_backward.Tensor"), _ctc_loss_backward),

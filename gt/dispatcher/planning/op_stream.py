@@ -35,6 +35,8 @@ MAX_WAITING_BATCHES = CREDIT // 2  # batches: a client without credit could not 
 CLOCK_INTERVAL = 128  # numbers of the stream, about 20 ops, between looks at the clock
 MAX_FREED_AT_ONCE = 2048  # tensors that are freed in one go
 NEVER = 1 << 62  # number of an op that no session reaches
+# Ops and estimated seconds of a unit, where another session uses one of the workers and where none does
+BESIDE, ALONE = (OPS_PER_UNIT, UNIT_SECONDS / SHARED_DIVISOR), (NEVER, UNIT_SECONDS)
 
 
 class OpStream:
@@ -271,9 +273,8 @@ class OpStream:
         templates, origins, rows = context.templates, context.origins, context.table.rows
         emitter, op = self._emitter, self._op
         at, end = batch.at, len(code)
-        shared = context.cluster.queue.shared(context.number)
-        grain = left = OPS_PER_UNIT if shared else end
-        unit = UNIT_SECONDS / SHARED_DIVISOR if shared else UNIT_SECONDS
+        grain, unit = BESIDE if context.cluster.queue.shared(context.number) else ALONE
+        left = grain
         queue.due = at + CLOCK_INTERVAL
         while at < end:
             start = at
@@ -287,10 +288,13 @@ class OpStream:
                 if self._pace.background.beside and not self.in_thread and self._takes_long(number):
                     batch.at, batch.spent = at, True  # begins a slice, which is done aside
                     return False
-                at = self._special(number, code, at)
-                op = self._op
+                begun, at = context.cluster.seq, self._special(number, code, at)
+                op, queue.due = self._op, 0
                 emitter.begin_op()
-                queue.due = 0
+                left -= context.cluster.seq - begun  # ops that a program carries out
+                if at < end and (emitter.seconds > unit or left <= 0):
+                    left = grain
+                    self._outbox.cut()
                 continue
             # The client's numbers are not trusted: a look-up that fails, or an id that is taken, ends the session. Checks are
             # written out here, since this loop runs for every op.
@@ -319,7 +323,7 @@ class OpStream:
             emitter.end_op()
             self.ops += 1
             left -= 1
-            if emitter.seconds > unit or not left:  # a session's turn is not to take long
+            if emitter.seconds > unit or left <= 0:  # a session's turn is not to take long
                 left = grain
                 self._outbox.cut()
         return True

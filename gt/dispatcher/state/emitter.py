@@ -10,12 +10,13 @@ from gt.dispatcher.cluster.workers import MAX_NUMBERS_PER_RUN, Cluster, Worker
 from gt.dispatcher.sharding.redistribution_steps import Order, RedistributionStep
 from gt.dispatcher.state.log_lines import Scribe
 from gt.dispatcher.state.records import NO_ORIGIN, Bound
-from gt.ir.instr import BASE_BITS, END, FORGET, FREE, Define
+from gt.ir.instr import BASE_BITS, END, FORGET, FREE, PROGRAMS, Define
 from gt.ir.layout import Layout, Mesh
 from gt.ir.text import PlanLine
 
 TEMPORARY = 1 << 39  # ids of tensors that only the dispatcher names start here, below the session's base
 LONG_SECONDS = 1e-4  # seconds that an instruction is estimated to take, to be counted
+COMPILE_SECONDS = 0.1  # estimated seconds until a worker has compiled a program
 
 
 class _Life(weakref.ref):
@@ -123,13 +124,18 @@ class Emitter:
             if number not in worker.known:
                 worker.define(define)
                 self.used.add(worker.index)
+                if define.kind in PROGRAMS and define.payload["backend"] != "eager":
+                    self._count(worker, COMPILE_SECONDS)
             worker.code += (number, at, *operands)
             if number in costs:
-                worker.seconds += costs[number]
-                self.seconds = max(self.seconds, worker.seconds)
+                self._count(worker, costs[number])
             if kept_costs is not None:
                 kept_costs[number] = define
         self.sent += len(bound)
+
+    def _count(self, worker: Worker, seconds: float) -> None:
+        worker.seconds += seconds
+        self.seconds = max(self.seconds, worker.seconds)
 
     def estimate(self, define: Define, seconds: float) -> None:
         """Have a definition count for what it takes."""

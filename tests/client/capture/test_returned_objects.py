@@ -176,9 +176,91 @@ def returned_object_of_a_class(device: str, wrap: Callable) -> Any:
     return [compiled(batch(device, n)).loss for n in range(CALLS)]
 
 
+def leaf_in_an_object(device: str, wrap: Callable) -> Any:
+    """A dataclass whose tensor requires grad: the caller's backward pass reaches it."""
+    model, seen = layer(device), []
+    compiled = wrap(lambda given: model(given.loss).tanh().sum())
+    for n in range(CALLS):
+        given = Output(batch(device, n).requires_grad_())
+        compiled(given).backward()
+        seen.append(given.loss.grad)
+    return seen, model.weight.grad
+
+
+def graph_used_in_and_out(device: str, wrap: Callable) -> Any:
+    """A gradient in the step, and the caller's backward pass through it, of one leaf."""
+    x, model, seen = batch(device, 0).requires_grad_(), layer(device), []
+
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    compiled = wrap(penalty)
+    for _ in range(CALLS):
+        compiled(x).backward()
+        seen.append(x.grad.clone())
+    return seen, model.weight.grad
+
+
+def graph_freed_in_the_step(device: str, wrap: Callable) -> Any:
+    x, model, seen = batch(device, 0).requires_grad_(), layer(device), []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).tanh().sum()
+        loss.backward()
+        return loss
+
+    compiled = wrap(step)
+    for _ in range(CALLS):
+        seen += [compiled(x), x.grad.clone()]
+    return seen, model.weight.grad
+
+
+def leaf_on_the_host(device: str, wrap: Callable) -> Any:
+    model, seen = layer(device), []
+    compiled = wrap(lambda x: model(x.to(device)).tanh().sum())
+    for n in range(CALLS):
+        x = batch("cpu", n).requires_grad_()
+        compiled(x).backward()
+        seen.append(x.grad)
+    return seen, model.weight.grad
+
+
+def returned_gradients(device: str, wrap: Callable) -> Any:
+    """The step returns gradients, and the caller scales them in place: the parameters' own are scaled."""
+    model, seen = layer(device), []
+
+    def step(x: torch.Tensor) -> list:
+        model.zero_grad()
+        model(x).tanh().sum().backward()
+        return [model.weight.grad, model.bias.grad]
+
+    compiled = wrap(step)
+    for n in range(CALLS):
+        grads = compiled(batch(device, n))
+        grads[0].mul_(2)
+        seen += [grads, torch.tensor(grads[0] is model.weight.grad), model.weight.grad.clone()]
+    return seen
+
+
+def returned_attribute(device: str, wrap: Callable) -> Any:
+    holder, seen = Holder(), []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        holder.last = x * 2  # type: ignore[attr-defined]
+        return holder.last  # type: ignore[attr-defined]
+
+    compiled = wrap(step)
+    for n in range(CALLS):
+        out = compiled(batch(device, n))
+        seen += [out, torch.tensor(out is holder.last)]  # type: ignore[attr-defined]
+    return seen
+
+
 PROGRAMS = [
     adversarial, collocation, gradient_penalty, graph_of_the_caller, new_parameter, one_leaf_again, returned_state,
-    returned_new_state, returned_arguments, returned_changed_argument, returned_object_of_a_class,
+    returned_new_state, returned_arguments, returned_changed_argument, returned_object_of_a_class, leaf_in_an_object,
+    graph_used_in_and_out, graph_freed_in_the_step, leaf_on_the_host, returned_gradients, returned_attribute,
 ]  # fmt: skip
 
 
@@ -198,6 +280,8 @@ def test_a_captured_call_has_the_gradients_and_objects_of_an_eager_one(program: 
         (adversarial, "argument 0 requires grad and is a new tensor"),
         (returned_new_state, "returns a dict that it has made and keeps"),
         (returned_object_of_a_class, "returns an object of Output that it has made"),
+        (graph_used_in_and_out, "results have a graph that leads to argument 0"),
+        (leaf_on_the_host, "argument 0 is a CPU tensor that requires grad"),
     ],
 )
 def test_what_no_program_can_do_is_done_in_parts(program: Callable, text: str, one: None) -> None:
@@ -207,8 +291,12 @@ def test_what_no_program_can_do_is_done_in_parts(program: Callable, text: str, o
     assert text in report and "programs carry 100%" in report, report
 
 
-@pytest.mark.parametrize("program", [returned_state, returned_arguments])
-def test_objects_that_are_there_before_are_returned_by_programs(program: Callable, one: None) -> None:
+@pytest.mark.parametrize(
+    "program",
+    [returned_state, returned_arguments, graph_freed_in_the_step, returned_gradients, returned_attribute],
+    ids=lambda program: program.__name__,
+)
+def test_objects_that_are_in_python_after_a_call_are_returned_by_programs(program: Callable, one: None) -> None:
     steps = []
     program("remote", lambda step: steps.append(gt.compile(step)) or steps[-1])
     assert steps[0]._programs[0].replays >= 3, steps[0].explain()
@@ -242,8 +330,32 @@ def test_results_and_arguments_end_with_their_last_reference(step: Callable, one
             results = compiled(x, given)
             del given["x"]
             alive = [weakref.ref(thing) for thing in tree_leaves((results, given)) if isinstance(thing, torch.Tensor)]
-            alive += [weakref.ref(x)] * (n > 2)  # the first calls' are compared with the next ones'
+            alive.append(weakref.ref(x))
             del given, x, results
             assert not [place for place, ref in enumerate(alive) if ref() is not None], f"kept by call {n}"
     finally:
         gc.enable()
+
+
+def test_objects_among_arguments_end_with_their_last_reference(one: None) -> None:
+    """The next call is compared with a recorded one, and an object of another call may get the identity of an ended one."""
+    compiled = gt.compile(lambda given: given.loss + 1)
+    gc.disable()
+    try:
+        for n in range(CALLS):
+            given = Output(batch("remote", n))
+            alive = weakref.ref(given), weakref.ref(given.loss)
+            torch.testing.assert_close(compiled(given).cpu(), batch("cpu", n) + 1)
+            del given
+            assert [ref() for ref in alive] == [None, None], f"kept by call {n}"
+    finally:
+        gc.enable()
+
+
+def test_the_reason_is_shown_if_no_two_calls_have_the_same_kind_of_arguments(one: None) -> None:
+    compiled = gt.compile(lambda given, **more: given.loss + 1)
+    given = Output(batch("remote", 0))
+    for n in range(3):
+        compiled(given, **{f"name{n}": 1})
+    assert "differed in arguments in another structure" in str(compiled.explain())
+    assert str(compiled.explain()).count("no two calls in a row") == 1

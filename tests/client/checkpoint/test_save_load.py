@@ -442,6 +442,27 @@ def test_a_damaged_checkpoint_is_refused_before_anything_changes(saved, how, sai
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "key, change, said",
+    [
+        ("sets", lambda sets: ["../model"], "it names '../model', want a file beside it"),
+        ("sets", lambda sets: sets * 100_000, "sets has [0-9]+ names, of which 2 differ"),
+        ("sets", lambda sets: {"model": 1}, "sets is a dict, want a list"),
+        ("files", lambda files: files | {"/etc/passwd": 1}, "it names '/etc/passwd', want a file beside it"),
+        ("files", lambda files: files | {"..": 1}, "it names '..', want a file beside it"),
+        ("tensors", lambda rows: {name: 1 for name in rows}, "not a device and a truth value"),
+        ("tensors", lambda rows: {}, "its state has 'model/a.bias', .* which its tensors lack"),
+    ],
+)
+def test_a_manifest_that_save_does_not_write_is_refused_by_its_fault(saved, key, change, said):
+    path, fresh, _ = saved
+    manifest = json.loads((path / "gt.json").read_text())
+    manifest[key] = change(manifest[key])
+    (path / "gt.json").write_text(json.dumps(manifest))
+    with pytest.raises(gt.CheckpointError, match=f"gt.json is damaged: ValueError .*{said}"):
+        gt.load(path, into={"model": fresh[0], "optimizer": fresh[1]})
+
+
 def test_a_checkpoint_of_another_model_is_refused_with_all_differences(saved):
     path, fresh, _ = saved
     other = nn.Sequential(nn.Linear(3, 3)).to("remote")

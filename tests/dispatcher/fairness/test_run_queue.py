@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
+import pytest
 
 from gt.dispatcher.events import PeerLost
 from gt.dispatcher.fairness.run_queue import AHEAD_SECONDS, MAX_UNITS, MIN_UNITS, SHARED_DIVISOR, UNIT_SECONDS, RunQueue, Unit
-from gt.ir.instr import END
+from gt.ir.instr import BACKENDS, END, END_FRAGMENT, FRAGMENT
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, T, Template
 from gt.wire.link import hello
@@ -251,6 +253,44 @@ def test_ops_go_out_in_smaller_units_where_another_session_uses_the_worker():
         code = [number for n in range(12) for number in (17, 0, 1, 1, 2 + n)]
         bench.give(b"c", Ops(1, [], [], code))
         assert len(bench.to(b"w0", Run)[0].code) == 5 * ops
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_launches_of_programs_go_out_in_units_where_another_session_uses_the_worker(backend):
+    bench = CoreBench("")
+    bench.client(b"d", "")
+    for peer in (b"c", b"d"):
+        templates = [[16, TEMPLATES[0]], *([17 + n, TEMPLATES[3]] for n in range(8))]
+        bench.give(peer, Ops(0, templates, [], [16, 0, 0, 1, 17, 0, 1, 2]), (bytes(64),))
+        carried_out(bench)
+    made = itertools.count(3)
+
+    def calls(call: int, length: int) -> list:
+        """One batch with eight functions, each a run of negations that begins with a template of its own."""
+        code: list = []
+        for function in range(8):
+            ids = [1, *itertools.islice(made, length)]
+            ops = [number for ins, out in itertools.pairwise(ids) for number in (17 + function, 0, ins, out)]
+            header = [FRAGMENT, function, call, BACKENDS.index(backend), 0, 0, len(ops)]
+            code += [*header, *ops, END_FRAGMENT, length, *ids[1:]]
+        return code
+
+    length = 24 if backend == "eager" else 3  # 64 ops are a unit, and so is a compilation
+    for call in range(2):
+        bench.give(b"c", Ops(1 + call, [], [], calls(call, length)))
+        while not bench.to(b"c", Ack):
+            carried_out(bench)
+    bench.give(b"c", Ops(3, [], [], calls(2, length)))
+    launches = [[define for define in run.defines if define[1] == "fragment"] for run in bench.to(b"w0", Run)]
+    most = 3 if backend == "eager" else 1  # launches of one Run
+    assert sum(map(len, launches)) > most and max(map(len, launches)) == most, launches
+    seen = sum(map(len, launches))
+    while seen < 8:
+        carried_out(bench)
+        runs = bench.to(b"w0", Run)
+        assert runs and all(len(run.defines) <= most for run in runs)
+        seen += sum(define[1] == "fragment" for run in runs for define in run.defines)
+    assert seen == 8
 
 
 def test_a_session_that_ends_leaves_nothing_of_what_waited_for_its_turn():

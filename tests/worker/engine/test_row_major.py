@@ -31,6 +31,8 @@ CALLS: dict[str, list[Any]] = {
     "aten.native_group_norm_backward.default": [GRAD, X, MEAN, MEAN.exp(), WEIGHT, 64, 8, 4, 4, [True, True, True]],
     "aten._embedding_bag.default": [ROWS, torch.randint(0, 40, (40,)), BAGS, False, 0, False, torch.randn(40)],
     "aten.adaptive_max_pool3d_backward.default": [POOLED, VOLUME, PLACES],
+    "aten.median.dim": [ROWS, 0],
+    "aten.nanmedian.dim": [ROWS, 1],
 }  # fmt: skip
 
 

@@ -127,7 +127,20 @@ def of_low_degree(op: Callable, schema: Schema) -> Callable:
     return call
 
 
+def of_whole_steps(op: Callable, schema: Schema) -> Callable:
+    """The op of start, end and step, which raises ValueError for a step that is 0 as an integer: the kernel divides by it."""
+
+    def call(start: Any, end: Any, step: Any = 1, **kwargs: Any) -> Any:
+        dtype = kwargs.get("dtype")
+        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex) and -1 < step < 1:
+            raise ValueError(f"step of {schema.op} is {step!r}, which is 0 as {dtype}: want a step of 1 or -1 at least")
+        return op(start, end, step, **kwargs)
+
+    return call
+
+
 CHECKS: dict[str, Callable[[Callable, Schema], Callable]] = {
     **dict.fromkeys(BOUNDS, bounded),
     **dict.fromkeys(POLYNOMIALS, of_low_degree),
+    "range": of_whole_steps,
 }
