@@ -233,7 +233,6 @@ class Programs:
         if message.recompute not in (0, *BOUNDS):
             raise ProtocolError(f"FinishCapture.recompute is {message.recompute!r:.40}, want 0, 1 or 2")
         self.deferred.end(tape)
-        alias = self._emitter.common("alias")
         added: dict[str, Define] = {}
         program: Program | None = None
         with self._context.apart():
@@ -242,7 +241,7 @@ class Programs:
             if not why:
                 tape = run_passes(tape, context, PASSES)
                 parts, copied = self._write(tape, pairs, message), self._with_copies()
-                program = self._program(tape, pairs, [alias] if pairs else [])
+                program = self._program(tape, pairs)
                 program.order = context.schedule
         self._emitter.begin_run()
         why = why or self._failures.harm(tape.journal)  # one may be reported since
@@ -257,6 +256,8 @@ class Programs:
                     self._emitter.announce(self._cluster.workers[worker], define)
             for tensor in copied:  # a replay makes them, and ends them
                 self._redistributor.drop_copies(tensor)
+            if pairs:
+                program.uses.append(self._emitter.common("alias"))
             self._make(program, pairs, message, parts)
         self._outbox.cut()
         self.sealed = self._cluster.seq
@@ -407,8 +408,8 @@ class Programs:
                 self._pause()
             self._alias(made, read)
 
-    def _program(self, tape: Recording, pairs: list[tuple[int, int]], named: list[Define]) -> Program:
-        """The program of a recording, not defined yet; its storages know of it already. named: other definitions in it."""
+    def _program(self, tape: Recording, pairs: list[tuple[int, int]]) -> Program:
+        """The program of a recording, not defined yet; its storages know of it already."""
         rows, costs = self._table.rows, self._emitter.costs
         carried = [rows[read].storage for read, _ in pairs]
         older = [tensor for i in tape.before if (tensor := rows.get(i)) is not None]
@@ -418,7 +419,7 @@ class Programs:
         makes = dict.fromkeys(t.storage for i, t in rows.items() if i not in tape.before)
         layouts = RecordedLayouts(t for t in older if (t.storage in reads or t.storage in writes) and t.layout is not None)
         made = RecordedLayouts(t for i, t in rows.items() if i not in tape.before and t.layout is not None and t.base is None)
-        uses = dict.fromkeys([*named, *(row.define for part in tape.code.values() for row in part)])
+        uses = dict.fromkeys(row.define for part in tape.code.values() for row in part)
         journal, copies = tape.sealed(), self._host_copies.of_program(tape)
         touched = [*reads], [*writes], [*makes]
         program = Program([*uses], journal, layouts, made, *touched, tape.constants, tape.size, copies)
