@@ -168,8 +168,8 @@ class Core:
             self.membership.examined(event)
         elif isinstance(event, Turn):
             self.round_robin.go_on()
-        if self.round_robin.leavings:
-            self.round_robin.leavings.clear()
+        if self.pace.leavings:
+            self.pace.leavings.clear()
         if self.page:
             self._turn_page()
         if self.round_robin.pending:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from gt.dispatcher.cluster.peer_info import client_info
 from gt.dispatcher.cluster.tensor_roles import RoleTable
 from gt.dispatcher.cluster.workers import Worker
-from gt.dispatcher.fairness.time_slices import Leavings
 from gt.dispatcher.planning.materializer import Materializer
 from gt.dispatcher.planning.op_binder import OpBinder
 from gt.dispatcher.planning.op_stream import OpStream
@@ -117,13 +116,13 @@ class ClientSession:
         self.arenas.regain(worker)
         self.op_stream.regain(worker)
 
-    def close(self, leavings: Leavings) -> None:
+    def close(self) -> None:
         """The client is gone: nothing of it stays on any worker. What is large is left to be freed in slices."""
-        context, outbox = self.context, self.outbox
+        context, outbox, leavings = self.context, self.outbox, self.pace.leavings
         takes = [buffered.uploads for buffered in (*outbox.take_deferred(), *outbox.held)]
         takes += [unit.uploads for unit in self.cluster.queue.leave(self.number)]
         self.programs.discard()
-        self.op_stream.fragments.close()
+        self.op_stream.fragments.close(leavings)
         outbox.discard()
         if self.op_stream.interrupted >= 0:
             self.op_stream.end_interrupt()

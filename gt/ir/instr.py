@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from gt.ir.layout import piece_shape
+from gt.ir.template import weight
 
 if TYPE_CHECKING:
     from gt.ir.template import Template
@@ -178,6 +179,11 @@ class Define:
     @classmethod
     def from_wire(cls, row: list) -> Define:
         return cls(*row)
+
+    @cached_property
+    def weight(self) -> int:
+        """Numbers and names of its payload, counted once for all workers that are told it."""
+        return weight(self.payload)
 
     @cached_property
     def operands(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -21,10 +22,14 @@ from gt.wire.messages import CODES, Message
 SMALL_BYTES = 32 << 10  # bytes of a body that unpacks within milliseconds, whatever its content
 MAX_ASKED_BYTES = 3 << 19  # bytes of a body from a peer to the dispatcher, at most
 MAX_CONTAINERS = 96 << 10  # lists and maps in one field
+# Of a field in a body that is not small: a byte may become a number or a text, 20 ns each, and 10 bytes a key, 1000 ns
+MAX_STREAM_NUMBERS = 1 << 18
+MAX_LIST_BYTES, MAX_MAP_BYTES = 3 << 18, 1 << 17
 _CONTAINERS = bytes([*range(0x80, 0xA0), 0xDC, 0xDD, 0xDE, 0xDF])  # first bytes of lists and maps in msgpack
 MAX_DEPTH = 24  # nested containers, without the message's own list
 _NUMBERS = frozenset({int, float, bool})
-_ATOMS = frozenset({int, float, bool, str, bytes, type(None)})
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None), list, dict})
+_LONG_LIST = b"\xdd"  # first byte of a list of 65536 or more, before the count in 4 bytes
 T = TypeVar("T")
 
 
@@ -78,12 +83,20 @@ def _getter(names: Sequence[str]) -> Callable[[Any], tuple]:
 _TYPES = {kind.__name__: (kind,) for kind in (int, str, list, dict, bool, float)}
 _ROWS: RowTypes[Message] = RowTypes("message", CODES, {**_TYPES, "Numbers": (list,)})
 _STREAMS = frozenset(f"{cls.__name__}.{field.name}" for cls in CODES for field in fields(cls) if field.type == "Numbers")
+# bytes of each other field with nested values; of a worker's Report as many as a body has
+_MAX_BYTES = {
+    f"{cls.__name__}.{field.name}": MAX_LIST_BYTES if field.type == "list" else MAX_MAP_BYTES
+    for cls in CODES
+    for field in fields(cls)
+    if field.type in ("list", "dict")
+} | {"Report.body": MAX_ASKED_BYTES}
+_LATER = frozenset({"Ops.templates", "Ops.origins"})  # the dispatcher checks their rows one by one, a slice of them in a turn
 # by code: place in the row, and name, of each field with nested values
 _NESTED = tuple(
     tuple(
         (place, f"{cls.__name__}.{field.name}")
         for place, field in enumerate(fields(cls), 1)
-        if field.type in ("list", "dict", "Numbers")
+        if field.type in ("list", "dict", "Numbers") and f"{cls.__name__}.{field.name}" not in _LATER
     )
     for cls in CODES
 )
@@ -121,7 +134,7 @@ def unpack(body: bytes | memoryview) -> Message:
         raise ProtocolError(f"body of {len(body)} bytes is not msgpack: {str(error) or type(error).__name__}") from None
     message = _ROWS.parse(row)
     for place, name in _NESTED[row[0]]:
-        _check(row[place], name)
+        check(row[place], name)
     return message
 
 
@@ -142,37 +155,43 @@ def weigh(body: bytes) -> None:
         for name in _ROWS.names[number]:
             start = reader.tell()
             reader.skip()
-            part, stream = body[start : reader.tell()], f"{CODES[number].__name__}.{name}" in _STREAMS
-            # An upper bound: bytes of numbers and texts may look like containers too.
-            count = len(part) - len(part.translate(None, _CONTAINERS))
-            if count > (64 + len(part) // 3 if stream else MAX_CONTAINERS):
-                raise ProtocolError(f"{CODES[number].__name__}.{name} has about {count} lists, more than are taken")
+            _weigh_field(f"{CODES[number].__name__}.{name}", body[start : reader.tell()])
     except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
         raise ProtocolError(f"body of {len(body)} bytes is not msgpack: {str(error) or type(error).__name__}") from None
 
 
-def _check(value: Any, where: str) -> None:
-    """Raise ProtocolError unless a field has plain values, nested up to MAX_DEPTH. A flat list of numbers returns fast."""
+def _weigh_field(name: str, part: bytes) -> None:
+    """Raise ProtocolError for one field, a part of the body, that would take long."""
+    stream, most = name in _STREAMS, _MAX_BYTES.get(name, MAX_ASKED_BYTES)
+    if len(part) > most:
+        raise ProtocolError(f"{name} has {len(part)} bytes, at most {most} are taken")
+    if stream and part[:1] == _LONG_LIST and (numbers := int.from_bytes(part[1:5], "big")) > MAX_STREAM_NUMBERS:
+        raise ProtocolError(f"{name} has {numbers} numbers, at most {MAX_STREAM_NUMBERS} are taken")
+    # An upper bound: bytes of numbers and texts may look like containers too.
+    count = len(part) - len(part.translate(None, _CONTAINERS))
+    if count > (64 + len(part) // 3 if stream else MAX_CONTAINERS):
+        raise ProtocolError(f"{name} has about {count} lists, more than are taken")
+
+
+def check(value: Any, where: str) -> None:
+    """Raise ProtocolError unless a field has plain values, nested up to MAX_DEPTH.
+
+    All values of one depth are looked at together, by a few calls: a loop over them in Python takes ten times as long.
+    """
     if type(value) is list and _NUMBERS.issuperset(map(type, value)):
         return
     if where in _STREAMS:
         raise ProtocolError(f"{where} holds a {next(type(item).__name__ for item in value if type(item) not in _NUMBERS)}")
-    level = [value]
+    lists, maps = ([value], []) if type(value) is list else ([], [value])
     for _ in range(MAX_DEPTH):
-        below: list[Any] = []
-        for container in level:
-            inner = container.values() if type(container) is dict else container
-            if _NUMBERS.issuperset(map(type, inner)):
-                continue
-            for item in inner:
-                if type(item) in _ATOMS:
-                    continue
-                if type(item) is not list and type(item) is not dict:
-                    raise ProtocolError(f"{where} holds a {type(item).__name__}")
-                below.append(item)
-        if not below:
+        items = [*chain.from_iterable(lists), *chain.from_iterable(map(dict.values, maps))]
+        kinds = {*map(type, items)}
+        if not kinds <= _PLAIN:
+            raise ProtocolError(f"{where} holds a {next(kind.__name__ for kind in map(type, items) if kind not in _PLAIN)}")
+        lists = [item for item in items if type(item) is list] if list in kinds else []
+        maps = [item for item in items if type(item) is dict] if dict in kinds else []
+        if not lists and not maps:
             return
-        level = below
     raise ProtocolError(f"{where} is nested more than {MAX_DEPTH} deep")
 
 

@@ -57,6 +57,10 @@ from tests.stress import fuzz
 UPLOAD, NEG = TEMPLATES[0], TEMPLATES[3]
 
 
+def nested(depth: int) -> list:
+    return [nested(depth - 1)] if depth else []
+
+
 @pytest.fixture
 def bench() -> CoreBench:
     return CoreBench()
@@ -109,6 +113,7 @@ def test_a_mutated_template_is_one_or_a_value_error(seed):
     [
         (Ops(5, [], [], []), "Ops.seq is 5, want 0"),
         (Ops(0, [[3, NEG]], [], []), "numbers from 16"),
+        (Ops(0, [[16, row("aten.neg.default", nested(30), [], [])]], [], []), "Ops.templates is nested more than 24 deep"),
         (Ops(0, [[16, row("os.system.default", [], [], [])]], [], []), "os.system.default is not an op of the table"),
         (Ops(0, [[16, [*NEG[:3], [[[1 << 62, 4], [4, 1], 0, "float32"]], *NEG[4:]]]], [], []), "more than any memory holds"),
         (Ops(0, [[16, row("aten.neg.default", [{"t": 4}], [spec(2)], [spec(2)])]], [], []), "tensor 4 of 1"),

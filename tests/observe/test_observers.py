@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gt
-from gt.client.groups.role_reports import RoleReports, roles
+from gt.client.groups.role_reports import RoleReports, fitting, roles
 from gt.client.trace.recorder import Recorder
 from gt.dispatcher.cluster import observers
 from gt.dispatcher.cluster.health import stamps
@@ -544,6 +544,14 @@ def test_bad_roles_are_refused(row) -> None:
     field = Observed()
     field.give(b"c", TensorRoles([row]))
     assert any(isinstance(message, Exit) for message in field.sent[b"c"]) and b"c" not in field.core.sessions
+
+
+def test_roles_of_many_tensors_are_as_many_as_the_server_takes() -> None:
+    rows = [[1 << 30, "gradients", "n" * 200]] * (1 << 15)
+    with pytest.raises(ProtocolError, match="body has"):
+        codec.weigh(codec.pack(TensorRoles(rows)))
+    codec.weigh(codec.pack(TensorRoles(fitting(rows))))
+    assert len(fitting(rows)) > 3000 and fitting(rows[:100]) == rows[:100]
 
 
 def test_records_that_are_sent_once_are_not_lost_with_a_moment_that_nobody_took() -> None:

@@ -1,7 +1,9 @@
 """The costliest messages: what each kind of message can cost the dispatcher's loop, at its limits and a little beyond.
 
 `python -m tests.stress.costs` prints a table of CPU milliseconds: the longest turn of each message, and its number of turns.
-CPU time is the loop's own thread's, so that other processes on the machine do not count, nor passes beside it.
+A turn is an event with the packing of what is sent for it. CPU time is the loop's own thread's and that of threads that it
+waits for, so that other processes on the machine do not count, nor passes beside the loop. A case over the bound is measured
+again, and the shortest counts.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from gt.dispatcher.core import Core
@@ -46,6 +49,7 @@ from gt.wire.messages import (
     Report,
     Run,
     Stats,
+    TensorRoles,
     UploadChunk,
     UploadProgress,
     UploadRequest,
@@ -54,12 +58,43 @@ from gt.wire.process_settings import collect_less
 from tests.helpers.hostile import row, spec
 
 BOUND = 50.0  # milliseconds
+TRIES = 3  # measurements of a case that is over the bound
 NAMES = [chr(0x4E00 + i) for i in range(150)]
 UPLOAD = row("gt.upload.default", [], [], [spec(4, 4)], 1)
 NEG = row("aten.neg.default", [{"t": 0}], [spec(4, 4)], [spec(4, 4)])
 VIEW = row("aten.t.default", [{"t": 0}], [spec(4, 4)], [("view", spec(4, 4), 0)])
 BOTH = [[1, "f", 1, "a", False, -1], [2, "f", 1, "b", False, -1]]  # origins in its groups
 SPLIT = "a: {shard: {axis: 0, workers: [0, 1, 2, 3]}}\nb: {workers: [4, 5, 6, 7]}\n"
+
+
+class TimedBackground(Background):
+    """`held`: CPU seconds of threads that had the baton, while the loop waited for them."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        super().__init__(wake)
+        self.held = self._since = 0.0
+
+    def begin(self, call: Callable[[], None]) -> None:
+        def timed() -> None:
+            self._since = time.thread_time()
+            try:
+                call()
+            finally:
+                self.held += time.thread_time() - self._since
+
+        super().begin(timed)
+
+    @contextlib.contextmanager
+    def apart(self, over: Callable[[], bool]) -> Iterator[None]:
+        if getattr(self._here, "leg", None) is None:  # in the loop's own thread
+            yield
+            return
+        self.held += time.thread_time() - self._since
+        try:
+            with super().apart(over):
+                yield
+        finally:
+            self._since = time.thread_time()
 
 
 @dataclass
@@ -75,7 +110,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._call = threading.Event()
-        self.background = Background(self._call.set)
+        self.background = TimedBackground(self._call.set)
         self.core = Core(pace=Pace(time.monotonic, background=self.background))
         self.gates: dict[bytes, Gate] = {}
         self.batch = 0
@@ -87,9 +122,13 @@ class Loop:
         self.longest, self.count = 0.0, 0
 
     def _timed(self, call: Callable[[], list]) -> list:
+        self.background.held = 0.0
         start = time.thread_time()
         actions = call()
-        self.longest = max(self.longest, time.thread_time() - start)
+        for action in actions:
+            if isinstance(action, Send):
+                codec.pack(action.message)
+        self.longest = max(self.longest, time.thread_time() - start + self.background.held)
         self.count += 1
         return actions
 
@@ -101,11 +140,10 @@ class Loop:
             again = False
             for action in pending.pop(0):
                 again |= isinstance(action, TurnWanted)
-                if isinstance(action, Send):
-                    codec.pack(action.message)
-                    follows = self._follows(action)
-                    if follows is not None:
-                        pending.append(self.core.handle(Received(action.peer, follows)))
+                follows = self._follows(action) if isinstance(action, Send) else None
+                if follows is not None:
+                    answer = Received(action.peer, follows)
+                    pending.append(self._timed(partial(self.core.handle, answer)))
             while (again or self.background._legs) and not pending:
                 if not again:
                     self._call.wait(0.05)
@@ -554,6 +592,42 @@ def a_recording_held_back_ends() -> Loop:
     return loop
 
 
+@case
+def the_first_launch_of_100000_ops() -> Loop:
+    loop = sealed(100_000)
+    loop.fresh()
+    loop.ops([LAUNCH, 0, 1, 1])
+    return loop
+
+
+@case
+def a_program_dropped_while_it_is_launched() -> Loop:
+    loop = sealed(50_000)
+    loop.fresh()
+    loop.ops([LAUNCH, 0, 1, 1, DROP, 0])
+    return loop
+
+
+@case
+def roles_of_as_many_as_fit() -> Loop:
+    loop = Loop(SPLIT)
+    loop.tensors(32_000)
+    loop.fresh()
+    loop.give(b"c", TensorRoles([[n, "weights", f"n{n}"] for n in range(2, 32_000)]))
+    return loop
+
+
+@case
+def a_fragment_of_views() -> Loop:
+    """Each op is a view of the result before, so that each result names another."""
+    loop, ops = fragmented(8), MAX_NUMBERS // 4
+    loop.ops([], [[17, VIEW]])
+    loop.ops(fragment(0, ops))
+    loop.fresh()
+    loop.ops(fragment(1, ops))
+    return loop
+
+
 # ---- questions
 
 
@@ -649,6 +723,29 @@ def the_end_of_a_worker() -> Loop:
     return loop
 
 
+@case
+def the_end_of_many_fragments() -> Loop:
+    loop, ops = fragmented(8), MAX_NUMBERS // 4
+    for n in range(24):
+        loop.ops(fragment(n, ops - n))
+    loop.fresh()
+    loop.give(b"c", Goodbye(""))
+    return loop
+
+
+@case
+def the_end_of_many_definitions() -> Loop:
+    rows = [[18 + n, row("aten.mul.Tensor", [{"t": 0}, n], [spec(4, 4)], [spec(4, 4)])] for n in range(20_000)]
+    loop = Loop(SPLIT)
+    loop.ops([16, 1, 0, 1], [[16, UPLOAD]], BOTH, (bytes(64),))
+    for first in range(0, 20_000, 4000):
+        code = itertools.chain.from_iterable((18 + n, 1, 1, 2 + n) for n in range(first, first + 4000))
+        loop.ops([*code], rows[first : first + 4000])
+    loop.fresh()
+    loop.lose(b"c")
+    return loop
+
+
 # ---- what a worker may say
 
 
@@ -724,6 +821,8 @@ def main(argv: list[str] | None = None) -> int:
     with as_in_the_server():
         for name in args.names or CASES:
             longest, count, errors = measured(name)
+            for _ in range(TRIES - 1):
+                longest = min(longest, measured(name)[0]) if longest > BOUND else longest
             over += longest > BOUND
             mark = "OVER" if longest > BOUND else ""
             sys.stdout.write(f"{name:42} {longest:9.1f} ms  {count:6} turns  {mark:5}{errors[-1][:80] if errors else ''}\n")

@@ -1,6 +1,7 @@
 """The codec: every message survives the wire, and no bytes whatever raise anything but a ProtocolError."""
 
 import contextlib
+import re
 from dataclasses import fields
 
 import msgpack
@@ -82,7 +83,7 @@ def test_well_formed_msgpack_of_another_kind_is_refused_or_a_message(value):
     ],
 )
 def test_the_error_names_message_and_field(row, says):
-    with pytest.raises(ProtocolError, match=says.replace(".", r"\.").replace("[", r"\[")):
+    with pytest.raises(ProtocolError, match=re.escape(says).replace("[", r"\[")):
         codec.unpack(msgpack.packb(row))
 
 
@@ -95,8 +96,10 @@ def test_nesting_is_bounded():
     deep: list = []
     for _ in range(codec.MAX_DEPTH):
         deep = [deep]
-    with pytest.raises(ProtocolError, match=r"Ops\.origins is nested"):
-        codec.unpack(codec.pack(Ops(0, [], deep, [])))
+    with pytest.raises(ProtocolError, match=r"FinishCapture\.carried is nested"):
+        codec.unpack(codec.pack(messages.FinishCapture(0, 0, "", "", deep, 0, 0, 0)))
+    with pytest.raises(ProtocolError, match=r"Hello\.info is nested"):
+        codec.unpack(codec.pack(messages.Hello(1, "", "", "", "", {}, {"a": {"b": deep}})))
     with pytest.raises(ProtocolError, match=r"Ops\.code holds a list"):
         codec.unpack(codec.pack(Ops(0, [], [], [1, []])))
     with pytest.raises(ProtocolError):
@@ -118,3 +121,23 @@ def test_bodies_are_bounded(monkeypatch):
         codec.pack(Ops(0, [], [], [0] * 200))
     with pytest.raises(ProtocolError, match="at most 100"):
         codec.unpack(bytes(200))
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (messages.Hello(1, "", "", "", "", {f"{n:08}": n for n in range(20_000)}, {}), "Hello.switches has "),
+        (messages.Metrics(1, {"a": ["x"] * 70_000}), "Metrics.values has 140008 bytes, at most"),
+        (messages.Describe(1, [1] * 800_000), "Describe.tensors has 800005 bytes, at most"),
+        (Ops(0, [["x"] * 400_000], [], []), "Ops.templates has 800006 bytes, at most"),
+        (Ops(0, [], [], [1] * (codec.MAX_STREAM_NUMBERS + 1)), "Ops.code has 262145 numbers, at most 262144"),
+    ],
+)
+def test_what_takes_long_is_refused_before_it_is_unpacked(message, says):
+    with pytest.raises(ProtocolError, match=re.escape(says)):
+        codec.weigh(codec.pack(message))
+
+
+def test_as_many_numbers_as_a_batch_may_have_are_taken():
+    codec.weigh(codec.pack(Ops(0, [], [], [1 << 20] * codec.MAX_STREAM_NUMBERS)))
+    codec.weigh(codec.pack(messages.FinishCapture(0, 0, "", "", [[1 << 20, 1 << 30]] * 50_000, 0, 0, 0)))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from itertools import accumulate
 
 import torch
 
 from gt.client.groups import tensor_roles
 from gt.client.trace.recorder import Recorder
+from gt.wire.codec import MAX_LIST_BYTES
 from gt.wire.messages import MAX_ROLES
 
 log = logging.getLogger("gt.client")
@@ -17,6 +19,7 @@ FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.5, 60.0  # between two reports; each
 IDLE_SHARE = 400  # times as long as a report takes, until the next,
 QUICK_REPORTS = 5  # but for the first ones: a program may be at the beginning
 MAX_NAME_CHARACTERS = 200
+ROW_BYTES = 24  # bytes of a row in a message, at most, but for the name
 ORDER = ("weights", "optimizer", "gradients")  # weights first: they have the names
 
 
@@ -59,4 +62,10 @@ def roles(first: int) -> list[list]:
     for i, kind, name in tensor_roles.gradients(called):
         role_of.setdefault(i, (kind, name))
     rows = [[i, kind, name[:MAX_NAME_CHARACTERS]] for i, (kind, name) in role_of.items() if i >= first]
-    return sorted(rows, key=lambda row: (ORDER.index(row[1]), row[0]))[:MAX_ROLES]
+    return fitting(sorted(rows, key=lambda row: (ORDER.index(row[1]), row[0]))[:MAX_ROLES])
+
+
+def fitting(rows: list[list]) -> list[list]:
+    """The first rows, as many as one message takes."""
+    ends = accumulate(ROW_BYTES + len(name.encode()) for _, _, name in rows)
+    return rows[: sum(end <= MAX_LIST_BYTES - ROW_BYTES for end in ends)]

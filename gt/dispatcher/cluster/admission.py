@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +17,8 @@ from gt.dispatcher.cluster.workers import Cluster, Worker
 from gt.errors import ConfigError, ProtocolError, Refused
 from gt.wire.messages import Hello
 
-MAX_CONFIG_CHARACTERS = 32 << 10  # characters: parsing takes up to 0.4 s, and everybody waits
+MAX_CONFIG_CHARACTERS = 32 << 10
+SHORT_CONFIG_CHARACTERS = 8 << 10  # a longer one takes up to 0.1 s to read, and is read beside the loop
 MAX_WAITING_CLIENTS = 1024
 MAX_STALL_SECONDS = 1e9  # seconds
 PRECISIONS = frozenset({"highest", "high", "medium"})
@@ -28,20 +31,26 @@ class Admission:
     lending: Shared | Exclusive
     most: int = 0
     waiting: list[Waiting] = field(default_factory=list)
+    reading: set[bytes] = field(default_factory=set)  # peers whose config is read
 
-    def expect(self, peer: bytes, hello: Hello, now: float) -> None:
-        """A client's Hello; ConfigError, Refused or ProtocolError if no workers can make it good."""
+    def expect(self, peer: bytes, hello: Hello, now: float, apart: Callable[[], AbstractContextManager[None]]) -> None:
+        """A client's Hello. apart: lets others go on while the config is read.
+
+        ConfigError, Refused or ProtocolError if no workers can make it good.
+        """
         _switches(hello.switches)
         if len(hello.config) > MAX_CONFIG_CHARACTERS:
             raise ConfigError(
                 f"{hello.config_path or 'config'} has {len(hello.config)} characters, at most {MAX_CONFIG_CHARACTERS}"
             )
-        if len(self.waiting) >= MAX_WAITING_CLIENTS:
+        if len(self.waiting) + len(self.reading - {peer}) >= MAX_WAITING_CLIENTS:
             raise Refused(f"{MAX_WAITING_CLIENTS} programs wait for workers already, and no more can: try again later")
         try:
-            config = load(hello.config, hello.config_path)
+            with apart():
+                config = load(hello.config, hello.config_path)
         except RecursionError:
             raise ConfigError(f"{hello.config_path or 'config'} is nested too deep") from None
+        self.reading.discard(peer)
         if self.most:
             check_workers(config, [f"w{n}" for n in range(self.most)])
         client = Waiting(peer, hello, config, now + PATIENCE_SECONDS, used_workers(config), client_info(hello.info))
@@ -49,10 +58,11 @@ class Admission:
         self.waiting.append(client)
 
     def forget(self, peer: bytes) -> None:
+        self.reading.discard(peer)
         self.waiting = [w for w in self.waiting if w.peer != peer]
 
     def knows(self, peer: bytes) -> bool:
-        return any(w.peer == peer for w in self.waiting)
+        return peer in self.reading or any(w.peer == peer for w in self.waiting)
 
 
 def used_workers(config: Config) -> frozenset[int]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from gt.config.load import resolve
-from gt.dispatcher.cluster.admission import Admission, SharedThreads, check_links
+from gt.dispatcher.cluster.admission import SHORT_CONFIG_CHARACTERS, Admission, SharedThreads, check_links
 from gt.dispatcher.cluster.health import Survey
 from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared, Terms, Waiting, workers
 from gt.dispatcher.cluster.observers import Observers
@@ -62,6 +63,7 @@ class MembershipHost(Protocol):
     def act(self, actions: Iterable[Action]) -> None: ...
     def log_line(self, kind: str, peer: str, text: str = "", **fields: object) -> None: ...
     def name(self, peer: Peer) -> str: ...
+    def attempt(self, peer: Peer, what: str, call: Callable, *args: object) -> None: ...
     def fault(self, peer: Peer, what: str, error: Exception) -> None: ...
     def guarded(self, session: ClientSession, what: str, call: Callable, *args: object) -> None: ...
     def refuse(self, peer: Peer, error: GTError) -> None: ...
@@ -87,9 +89,21 @@ class Membership:
             self._worker_joins(peer, hello)
         elif hello.role == "observer":
             self._observers.enter(peer, hello)
+        elif len(hello.config) <= SHORT_CONFIG_CHARACTERS:
+            self._client_asks(peer, hello)
         else:
-            self._admission.expect(peer, hello, self._core.now)
-            self._admit_clients()
+            self._admission.reading.add(peer)
+            self._core.pace.background.begin(partial(self._core.attempt, peer, "Hello", self._read, peer, hello))
+
+    def _read(self, peer: Peer, hello: Hello) -> None:
+        if peer in self._admission.reading:  # else it is gone
+            self._client_asks(peer, hello)
+
+    def _client_asks(self, peer: Peer, hello: Hello) -> None:
+        admission = self._admission
+        apart = partial(self._core.pace.background.apart, lambda: peer not in admission.reading)
+        admission.expect(peer, hello, self._core.now, apart)
+        self._admit_clients()
 
     def _worker_joins(self, peer: Peer, hello: Hello) -> None:
         info = worker_info(hello.info)
@@ -201,7 +215,7 @@ class Membership:
             lease.sessions.pop(peer, None)
             lease.watch.forget(session)
             lease.stragglers.forget(session)
-            self._core.guarded(session, "its end", session.close, self._round_robin.leavings)
+            self._core.guarded(session, "its end", session.close)
         if worker is None:
             for own in self._lending.release(peer, self._core.now):
                 self._core.send(own, Renew("the session that it was lent to has ended"))

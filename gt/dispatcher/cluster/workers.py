@@ -19,7 +19,6 @@ from gt.errors import Refused, SystemFailure
 from gt.ir.heap import MEETING_BYTES, Sizes, channel_bytes, channel_class, enough, sizes, team_bytes
 from gt.ir.instr import FIRST, Define
 from gt.ir.schema import Schema, common
-from gt.ir.template import weight
 
 MAX_NUMBERS_PER_RUN = 1 << 17  # numbers of one Run, about: it has to fit a body whatever a client sends
 ABSENT = "it has not joined yet"
@@ -71,7 +70,7 @@ class Worker:
         if number not in self.known:
             self.known.add(number)
             self.defines.append(definition.wire())
-            self.weight += weight(definition.payload)
+            self.weight += definition.weight
         return number
 
     def announce(self, definition: Define) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from gt.dispatcher.events import Peer, Received
-from gt.dispatcher.fairness.time_slices import Leavings, Pace
+from gt.dispatcher.fairness.time_slices import Pace
 from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.fetches import MAX_REQUESTS
 from gt.dispatcher.state.validate import CREDIT
@@ -38,11 +38,10 @@ class RoundRobin:
     def __init__(self, core: SessionHost, pace: Pace) -> None:
         self._core, self._pace = core, pace
         self._waiting: dict[Peer, None] = {}  # sessions with more to do, in the order of their turns
-        self.leavings = Leavings(pace)
 
     @property
     def pending(self) -> bool:
-        return bool(self._waiting or self.leavings or self._pace.background.pending)
+        return bool(self._waiting or self._pace.leavings or self._pace.background.pending)
 
     def begin_thread(self, session: ClientSession, what: str, call: Callable[[], None]) -> None:
         """Do what may take long for a session, which is stalled meanwhile."""

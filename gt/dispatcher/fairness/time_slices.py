@@ -16,6 +16,39 @@ SLICE_SECONDS = 0.01  # seconds
 DROPS_PER_LOOK = 128  # things that are dropped between looks at the clock
 
 
+class Leavings:
+    """Containers that nobody needs any more, too large to be freed at once: each turn frees a slice of them.
+
+    emptied: called with each thing that is taken out of a container. large: each thing holds thousands of others.
+    """
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._rest: deque[tuple[Any, Callable[[Any], None] | None, int]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._rest)
+
+    def add(self, container: Any, emptied: Callable[[Any], None] | None = None, large: bool = False) -> None:
+        """A dict, list or deque that is the caller's no longer."""
+        if container:
+            self._rest.append((container, emptied, 1 if large else DROPS_PER_LOOK))
+
+    def clear(self) -> None:
+        """Free as much as the turn has time for."""
+        while self._rest:
+            container, emptied, drops = self._rest[0]
+            while container:
+                for _ in range(min(drops, len(container))):
+                    item = container.popitem()[1] if isinstance(container, dict) else container.pop()
+                    if emptied is not None:
+                        emptied(item)
+                item = None  # before the clock is looked at, or the turn is over
+                if self._pace.spent:
+                    return
+            self._rest.popleft()
+
+
 class Pace:
     """Says when a turn has taken long enough. `clock`: seconds; without one a turn has no end. background: for long passes."""
 
@@ -26,6 +59,7 @@ class Pace:
         self.background = background or Inline()
         self._end = float("inf")
         self.lag = Lag()
+        self.leavings = Leavings(self)
 
     def now(self) -> float:
         """Seconds of the clock, 0 without one."""
@@ -38,35 +72,3 @@ class Pace:
     @property
     def spent(self) -> bool:
         return self._clock is not None and self._clock() >= self._end
-
-
-class Leavings:
-    """Containers that nobody needs any more, too large to be freed at once: each turn frees a slice of them.
-
-    emptied: called with each thing that is taken out of a container.
-    """
-
-    def __init__(self, pace: Pace) -> None:
-        self._pace = pace
-        self._rest: deque[tuple[Any, Callable[[Any], None] | None]] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._rest)
-
-    def add(self, container: Any, emptied: Callable[[Any], None] | None = None) -> None:
-        """A dict, list or deque that is the caller's no longer."""
-        if container:
-            self._rest.append((container, emptied))
-
-    def clear(self) -> None:
-        """Free as much as the turn has time for."""
-        while self._rest:
-            container, emptied = self._rest[0]
-            while container:
-                for _ in range(min(DROPS_PER_LOOK, len(container))):
-                    item = container.popitem()[1] if isinstance(container, dict) else container.pop()
-                    if emptied is not None:
-                        emptied(item)
-                if self._pace.spent:
-                    return
-            self._rest.popleft()

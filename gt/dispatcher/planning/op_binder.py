@@ -48,7 +48,13 @@ class OpBinder:
 def _seconds(known: OpSchema, ins: Sequence[Layout], rank: int, gpu: bool) -> float:
     """An estimate of one worker's part of an op, from below."""
     specs = known.template.ins
-    shapes = [local_shape(layout, spec.shape, rank) for layout, spec in zip(ins, specs, strict=False)]
+    pieces: dict[tuple, tuple[int, ...]] = {}  # operands of a long list lie alike
+    shapes: list[tuple[int, ...]] = []
+    for layout, spec in zip(ins, specs, strict=False):
+        key = id(layout), spec.shape
+        if key not in pieces:
+            pieces[key] = local_shape(layout, spec.shape, rank)
+        shapes.append(pieces[key])
     if len(shapes) < len(specs) or known.name in VIEWS:
         return 0.0
     made = [out.spec.shape for out in known.template.outs if out.spec is not None]

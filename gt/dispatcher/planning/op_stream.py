@@ -229,6 +229,7 @@ class OpStream:
         if last is not None:
             self.told_stuck = False
             self._context.failures.forget(last.end)
+            self._programs.forget(last.end)
             if self._context.failures.troubled and self.ops >= self._next_look and self._context.tape is None:
                 self._context.failures.recover()
                 self._next_look = self.ops + len(self._context.table.rows)  # so that looks at all tensors cost little an op

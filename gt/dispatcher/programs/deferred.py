@@ -74,17 +74,19 @@ class DeferredRuns:
     def end(self, tape: Recording) -> None:
         """The recording is over, and has all that was written: send it as one program, or as it was written."""
         held = self._outbox.deferred or []
-        blocked = self._failures.troubled or bool(self._outbox.held)
-        code = {} if blocked or not held else _with_unique_names(tape.code, self._fresh)
-        if not code:
+        if not held or self._failures.troubled or self._outbox.held:
             self._outbox.send_deferred()
             return
-        tape = replace(tape, code=code)
         ends = {worker.index: StreamEnds() for worker in self._cluster.workers}
         with self._context.apart():
-            sent = [self._only_uploads(one, tape, ends) for one in held]
+            tape = replace(tape, code=_with_unique_names(tape.code, self._fresh))
+            sent = [self._only_uploads(one, tape, ends) for one in held if tape.code]
             parts = self._parts(tape, held[0].base, ends)
         if self._outbox.deferred is not held:  # a worker was lost meanwhile, and the buffered instructions are sent
+            return
+        if not tape.code:
+            self._outbox.send_deferred()
+            self._emitter.begin_run()
             return
         self._outbox.deferred = None
         for one in sent:

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from gt.dispatcher.fairness.time_slices import Leavings
 from gt.dispatcher.programs.fragment_pattern import MAX_NUMBERS, FragmentPattern, text
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.ir.instr import END_FRAGMENT, FRAGMENT, FRAGMENT_HEADER, FREE, LENGTHS
@@ -65,6 +66,10 @@ class FragmentCuts:
         self.parted: OrderedDict[Place, None] = OrderedDict()
         self.met: OrderedDict[Place, None] = OrderedDict()
         self._ends: OrderedDict[tuple[bool, Place], Outline] = OrderedDict()  # the last run that began, or ended, with an op
+
+    def leave(self, leavings: Leavings) -> None:
+        """The session is over."""
+        leavings.add(self._ends, large=True)
 
     def clear(self) -> None:
         """Numbers of templates begin again."""

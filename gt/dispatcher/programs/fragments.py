@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gt.dispatcher.fairness.time_slices import Leavings
 from gt.dispatcher.planning.materializer import root_layout
 from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.programs.fragment_code import FragmentBounds, FragmentCode, WorkerCode, write_fragment
@@ -354,12 +355,12 @@ class Fragments:
         self._cuts.clear()
         self._recording, self._met = None, []
 
-    def close(self) -> None:
+    def close(self, leavings: Leavings) -> None:
         """The session is over."""
-        self._all.clear()
-        self._alike.clear()
-        self._cuts.clear()
-        self._counts.clear()
+        leavings.add(self._alike)
+        leavings.add(self._all, large=True)
+        self._cuts.leave(leavings)
+        leavings.add(self._counts)
         self._recording, self._met = None, []
 
     def _count(self, slot: int) -> CallCounts:
@@ -396,15 +397,24 @@ class Fragments:
 
     def _write(self, recording: _Recording) -> FragmentProgram | str:
         """The program of a recorded call, or why there is none."""
-        fragment, call, ins, programs = recording.fragment, recording.call, recording.ins, self._programs
+        programs = self._programs
         programs.place_all(set())
         tape = programs.stop()
         if tape is None:
             return "the recording was interrupted"
+        try:
+            return self._write_tape(recording, tape)
+        finally:
+            tape.leave(self._context.pace.leavings)
+
+    def _write_tape(self, recording: _Recording, tape: Recording) -> FragmentProgram | str:
+        fragment, call, ins, programs = recording.fragment, recording.call, recording.ins, self._programs
         programs.deferred.end(tape)
-        bases = self._bases(ins, tape)
-        tensors = [*ins, *(_base(ins[n], depth) for n, depth in bases)]
-        why = programs.obstacle(tape, [], {tensor.id for tensor in tensors}) or _offloads(tape) or self._unplaced(call)
+        with self._context.apart():
+            bases = self._bases(ins, tape)
+            tensors = [*ins, *(_base(ins[n], depth) for n, depth in bases)]
+            why = programs.obstacle(tape, [], {tensor.id for tensor in tensors}) or _offloads(tape) or self._unplaced(call)
+        self._emitter.begin_run()
         if len(recording.numbers) != len(fragment.pattern.ops):
             why = why or "its ops are not those that were announced"
         result: FragmentCode | str = why
@@ -412,7 +422,8 @@ class Fragments:
         bounds = FragmentBounds([], [], [])
         added: dict[str, Define] = {}
         if not why:
-            makes = [self._made(number, call) for number, i in enumerate(call.made) if i in self._table.rows]
+            places = {i: (before, n) for before, ids in ((False, call.made), (True, call.ins)) for n, i in enumerate(ids)}
+            makes = [self._made(number, call, places) for number, i in enumerate(call.made) if i in self._table.rows]
             moved = [n for n, tensor in enumerate(ins) if n not in fragment.held and not tensor.children]
             names = self._emitter.ids
             bounds = FragmentBounds(names(t.id for t in tensors), names(call.made[tensor.number] for tensor in makes), moved)
@@ -487,14 +498,11 @@ class Fragments:
                 depth, base = depth + 1, base.base
         return bases
 
-    def _made(self, number: int, call: FragmentCall) -> MadeTensor:
-        """A tensor of the recorded call as a launch makes it again."""
+    def _made(self, number: int, call: FragmentCall, places: dict[int, tuple[bool, int]]) -> MadeTensor:
+        """A tensor of the recorded call as a launch makes it again. places: of each tensor of the call by id."""
         tensor = self._table.rows[call.made[number]]
         assert tensor.layout is not None
-        base = None
-        if tensor.base is not None:
-            i = tensor.base.id
-            base = (True, call.ins.index(i)) if i in call.ins else (False, call.made.index(i))
+        base = None if tensor.base is None else places[tensor.base.id]
         known, _, index = tensor.via or (None, (), 0)
         storage = tensor.storage
         return MadeTensor(

@@ -6,7 +6,9 @@ dead values are freed at their last use, and other frees are left out. Loop-carr
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, is_
@@ -33,6 +35,7 @@ from gt.ir.layout import Layout, Partial, R, local_shape, replicated
 from gt.wire.messages import FinishCapture
 
 MAX_PROGRAMS_PER_SESSION = 64
+STEP = 1024  # tensors that are placed, or aliases that are written, before other sessions have a turn
 MAX_HINTED_SLOTS = 4096  # functions whose inputs' layouts are remembered
 _LAYOUT = attrgetter("layout")
 
@@ -61,7 +64,6 @@ class Program:
     to them as they are: what it costs does not grow with the tensors.
     """
 
-    code: dict[int, list[Define]]
     uses: list[Define]  # definitions that its code names: they live as long as it
     journal: list[Planned]
     layouts: RecordedLayouts
@@ -71,19 +73,31 @@ class Program:
     makes: list[Storage]
     constants: list[tuple[list[int], int]]
     size: int
-    numbers: dict[int, list[int]] = field(init=False)  # numbers of its definitions, by worker
     host_copies: LaunchedCopies
+    code: dict[int, list[Define]] = field(default_factory=dict)
+    numbers: dict[int, list[int]] = field(default_factory=dict)  # numbers of its definitions, by worker
+    seconds: dict[int, float] = field(default_factory=dict)  # that it takes on each worker, by estimate
     count: LaunchCount = field(default_factory=LaunchCount)
     compared: int = -1
     order: dict = field(default_factory=dict)  # the report of its schedule
     failed: Cause | None = None  # a worker of it is lost: a process that takes its place knows nothing of it
 
-    def __post_init__(self) -> None:
-        self.numbers = {worker: [define.number for define in defines] for worker, defines in self.code.items()}
+    def define(self, code: dict[int, list[Define]]) -> None:
+        """Give it its definitions."""
+        self.code = code
+        self.numbers = {worker: [define.number for define in defines] for worker, defines in code.items()}
 
     def changes(self) -> Iterable[Storage]:
         """Storages that a launch writes or makes."""
         return dict.fromkeys((*self.writes, *self.makes))
+
+    def leave(self, leavings: Leavings, forget: bool = False) -> None:
+        """Nothing names it any more. forget: storages live on, and forget it."""
+        emptied = partial(Storage.forget, program=self.count) if forget else None
+        for part in (self.writes, self.makes):
+            leavings.add(part, emptied)
+        for rest in (self.journal, self.reads, self.layouts.tensors, self.made.tensors, self.uses):
+            leavings.add(rest)
 
 
 class Programs:
@@ -101,6 +115,7 @@ class Programs:
         self.order: dict = {}  # schedule report of the program launched last, and its definitions by worker
         self.newest: dict[int, list[int]] = {}
         self.times: dict[int, float] = {}  # definition number -> fewest seconds that it took while something was recorded
+        self._dropped: deque[tuple[int, Program]] = deque()  # with the op number behind its last launch
         self.launches = self.kept = 0  # number of replays; instructions held by all programs
         self.sealed = -1  # op number behind the newest program: ops before it may have made constants of a program
         # slot -> number of dims of each input, and the layout that its last call gave it
@@ -136,9 +151,18 @@ class Programs:
         self.deferred.begin(how)
 
     def drop_copies(self) -> None:
-        for tensor in self._table.rows.values():
-            if tensor.copies or tensor.sums:
-                self._redistributor.drop_copies(tensor)
+        for tensor in self._with_copies():
+            self._redistributor.drop_copies(tensor)
+
+    def _with_copies(self) -> list[Tensor]:
+        return [tensor for tensor in self._table.rows.values() if tensor.copies or tensor.sums]
+
+    def _pause(self) -> None:
+        """Send what is written, and let other sessions have a turn."""
+        self._outbox.cut()
+        with self._context.apart():
+            pass
+        self._emitter.begin_run()
 
     def discard(self) -> None:
         """Stop recording, and make no program of it."""
@@ -149,6 +173,7 @@ class Programs:
         if tape is not None:
             self.deferred.end(tape)
             self._free(tape.constants)
+            tape.leave(self._context.pace.leavings)
         if holds:  # all of its ops are one instruction now, under the number of the first
             self.sealed = self._cluster.seq
 
@@ -184,11 +209,20 @@ class Programs:
     def seal(self, message: FinishCapture) -> dict:
         """Make a program of the recording; the body of the answer."""
         number = message.program
+        with self._context.apart():
+            pairs = _pairs(message.carried, self._table.rows)
         self._emitter.begin_run()
-        self.place_all({made for _, made in _pairs(message.carried, self._table.rows)})
+        self.place_all({made for _, made in pairs})
         tape = self.stop()
         if tape is None:
             raise ProtocolError(f"FinishCapture.program is {number}, and nothing was recorded")
+        try:
+            return self._sealed(tape, pairs, message)
+        finally:
+            tape.leave(self._context.pace.leavings)
+
+    def _sealed(self, tape: Recording, pairs: list[tuple[int, int]], message: FinishCapture) -> dict:
+        number = message.program
         if number in self.all or len(self.all) >= MAX_PROGRAMS_PER_SESSION:
             most = MAX_PROGRAMS_PER_SESSION
             raise ProtocolError(
@@ -198,25 +232,33 @@ class Programs:
             raise ProtocolError(f"FinishCapture.backend is {message.backend!r:.40}, want one of {', '.join(BACKENDS)}")
         if message.recompute not in (0, *BOUNDS):
             raise ProtocolError(f"FinishCapture.recompute is {message.recompute!r:.40}, want 0, 1 or 2")
-        pairs = _pairs(message.carried, self._table.rows)
         self.deferred.end(tape)
         added: dict[str, Define] = {}
+        program: Program | None = None
         with self._context.apart():
             why = self.obstacle(tape, pairs)
             context, parts = self._pass_context(tape, message, added), {}
             if not why:
                 tape = run_passes(tape, context, PASSES)
-                parts = self._write(tape, message)
+                parts, copied = self._write(tape, pairs, message), self._with_copies()
+                program = self._program(tape, pairs)
+                program.order = context.schedule
         self._emitter.begin_run()
         why = why or self._failures.harm(tape.journal)  # one may be reported since
-        if why:
+        if why or program is None:
             self._free(tape.constants)
+            if program is not None:
+                self._host_copies.forget()
+                program.leave(self._context.pace.leavings, forget=True)
         else:
             for define in added.values():
                 for worker in tape.code:
                     self._emitter.announce(self._cluster.workers[worker], define)
-            self._make(tape, pairs, message, parts)
-            self.all[message.program].order = context.schedule
+            for tensor in copied:  # a replay makes them, and ends them
+                self._redistributor.drop_copies(tensor)
+            if pairs:
+                program.uses.append(self._emitter.common("alias"))
+            self._make(program, pairs, message, parts)
         self._outbox.cut()
         self.sealed = self._cluster.seq
         counts = {self._cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
@@ -246,12 +288,12 @@ class Programs:
             sharded=self._context.config.zero > 0,
         )
 
-    def _write(self, tape: Recording, message: FinishCapture) -> dict[int, list[dict]]:
+    def _write(self, tape: Recording, pairs: list[tuple[int, int]], message: FinishCapture) -> dict[int, list[dict]]:
         """The parts of each worker's program."""
         offset = self._emitter.offset
         lasting = {offset + i for i in self._table.rows}
         index = {row.seq: n for n, row in enumerate(tape.journal)}
-        carried = [(offset + read, offset + made) for read, made in _pairs(message.carried, self._table.rows)]
+        carried = [(offset + read, offset + made) for read, made in pairs]
         parts: dict[int, list[dict]] = {}
         for worker, rows in tape.code.items():
             writer = ProgramWriter(index, lasting, message)
@@ -294,17 +336,30 @@ class Programs:
         tape = self._context.tape
         if tape is None or self._failures.missing:
             return
-        for storage in dict.fromkeys(t.storage for i, t in self._table.rows.items() if i not in tape.before):
-            if any(i in tape.before for i in storage.tensors):
-                continue
-            root = next(t for t in storage.tensors.values() if t.base is None)
+        if len(self._table.rows) > STEP:  # they are looked at apart
+            self._pause()
+        with self._context.apart() if len(self._table.rows) > STEP else nullcontext():
+            storages = [storage for storage in self._made_by(tape) if _unfinished(storage, carried)]
+        if len(self._table.rows) > STEP:
+            self._emitter.begin_run()
+        for n, storage in enumerate(storages):
+            if n % STEP == STEP - 1:
+                self._pause()
+            if self._failures.missing:
+                break
             if storage.recipe is not None:
                 home = storage.home.mesh if storage.home is not None else self._context.default_mesh()
                 self._redistributor.place(storage, replicated(home))
                 storage.note_placed(False)
-            elif not root.spec.shape and root.layout and root.layout.partial and carried.isdisjoint(storage.tensors):
+            else:
                 self._redistributor.reduce_partial(storage)
         self._outbox.cut()
+
+    def _made_by(self, tape: Recording) -> Iterator[Storage]:
+        """Storages of tensors that the recording made."""
+        for storage in dict.fromkeys(t.storage for i, t in self._table.rows.items() if i not in tape.before):
+            if tape.before.keys().isdisjoint(storage.tensors):
+                yield storage
 
     def obstacle(self, tape: Recording, pairs: list[tuple[int, int]], inputs: Collection[int] = ()) -> str:
         """The reason why this recording cannot be a program, or "" if it can. inputs: tensors that may change their layout."""
@@ -340,19 +395,23 @@ class Programs:
         return ""
 
     def _make(
-        self, tape: Recording, pairs: list[tuple[int, int]], message: FinishCapture, parts: dict[int, list[dict]]
+        self, program: Program, pairs: list[tuple[int, int]], message: FinishCapture, parts: dict[int, list[dict]]
     ) -> None:
-        code = {worker: [self._emitter.define("program", part) for part in rows] for worker, rows in parts.items()}
-        for worker, rows in tape.code.items():
-            self._emitter.estimate(code[worker][0], sum(self._emitter.costs.get(row.define.number, 0.0) for row in rows))
-        for read, made in pairs:
+        """Define the program, and have workers go on from the recorded call's results."""
+        program.define({worker: [self._emitter.define("program", part) for part in rows] for worker, rows in parts.items()})
+        for worker, seconds in program.seconds.items():
+            self._emitter.estimate(program.code[worker][0], seconds)
+        self.kept += program.size
+        self.all[message.program] = program  # before others have a turn: a worker may be lost
+        for n, (read, made) in enumerate(pairs):
+            if n % STEP == STEP - 1:
+                self._pause()
             self._alias(made, read)
-        self.drop_copies()  # a replay makes them, and ends them
-        self.kept += tape.size
-        self.all[message.program] = self._program(tape, code, [self._table.rows[read].storage for read, _ in pairs])
 
-    def _program(self, tape: Recording, code: dict[int, list[Define]], carried: list[Storage]) -> Program:
-        rows = self._table.rows
+    def _program(self, tape: Recording, pairs: list[tuple[int, int]]) -> Program:
+        """The program of a recording, not defined yet; its storages know of it already."""
+        rows, costs = self._table.rows, self._emitter.costs
+        carried = [rows[read].storage for read, _ in pairs]
         older = [tensor for i in tape.before if (tensor := rows.get(i)) is not None]
         storages = dict.fromkeys(t.storage for t in older)
         reads = dict.fromkeys(r for row in tape.journal for r in row.reads if r in storages)
@@ -361,11 +420,12 @@ class Programs:
         layouts = RecordedLayouts(t for t in older if (t.storage in reads or t.storage in writes) and t.layout is not None)
         made = RecordedLayouts(t for i, t in rows.items() if i not in tape.before and t.layout is not None and t.base is None)
         uses = dict.fromkeys(row.define for part in tape.code.values() for row in part)
-        if carried:
-            uses[self._emitter.common("alias")] = None
         journal, copies = tape.sealed(), self._host_copies.of_program(tape)
         touched = [*reads], [*writes], [*makes]
-        program = Program(code, [*uses], journal, layouts, made, *touched, tape.constants, tape.size, copies)
+        program = Program([*uses], journal, layouts, made, *touched, tape.constants, tape.size, copies)
+        program.seconds = {
+            worker: sum(costs.get(row.define.number, 0.0) for row in part) for worker, part in tape.code.items()
+        }
         for storage in program.changes():
             storage.written_by(program.count)
         return program
@@ -455,21 +515,24 @@ class Programs:
 
     def leave(self, leavings: Leavings) -> None:
         """The session is over."""
-        for program in self.all.values():
-            placed = program.layouts, program.made
-            held = program.journal, program.reads, program.writes, program.makes, *[part.tensors for part in placed]
-            for part in held:
-                leavings.add(part)
+        for program in (*self.all.values(), *[program for _, program in self._dropped]):
+            program.leave(leavings)
         self.all.clear()
+        self._dropped.clear()
 
     def drop(self, number: Any) -> None:
         program = self.all.pop(number, None) if type(number) is int else None
         if program is None:
             raise ProtocolError(f"Ops.code drops {number!r:.40}, which is no program")
         self.kept -= program.size
-        for storage in program.changes():
-            storage.forget(program.count)
         self._free(program.constants)
+        self._dropped.append((self._cluster.seq, program))
+        self.forget(self._journal.first(self._cluster.seq))
+
+    def forget(self, upto: int) -> None:
+        """Ops before `upto` are known to have succeeded or failed: programs that were dropped before it are in no journal."""
+        while self._dropped and self._dropped[0][0] <= upto:
+            self._dropped.popleft()[1].leave(self._context.pace.leavings, forget=True)
 
     def check(self) -> None:
         """Assert what must hold between events."""
@@ -481,6 +544,16 @@ class Programs:
 
 def _same_workers(before: Layout | None, tensor: Tensor) -> bool:
     return before is not None and tensor.layout is not None and before.mesh.workers == tensor.layout.mesh.workers
+
+
+def _unfinished(storage: Storage, carried: set[int]) -> bool:
+    """True for a result of a recorded call that is not placed, or is a scalar's terms."""
+    if storage.recipe is not None:
+        return True
+    root = next(t for t in storage.tensors.values() if t.base is None)
+    return bool(
+        not root.spec.shape and root.layout and root.layout.partial and carried.isdisjoint(storage.tensors)
+    )
 
 
 def _pairs(rows: Sequence, table: dict) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gt.dispatcher.fairness.time_slices import Leavings
 from gt.dispatcher.state.failures import Planned, Sealed
 from gt.dispatcher.state.tensors import Storage, Tensor
 from gt.ir.dataflow import decode
@@ -104,6 +105,11 @@ class Recording:
             if define is not None:
                 rows.append(Instruction(base + code[at + 1], define, list(operands)))
                 self.size += 1
+
+    def leave(self, leavings: Leavings) -> None:
+        """Nobody needs it any more, but for `constants`, which a program may have."""
+        for part in (self.journal, self.op_layouts, self.before, self.defines, *self.code.values()):
+            leavings.add(part)
 
     def keep(self, workers: list[int], name: int) -> None:
         self.constants.append((workers, name))

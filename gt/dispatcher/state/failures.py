@@ -173,6 +173,10 @@ class OpJournal:
         self._tape.append(row)
         self._layouts[row.seq] = layout_of(row)
 
+    def first(self, end: int) -> int:
+        """Number of the first op that may still be reported, `end` if there is none."""
+        return self.rows[0].seq if self.rows else end
+
     def forget(self, upto: int) -> None:
         """Every op before `upto` is known to have succeeded or failed."""
         rows = self.rows

@@ -77,9 +77,11 @@ class Storage:
         self.programs += (program,)
 
     def forget(self, program: LaunchCount) -> None:
-        """A program of it is dropped: its launches still count."""
-        self.programs = tuple([one for one in self.programs if one is not program])
-        self.writes += program.launches
+        """A program of it is dropped: its launches still count. It may be told so twice."""
+        programs = tuple([one for one in self.programs if one is not program])
+        if len(programs) < len(self.programs):
+            self.programs = programs
+            self.writes += program.launches
 
     def declare_parameter(self) -> None:
         """It is a weight. One that is whole on its workers already is split by its first use in a group, as a new one is."""

@@ -15,6 +15,7 @@ from gt.errors import ProtocolError, UnsupportedOp
 from gt.ir import check
 from gt.ir.instr import FIRST
 from gt.ir.template import weight
+from gt.wire import codec
 from gt.wire.messages import Notice, Ops
 
 CREDIT = 64  # batches a client may have under way
@@ -58,6 +59,9 @@ class Definitions:
         number, form = row if type(row) is list and len(row) == 2 else (None, None)
         if type(number) is not int or not FIRST <= number < FIRST + MAX_TEMPLATES:
             raise ProtocolError(f"Ops.templates: {row!r:.80} is not [number, template], numbers from {FIRST}")
+        parts = weight(form, check.MAX_TEMPLATE_PARTS)  # if it has more, that is refused before its nesting is looked at
+        if parts <= check.MAX_TEMPLATE_PARTS:
+            codec.check(form, "Ops.templates")
         try:
             known = shape_rules.known(check.template(form, self._context.ops))
         except UnsupportedOp as error:
@@ -67,7 +71,7 @@ class Definitions:
         if number in self._templates:  # the client's table has started again
             self._templates[number].plans.clear()
             self._template_parts = 0 if number == FIRST else self._template_parts
-        self._template_parts += weight(form)
+        self._template_parts += parts
         if self._template_parts > MAX_ALL_TEMPLATE_PARTS:
             raise ProtocolError(
                 f"Ops.templates: all of them have {self._template_parts} parts, at most {MAX_ALL_TEMPLATE_PARTS} are taken"

@@ -11,6 +11,12 @@ from gt.config.load import load
 from gt.dispatcher.cluster import admission
 from gt.dispatcher.cluster.admission import SharedThreads
 from gt.dispatcher.cluster.workers import Worker
+from gt.dispatcher.core import Core
+from gt.dispatcher.events import PeerLost, Received, Send
+from gt.dispatcher.fairness.background import Inline
+from gt.dispatcher.fairness.time_slices import Pace
+from gt.wire.link import hello
+from gt.wire.messages import Reject, Welcome
 
 
 def cluster(hosts: list[str]) -> Any:
@@ -35,3 +41,30 @@ def test_a_run_to_each_of_many_workers_looks_at_each_once(monkeypatch: pytest.Mo
     for _ in range(4):
         assert all(shares(worker)["threads"] == 1 for worker in many.workers)
     assert len(looks) <= 5 * 256
+
+
+class Later(Inline):
+    """Calls are done when a test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def begin(self, call: Any) -> None:
+        self.calls.append(call)
+
+
+def test_a_long_config_is_read_beside_the_loop():
+    later = Later()
+    core = Core(pace=Pace(background=later))
+    core.handle(Received(b"w", hello("worker", info={"name": "w0", "heap_bytes": 1 << 30})))
+    long = "".join(f"g{n}: {{workers: [0]}}\n" for n in range(1000))
+    for peer, config in ((b"a", long), (b"b", long), (b"c", long.replace("0", "x")), (b"d", "g: {workers: [0]}")):
+        sent = core.handle(Received(peer, hello("client", config)))
+        assert any(isinstance(a, Send) and isinstance(a.message, Welcome) for a in sent) == (peer == b"d")
+    core.handle(PeerLost(b"a", "gone"))
+    core._actions = []
+    for call in later.calls:
+        call()
+    answers = {a.peer: type(a.message) for a in core._actions if isinstance(a, Send) and a.peer != b"w"}
+    assert answers == {b"b": Welcome, b"c": Reject} and [*core.sessions] == [b"d", b"b"]
+    assert not core.admission.reading and not core.admission.waiting

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 
@@ -15,17 +16,19 @@ from gt.client import current_session
 from gt.client.session import Session
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import PeerLost, Received, Send, Turn, TurnWanted
+from gt.dispatcher.fairness.background import Inline
 from gt.dispatcher.fairness.time_slices import Leavings, Pace
 from gt.dispatcher.server import Server
-from gt.ir.instr import FREE
+from gt.ir.instr import DISCARD, DROP, FREE, LAUNCH, RECORD
 from gt.wire.link import hello
-from gt.wire.messages import Fetch, Inspect, Ops, Report, Run
+from gt.wire.messages import Done, Fetch, FinishCapture, Inspect, Ops, Report, Run
 from tests.dispatcher.test_instruction_log import YAML, program
 from tests.helpers.hostile import TEMPLATES
 from tests.helpers.planned import planned
 from tests.helpers.toy_core import ToyCore
 
 UPLOAD, NEG = TEMPLATES[0], TEMPLATES[3]
+GROUP = "a: {workers: [0]}"
 
 
 def hurried() -> Pace:
@@ -33,11 +36,11 @@ def hurried() -> Pace:
     return Pace(itertools.count().__next__, 0)
 
 
-def core_of(pace: Pace) -> Core:
+def core_of(pace: Pace, config: str = "") -> Core:
     core = Core(pace=pace)
     core.handle(Received(b"w0", hello("worker", info={"name": "w0", "heap_bytes": 1 << 30})))
     for peer in (b"c", b"d"):
-        core.handle(Received(peer, hello("client", switches={"workers": 1})))
+        core.handle(Received(peer, hello("client", config, switches={"workers": 1})))
     return core
 
 
@@ -146,6 +149,69 @@ def test_tensors_of_an_ended_session_are_freed_in_slices():
         assert rounds < 100
         rounds += 1
     assert rounds > 10 and len(freed) == 1000
+
+
+def test_things_that_hold_thousands_of_others_are_freed_one_in_a_slice():
+    pace = hurried()
+    pace.begin()
+    things = [[n] for n in range(10)]
+    pace.leavings.add(things, large=True)
+    for left in range(9, -1, -1):
+        pace.leavings.clear()
+        assert len(things) == left
+
+
+def recorded(core: Core, count: int) -> int:
+    """Record a call of so many ops, on tensor 2; the number of the next batch."""
+    code = itertools.chain.from_iterable((17, 1, 2, n) for n in range(3, count + 3))
+    begin = [16, 1, 0, 1, 17, 1, 1, 2, RECORD, 1, 0, 1, 2]
+    batch = Ops(0, [[16, UPLOAD], [17, NEG]], [[1, "f.py", 3, "a", False, -1]], [*begin, *code])
+    turns(core, core.handle(Received(b"c", batch, (bytes(64),))))
+    return 1
+
+
+def test_a_recording_that_is_dropped_is_freed_in_slices():
+    core = core_of(hurried(), GROUP)
+    batch = recorded(core, 4000)
+    assert len(turns(core, core.handle(Received(b"c", Ops(batch, [], [], [DISCARD]))))) > 60
+
+
+def test_a_program_that_is_dropped_is_freed_in_slices_once_its_launches_are_through():
+    core = core_of(hurried(), GROUP)
+    batch = recorded(core, 4000)
+    rounds = turns(core, core.handle(Received(b"c", FinishCapture(1, 0, "", "eager", [], -1, 0, 0))))
+    assert sent(rounds, Report)[0].body["why"] == "" and len(rounds) > 60
+    session = core.sessions[b"c"]
+    program = session.programs.all[0]
+    rounds = turns(core, core.handle(Received(b"c", Ops(batch, [], [], [LAUNCH, 0, -1, 0, DROP, 0]))))
+    assert len(rounds) < 10 and len(program.makes) == len(program.journal) == 4000  # an error would be told by them
+    last = core.workers[b"w0"].runs
+    assert len(turns(core, core.handle(Received(b"w0", Done(last))))) > 60
+    storages = {tensor.storage for tensor in session.table.rows.values()}
+    assert not program.makes and all(storage.programs == () for storage in storages)
+    assert session.table.rows[3].storage.version > 0
+
+
+def test_a_program_of_many_tensors_is_sealed_with_turns_of_others_between():
+    class Counted(Inline):
+        """Notes how much has been written for workers whenever others may have a turn."""
+
+        marks: ClassVar[list[int]] = []
+        sessions: ClassVar[dict] = {}
+
+        def apart(self, over):
+            self.marks += [session.emitter.sent for session in self.sessions.values()][:1]
+            return super().apart(over)
+
+    core = core_of(Pace(background=Counted()), GROUP)
+    Counted.sessions = core.sessions
+    recorded(core, 4000)
+    carried = [[2, n] for n in range(3, 4003)]
+    Counted.marks.clear()
+    rounds = turns(core, core.handle(Received(b"c", FinishCapture(1, 0, "", "eager", carried, -1, 0, 0))))
+    assert sent(rounds, Report)[0].body["why"] == ""
+    written = [after - before for before, after in itertools.pairwise([*Counted.marks, core.sessions[b"c"].emitter.sent])]
+    assert sum(written) >= 4000 and max(written) <= 1024
 
 
 @pytest.mark.parametrize("seed", range(3))

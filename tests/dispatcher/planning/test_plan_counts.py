@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gt
 from gt.client import current_session
+from gt.dispatcher.planning import op_binder
 from gt.dispatcher.state.validate import CREDIT
 from tests.helpers.planned import planned
 
@@ -273,3 +274,15 @@ def test_data_parallel_stages_exchange_an_activation_and_its_gradient_once(made,
         for part in parts:
             for parameter in part.parameters():
                 assert plan.layout(parameter.grad).startswith(("[P]", "[R]")), plan.text()
+
+
+def test_operands_of_a_long_list_that_lie_alike_are_measured_once(monkeypatch):
+    calls = []
+    measured = op_binder.local_shape
+    monkeypatch.setattr(op_binder, "local_shape", lambda *args: calls.append(args) or measured(*args))
+    with planned("", 2):
+        tensors = [torch.zeros(4, device="remote") for _ in range(100)]
+        calls.clear()
+        torch.stack(tensors)
+        current_session.current().flush()
+    assert 0 < len(calls) <= 4
