@@ -76,7 +76,7 @@ class RecordedCall:
 
         Its arguments end with the caller's last reference.
         """
-        self.leaves = [weakref.ref(leaf) if _may_end(leaf) else leaf for leaf in self.leaves]
+        self.leaves = [_weak(leaf) for leaf in self.leaves]
         return self if self.draws is None or self.draws.fills_inputs else None
 
     def ended(self) -> bool:
@@ -89,9 +89,14 @@ class RecordedCall:
         return self.leaves[k]() is leaf
 
 
-def _may_end(leaf: Any) -> bool:
-    # From Python 3.12 on, the offset is negative where the interpreter keeps the references
-    return not is_scalar_like(leaf) and getattr(type(leaf), "__weakrefoffset__", 0) != 0 and not isinstance(leaf, weakref.ref)
+def _weak(leaf: Any) -> Any:
+    """A weak reference to an argument; the argument itself if it is a number or the like, or takes none."""
+    if is_scalar_like(leaf) or isinstance(leaf, weakref.ref):
+        return leaf
+    try:
+        return weakref.ref(leaf)
+    except TypeError:
+        return leaf
 
 
 class HostRngState:
