@@ -12,7 +12,7 @@ demo: .venv/stamp
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
 test: .venv/stamp
-	$(PYTEST) -n 2 --dist loadfile
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 
 test-long: .venv/stamp
 	$(PYTEST) -n 2 --dist load -m long
