@@ -1,15 +1,21 @@
 # make demo: train a transformer on eight CPU workers. make test: the tests. make check: format, lint, types, imports, sizes.
-# make site: the documentation as a site, in site/.
+# make test-long: the tests that repeat others on more workers. make site: the documentation as a site, in site/.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test tiny check docs site format bench clean
+.PHONY: demo test test-long tiny check docs site format bench clean
 
 demo: .venv/stamp
 	$(BIN)/python examples/tuning_demo/train_simple.py --check
 
+# hundreds of processes import gt: they shall find it compiled
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
+
 test: .venv/stamp
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
+
+test-long: .venv/stamp
+	$(PYTEST) -n 2 --dist load -m long
 
 tiny: .venv/stamp
 	$(BIN)/python -m pytest tests/test_tiny.py

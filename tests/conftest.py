@@ -33,8 +33,12 @@ hypothesis.settings.load_profile("gt")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that run backward of local CUDA tensors go first: torch refuses it in a process that has named `remote`."""
-    items.sort(key=lambda item: item.get_closest_marker("local_cuda") is None)
+    """Tests that run backward of local CUDA tensors go first: torch refuses it in a process that has named `remote`.
+
+    Then files with slow tests: a long file that comes last keeps one process of tests, and the other waits.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.get_closest_marker("local_cuda") is None, item.path not in slow))
 
 
 # ---- nothing is left behind

@@ -25,22 +25,23 @@ SLOW = re.compile(r"^(waiting for the server at|slow:|the dispatcher was busy fo
 of_the_server: set[int] = set()  # processes of the shared server: they live as long as the run
 
 
-def read(path: Path) -> bytes:
+def read(path: Path | str) -> bytes:
     try:
-        return path.read_bytes()
+        with open(path, "rb", buffering=0) as file:
+            return file.readall()
     except OSError:  # the process is gone, or another user's
         return b""
 
 
 def started() -> dict[int, str]:
     """Living processes that this run started, however deep, by pid; zombies are dead."""
-    found, mark = {}, f"{MARK}={os.environ[MARK]}".encode()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+    found, mark, mine = {}, f"{MARK}={os.environ[MARK]}".encode(), str(os.getpid())
+    for pid in os.listdir("/proc"):  # each test looks twice: names, not paths, and of most processes one file
+        if not pid.isdigit() or pid == mine or mark not in read(f"/proc/{pid}/environ"):
             continue
-        stat = read(entry / "stat").rpartition(b")")[2].split()
-        if stat and stat[0] != b"Z" and mark in read(entry / "environ"):
-            found[int(entry.name)] = read(entry / "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+        stat = read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+        if stat and stat[0] != b"Z":
+            found[int(pid)] = read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
     return found
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gt
-from tests.helpers import CONFIGS
+from tests.helpers import CONFIGS, longer
 from tests.helpers.models import GPT, mini
 
 CALLS = 12
@@ -367,7 +367,7 @@ def test_an_exception_in_the_function_is_the_users_and_the_next_call_is_right() 
     assert step._programs[0].replays == 4
 
 
-@pytest.mark.parametrize("config", ["tp2", "pp2", "dp2", "tp2pp2", "dp2tp2pp2"])
+@pytest.mark.parametrize("config", longer(["tp2", "pp2", "dp2", "tp2pp2", "dp2tp2pp2"], ["tp2", "dp2tp2pp2"]))
 @pytest.mark.slow
 @pytest.mark.usefixtures("plain_threads", "session")
 def test_workers(config: str, session: Callable[..., None]) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 import gt
 from gt.errors import OpFailed
-from tests.helpers import CONFIGS
+from tests.helpers import CONFIGS, longer
 from tests.helpers.models import mini
 from tests.helpers.serving import settled
 
@@ -525,7 +525,7 @@ def test_a_deep_copy_and_a_new_leaf_within_the_step() -> None:
     assert losses == sorted(losses, reverse=True) and shares(step.explain())[0] == 100, step.explain()
 
 
-@pytest.mark.parametrize("config", ["dp2", "tp2", "pp2", "dp2tp2pp2"])
+@pytest.mark.parametrize("config", longer(["dp2", "tp2", "pp2", "dp2tp2pp2"], ["tp2", "dp2tp2pp2"]))
 @pytest.mark.slow
 def test_workers(config: str, session: Callable[..., None]) -> None:
     """A transformer over several workers whose step reads its loss: the bits of eager calls."""

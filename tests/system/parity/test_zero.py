@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import gt
+from tests.helpers import longer
 from tests.helpers.serving import settled
 
-STEPS, ROWS, WORDS, WIDTH = 8, 16, 33, 16
+STEPS, ROWS, WORDS, WIDTH = 5, 16, 33, 16  # a captured step replays in the last two
 CLOSE = 1e-5
 
 
@@ -104,7 +105,12 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("workers", "stage", "kind", "captured"), CASES)
+# Stages 0 to 2 on four and eight workers have the code of two; stage 3 there has parts of which some are empty
+LONG = {*[(workers, stage, "foreach", False) for workers in (4, 8) for stage in (0, 1, 2)]}
+LONG |= {(4, stage, "fused", True) for stage in (1, 2)}
+
+
+@pytest.mark.parametrize(("workers", "stage", "kind", "captured"), longer(CASES, [case for case in CASES if case not in LONG]))
 def test_losses_and_gradients_are_those_of_one_process(session, reference, workers, stage, kind, captured):
     session(f"gt: {{data_parallel: {[*range(workers)]}, zero: {stage}}}")
     losses, first, _ = train(kind, "remote", captured)
