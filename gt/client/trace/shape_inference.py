@@ -140,6 +140,17 @@ def _contiguous(name: str) -> Callable[..., Any]:
     return lambda *args: tree_map(lambda result: torch.empty_like(result, memory_format=torch.contiguous_format), op(*args))
 
 
+def _nonzero_static(x: torch.Tensor, **named: Any) -> torch.Tensor:
+    """Contiguous, as the CPU's kernel makes it. torch's meta kernel gives it the strides of nonzero."""
+    return torch.ops.aten.nonzero_static.default(x, **named).clone(memory_format=torch.contiguous_format)
+
+
+def _eig(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvalues, and eigenvectors column by column, as LAPACK writes them."""
+    values, vectors = torch.ops.aten.linalg_eig.default(x)
+    return values, vectors.mT.clone(memory_format=torch.contiguous_format).mT
+
+
 def _elu_backward(grad: torch.Tensor, alpha: Any, scale: Any, rate: Any, is_result: bool, x: torch.Tensor) -> torch.Tensor:
     """Strides as of `_as_mul`."""
     return torch.mul(grad, x)
@@ -174,6 +185,8 @@ _META: dict[str, Callable] = {
     "aten._grouped_mm.default": _grouped_mm,
     "aten.convolution.default": _convolution,
     "aten.native_batch_norm.default": _batch_norm,
+    "aten.nonzero_static.default": _nonzero_static,
+    "aten.linalg_eig.default": _eig,
     "aten._ctc_loss.default": _ctc_loss,
     "aten._weight_norm_interface.default": _weight_norm,
     **dict.fromkeys(("aten._ctc_loss_backward.default", "aten._ctc_loss_backward.Tensor"), _ctc_loss_backward),

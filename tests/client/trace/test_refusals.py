@@ -118,13 +118,17 @@ def test_a_mistake_has_the_text_that_it_has_on_the_cpu(name: str, session: Calla
     assert remote == here
 
 
-ACCEPTED: dict[str, Callable[[Make], torch.Tensor]] = {  # though torch's meta kernels refuse it, or other values would fail
+ACCEPTED: dict[
+    str, Callable[[Make], torch.Tensor]
+] = {  # though torch's meta kernels refuse it, give it other strides, or other values would fail
     "a shift of truth values": lambda t: t(3).bool() << 1,
     "an empty logarithm of probabilities": lambda t: t(0, 3).bool().log_softmax(1),
     "an interpolation of nothing": lambda t: F.interpolate(t(0, 2, 3), 4, mode="nearest-exact"),
     "sorted truth values": lambda t: t(3).bool().sort().indices,
     "quotients of integers": lambda t: t(3).long() // (t(3).long() + 2),
     "a repetition": lambda t: torch.repeat_interleave(t(2), t(2).long() + 2, output_size=4),
+    "places of a known number": lambda t: torch.nonzero_static(t(3, 2) + 1, size=4),
+    "eigenvectors": lambda t: torch.linalg.eig(t(2, 3, 3)).eigenvectors,
     "a range of one number": lambda t: t().uniform_(2, 2),
     "a root of half precision": lambda t: (t(3).half() + 1).masked_fill(t(3).bool(), -1e4).sqrt(),
 }
