@@ -24,6 +24,7 @@ from gt.client.trace.op_info import (
     INTO,
     LIST,
     MANY,
+    NUMBERS,
     TENSOR,
     TENSORS,
     TYPED,
@@ -34,7 +35,7 @@ from gt.client.trace.op_info import (
     _infos,
     info_of,
 )
-from gt.client.trace.refusals import as_on_cpu
+from gt.client.trace.refusals import as_on_cpu, check_call, note_accepted
 from gt.client.trace.shape_inference import infer
 from gt.client.trace.uploads import upload_operands
 from gt.errors import UnsupportedOp
@@ -187,6 +188,11 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
     origin = Current.origins.here()
     if entry.mode <= FIRST:
         return _record(recorder, entry, args[0] if args else None, ids + values, origin)
+    if entry.mode == NUMBERS:
+        if (numbers := tuple(values)) not in entry.accepted:
+            check_call(info, args, kwargs or {}, entry.metas, recorder.gpus)
+            note_accepted(entry.accepted, numbers)
+        return _record(recorder, entry.result, args[0] if args else None, ids + values, origin)
     recorder.ops += 1
     return finish_call(info, entry, args, kwargs or {}, extra, [entry.number, origin, *ids, *values])
 

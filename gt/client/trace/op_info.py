@@ -25,8 +25,8 @@ _KINDS = {
     "Optional[float]": VALUE, "List[Tensor]": TENSORS, "List[Optional[Tensor]]": TENSORS, "List[number]": VALUES,
 }  # fmt: skip
 # Modes of an entry, by its result: one new tensor; the first argument; several tensors; out=; a shape that only the dispatcher
-# learns; chunks; torch's default dtype, which workers would not give it
-ONE, FIRST, MANY, INTO, ASK, LONG, DEFAULTED = range(7)
+# learns; chunks; torch's default dtype, which workers would not give it; numbers that are checked first
+ONE, FIRST, MANY, INTO, ASK, LONG, DEFAULTED, NUMBERS = range(8)
 # Ops whose output shape depends on a Scalar
 _SHAPED_BY_VALUE = ("aten.arange", "aten.range")
 
@@ -62,12 +62,14 @@ class Entry:
     return as a tree of ("new", output), ("arg", operand) and ("const", value). series: tuple or list, if the value is one of
     outputs and None alone; `slots` has the output of each place then. written: operands that are written in place.
     view: the outputs are views of the first operand. wrapper: arguments of new_tensor for the output with mode ONE.
+    With mode NUMBERS, result is the entry to record the call by, and `accepted` has numbers that were checked.
     """
 
-    __slots__ = ("metas", "mode", "number", "result", "series", "slots", "view", "wrapper", "written")
+    __slots__ = ("accepted", "metas", "mode", "number", "result", "series", "slots", "view", "wrapper", "written")
 
     def __init__(self) -> None:
         self.number, self.mode = 0, MANY
+        self.accepted: set[tuple] = set()
         self.metas: list[Meta] = []
         self.result: Any = None
         self.series: type[tuple] | type[list] | None = None

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.fx import _symbolic_trace
 
-from gt.client.current_session import Current
+from gt.client import current_session
+from gt.client.current_session import Current, current
 from gt.client.device.random import draw
 from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, rebind
 from gt.client.trace import host_ops, library_ops, op_info, refusals, sparse_ops
@@ -93,6 +94,11 @@ def random(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     kwargs.pop("pin_memory", None)
     if not is_remote(kwargs.get("device")):
         return host_ops.from_shapes(info, args, kwargs)
+    if info.name in _WITH_RANGES and not kwargs and type(args[0]) is RemoteTensor:
+        numbers = (args[0]._ref.meta, *args[1:])
+        if numbers not in (accepted := _accepted.setdefault(info.name, set())):
+            refusals.check_call(info, args, kwargs, [], current().gpus)
+            refusals.note_accepted(accepted, numbers)
     return call(info, args, kwargs, draw(generator))
 
 
@@ -239,6 +245,14 @@ def ignore(info: OpInfo, args: tuple, kwargs: dict) -> None:
     return None
 
 
+# Random ops that refuse some numbers: ranges, deviations, probabilities
+_WITH_RANGES = frozenset({
+    "aten.random_.from", "aten.random_.to", "aten.random_.default", "aten.uniform_.default", "aten.normal_.default",
+    "aten.bernoulli_.float", "aten.exponential_.default", "aten.geometric_.default", "aten.log_normal_.default",
+    "aten.cauchy_.default", "aten.normal.Tensor_float",
+})  # fmt: skip
+_accepted: dict[str, set[tuple]] = {}  # by op: metas and numbers that were checked
+current_session.on_clear.append(_accepted.clear)
 ENDS = ("Scalar_Tensor", "Tensor_Scalar", "Tensor_Tensor")  # overloads
 SAMPLED = ("_standard_gamma", "_sample_dirichlet", "binomial")
 

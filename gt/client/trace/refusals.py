@@ -1,6 +1,7 @@
-"""Errors in words that people know or can look up: the CPU's text for a meta kernel's, and refusals of torch's parallelism.
+"""Errors in words that people know or can look up: those of the CPU's kernels, and refusals of torch's parallelism.
 
-Nothing here runs per op: only for a refused op, and in calls of torch.compile, DataParallel, DDP or FSDP.
+Nothing here runs per op: only for a refused op, for a new kind of call, for numbers in calls on small integers or random
+ones, and in calls of torch.compile, DataParallel, DDP or FSDP.
 """
 
 from __future__ import annotations
@@ -18,10 +19,43 @@ from gt.client.device.remote_tensor import RemoteTensor
 from gt.errors import UnsupportedOp
 
 MAX_ELEMENTS_ON_CPU = 1 << 20  # of all operands together: the CPU executes smaller ops to get torch's error
+MAX_ACCEPTED = 1024  # sets of numbers that are remembered as checked, for each kind of call
+MAX_TRIED_ELEMENTS = 1 << 12  # of operands and results together: the CPU tries such a new kind of call, in about 10 us
+# Ops whose meta kernels accept shapes or arguments that the real ones refuse, without their namespace and overload
+_MORE_THAN_META = frozenset({
+    "_ctc_loss", "addcdiv", "argmax", "argmin", "as_strided_scatter", "bucketize", "complex", "cummax", "cummin",
+    "diagonal_scatter", "geqrf", "heaviside", "index", "index_add", "index_copy", "index_fill", "index_put", "index_reduce",
+    "index_select", "masked_scatter", "masked_select", "max", "min", "multinomial", "mvlgamma", "nll_loss_forward", "polar",
+    "searchsorted", "select_scatter", "sort", "topk",
+})  # fmt: skip
+# Ops of integers alone, which refuse float32: other ops of float32 and float64 are not tried
+_OF_INTEGERS = frozenset({
+    "bincount", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "gcd",
+    "lcm", "__and__", "__or__", "__xor__", "__iand__", "__ior__", "__ixor__",
+})  # fmt: skip
+# Their kernels check, as those of public ops do
+_CHECKED = frozenset({
+    "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_cdist_forward", "_ctc_loss", "_fft_c2c", "_fft_c2r", "_fft_r2c",
+    "_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "_log_softmax", "_pdist_forward",
+    "_prelu_kernel", "_safe_softmax", "_softmax", "_unique2", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+})  # fmt: skip
+# Ops that refuse some numbers: as divisors or exponents of integers, as values of tensors
+_OF_DIVISORS = frozenset({"pow", "floor_divide", "fmod", "remainder", "div"})
+_FILLS = frozenset({"fill", "masked_fill", "index_fill", "clamp", "clamp_min", "clamp_max", "where", "threshold"})
+_FACTORIES = frozenset({"full", "full_like", "new_full"})
+_BROADER_HERE = frozenset({"histc"})  # workers take more dtypes than the CPU's kernel, as GPUs do
+# With the pointwise ops, those whose arguments name no sizes: large operands are tried with dims of 2 elements
+_REDUCTIONS = frozenset({
+    "_log_softmax", "_softmax", "amax", "amin", "argmax", "argmin", "bmm", "cummax", "cummin", "cumprod", "cumsum", "dot",
+    "logsumexp", "max", "mean", "min", "mm", "mv", "prod", "sort", "sum", "tril", "triu",
+})  # fmt: skip
+_ORDINARY = frozenset({torch.float32, torch.float64})
 # Ops of any size: their CPU kernels compare shapes before they compute, as every pointwise op's does
 _COMPARES_FIRST = frozenset(
     f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "cat", "stack", "convolution")
 )
+_ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
 COMPILE = (
     "torch.compile cannot compile for the remote device, whose tensors are on the workers: "
     "use gt.compile(step, backend='inductor'), which has the workers compile it"
@@ -52,6 +86,132 @@ def as_on_cpu(info: Any, args: list, kwargs: dict, error: Exception) -> Exceptio
     return _cpu_error(info, args, kwargs, _zeros) or error
 
 
+def accepted_by_cpu(info: Any, args: list, kwargs: dict) -> Any:
+    """The op's result as meta tensors if the CPU accepts what a meta kernel refused, else None. Arguments as of as_on_cpu."""
+    if _trusts_callers(info) or info.outs or _elements(args, kwargs) > MAX_TRIED_ELEMENTS:
+        return None
+    try:
+        result = _on_cpu(info, args, kwargs, _zeros)
+    except _ERRORS:
+        return None
+    return tree_map(_as_meta, result)
+
+
+def refused_by_kernel(info: Any, args: list, kwargs: dict, result: Any, gpus: bool) -> None:
+    """Raise the CPU's error for a call that a meta kernel accepts and the CPU's kernel refuses, whatever the values are.
+
+    Arguments as of as_on_cpu. result: of the meta kernel. gpus: the workers', which may have kernels for more dtypes.
+    """
+    kind, dtypes = _kind(info), _dtypes(args, kwargs)
+    shapes = kind in _MORE_THAN_META
+    odd = not gpus and (kind in _OF_INTEGERS or not dtypes <= _ORDINARY) and kind not in _BROADER_HERE
+    trusting = not shapes if info.random else _trusts_callers(info)
+    if not (shapes or odd) or not dtypes or trusting:
+        return
+    error = None
+    if info.random:
+        kwargs = {**kwargs, "generator": _generator()}
+    if _elements(args, kwargs) + _elements([result], {}) <= MAX_TRIED_ELEMENTS:
+        error = _cpu_error(info, args, kwargs, _zeros)
+        if error is not None and not _about_dtypes(error):
+            again = _cpu_error(info, args, kwargs, _ones)  # an error about values has other words then, or is none
+            same = shapes and str(again) == str(error)
+            error = again if same or (again is not None and _about_dtypes(again)) else None
+    elif odd and (info.pointwise or kind in _REDUCTIONS):
+        error = _refused_dtypes(info, args, kwargs)
+    if error is not None and not (gpus and _about_dtypes(error)):
+        raise error
+
+
+def _refused_dtypes(info: Any, args: list, kwargs: dict) -> Exception | None:
+    """The CPU's error for the dtypes of large operands: it is tried with dims of 2 elements at most."""
+    error = _cpu_error(info, args, kwargs, _small)
+    return error if error is not None and _about_dtypes(error) else None
+
+
+def _about_dtypes(error: Exception) -> bool:
+    """True for the errors of kernels that lack a dtype."""
+    return isinstance(error, NotImplementedError) or any(text in str(error) for text in ("not implemented for", "not support "))
+
+
+def _kind(info: Any) -> str:
+    """The op's name without namespace, overload, and the underscore of the form in place."""
+    name: str = info.name.split(".")[1]
+    return name if name.endswith("__") else name.removesuffix("_")
+
+
+def _dtypes(args: list, kwargs: dict) -> set[torch.dtype]:
+    return {leaf.dtype for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)}
+
+
+def check_masks(x: torch.Tensor, indices: Any) -> None:
+    """IndexError in torch's words for a mask of another shape than the dims that it selects from."""
+    dim = 0
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            dim += 1
+            continue
+        for place, size in enumerate(index.shape):
+            if dim + place < x.dim() and size != x.shape[dim + place]:
+                raise IndexError(
+                    f"The shape of the mask {list(index.shape)} at index {place} does not match the shape of the indexed "
+                    f"tensor {list(x.shape)} at index {dim + place}"
+                )
+        dim += index.dim()
+
+
+def reads_numbers(info: Any, operands: list[RemoteTensor], results: list) -> bool:
+    """True for a kind of call that the CPU's kernel refuses for some numbers: they divide, or do not fit into the dtype."""
+    kind = _kind(info)
+    if kind in _FILLS or kind in _FACTORIES:
+        filled = results[0].dtype if results else operands[0].dtype
+        return filled is torch.float16 or not (filled.is_floating_point or filled.is_complex or filled is torch.bool)
+    return kind in _OF_DIVISORS and not any(t.dtype.is_floating_point or t.dtype.is_complex for t in operands)
+
+
+def check_call(info: Any, args: tuple, kwargs: dict, results: list, gpus: bool) -> None:
+    """Raise the CPU's error for the numbers among a call's arguments. results: metas of new tensors."""
+    if _kind(info) in _FACTORIES:
+        value = dict(zip(info.names, args), **kwargs)["fill_value"]
+        return _try_numbers(torch.ops.aten.fill_.Scalar, gpus, ((results[0].dtype, 1),), ..., value)
+    every = [*args, *kwargs.values()]
+    if any(isinstance(a, list) or (isinstance(a, torch.Tensor) and type(a) is not RemoteTensor) for a in every):
+        return None
+    kinds = tuple((a.dtype, a.dim()) for a in every if type(a) is RemoteTensor)
+    tried = [... if type(a) is RemoteTensor else a for a in every]
+    return _try_numbers(info.func, gpus, kinds, *tried[: len(args)], **dict(zip(kwargs, tried[len(args) :])))
+
+
+@functools.lru_cache(4096, typed=True)
+def _try_numbers(func: Any, gpus: bool, kinds: tuple[tuple[torch.dtype, int], ...], *args: Any, **kwargs: Any) -> None:
+    """Try an op on tensors of one element. kinds: their dtypes and dims. args, kwargs: with `...` in place of tensors."""
+    tensors = iter([torch.zeros([1] * dims, dtype=dtype, device="cpu") for dtype, dims in kinds])
+    tried = [next(tensors) if a is ... else a for a in args]
+    named = {name: next(tensors) if a is ... else a for name, a in kwargs.items()}
+    if any(argument.name == "generator" for argument in func._schema.arguments):
+        named["generator"] = _generator()
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            func(*tried, **named)
+    except _ERRORS as error:
+        if not (gpus and _about_dtypes(error)):
+            raise error.with_traceback(None) from None
+
+
+def note_accepted(accepted: set[tuple], numbers: tuple) -> None:
+    """Remember numbers that were checked."""
+    if len(accepted) >= MAX_ACCEPTED:
+        accepted.clear()
+    accepted.add(numbers)
+
+
+@functools.cache
+def _generator() -> torch.Generator:
+    """Of tried calls, so that they leave the program's random numbers alone."""
+    return torch.Generator()
+
+
 def unsuitable(info: Any, args: list, kwargs: dict) -> None:
     """Raise the CPU's error for an op that does not take operands of these dtypes, whatever their shapes.
 
@@ -80,36 +240,59 @@ def _elements(args: list, kwargs: dict) -> int:
 
 def _trusts_callers(info: Any) -> bool:
     """True for ops whose kernels may check nothing, and for random ones, which would use up the CPU's numbers."""
-    return info.random or "backward" in info.name or info.name.startswith("aten._") or not info.name.startswith("aten.")
+    private = info.name.startswith("aten._") and not info.name.startswith("aten.__") and _kind(info) not in _CHECKED
+    return info.random or "backward" in info.name or private or not info.name.startswith("aten.")
 
 
 def _cpu_error(info: Any, args: list, kwargs: dict, host: Callable[[Any], Any]) -> Exception | None:
     """The CPU's error for the op on host tensors in place of meta tensors; None if it accepts them."""
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            info.func(*tree_map(host, args), **tree_map(host, kwargs))
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        _on_cpu(info, args, kwargs, host)
+    except _ERRORS as error:
         return error.with_traceback(None)
     return None
+
+
+def _on_cpu(info: Any, args: list, kwargs: dict, host: Callable[[Any], Any]) -> Any:
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return info.func(*tree_map(host, args), **tree_map(host, kwargs))
 
 
 def _zeros(leaf: Any) -> Any:
     """A CPU tensor in place of a meta tensor. Its pages are not allocated until a kernel reads them."""
     if isinstance(leaf, torch.Tensor):
-        return torch.zeros(leaf.shape, dtype=leaf.dtype)
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+
+def _ones(leaf: Any) -> Any:
+    """As _zeros, of other values."""
+    return _zeros(leaf).fill_(1) if isinstance(leaf, torch.Tensor) else _zeros(leaf)
+
+
+def _small(leaf: Any) -> Any:
+    """As _zeros, with dims of 2 elements at most, so that dims of one size keep one."""
+    if isinstance(leaf, torch.Tensor):
+        return torch.zeros([min(size, 2) for size in leaf.shape], dtype=leaf.dtype, device="cpu")
+    return _zeros(leaf)
+
+
+def _as_meta(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return leaf
 
 
 def _nothing(leaf: Any) -> Any:
     """A CPU tensor of no elements and the dtype of a meta tensor."""
-    return torch.zeros(0, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else _zeros(leaf)
+    return torch.zeros(0, dtype=leaf.dtype, device="cpu") if isinstance(leaf, torch.Tensor) else _zeros(leaf)
 
 
 def _strided_zeros(leaf: Any) -> Any:
     """As _zeros, with the meta tensor's strides."""
     if isinstance(leaf, torch.Tensor):
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype).zero_()
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu").zero_()
     return _zeros(leaf)
 
 

@@ -20,7 +20,22 @@ from gt.client.device.meta import Meta, dtype_name
 from gt.client.device.remote_tensor import ONE_DEVICE, RemoteTensor, Shown, wrapper_of
 from gt.client.trace import refusals
 from gt.client.trace.meta_kernels import spare_dynamo, spare_symbolic_shapes, without_dtensor_rules
-from gt.client.trace.op_info import ASK, CONST, DEFAULTED, FIRST, INTO, LONG, ONE, TENSOR, TENSORS, VALUE, VALUES, Entry, OpInfo
+from gt.client.trace.op_info import (
+    ASK,
+    CONST,
+    DEFAULTED,
+    FIRST,
+    INTO,
+    LONG,
+    NUMBERS,
+    ONE,
+    TENSOR,
+    TENSORS,
+    VALUE,
+    VALUES,
+    Entry,
+    OpInfo,
+)
 from gt.errors import UnsupportedOp
 from gt.ir import check
 from gt.ir.schema import TABLE
@@ -84,6 +99,9 @@ def _as_mul(grad: torch.Tensor, x: torch.Tensor, *rest: Any, **named: Any) -> to
 
 def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
     """Strides of the CPU's kernels: channels last if the input's or the weight's are; of three dims in low precision alone."""
+    _, _, padding, dilation, *_ = rest
+    if min(dilation) < 1 or min(padding) < 0 or not weight.shape[0]:
+        raise RuntimeError(f"convolution: padding {padding}, dilation {dilation}, weight {list(weight.shape)}: want a kernel")
     result = torch.ops.aten.convolution.default(x, weight, *rest)
     formats = {suggest_memory_format(x), suggest_memory_format(weight)}
     if x.dtype in (torch.float32, torch.float64):
@@ -122,6 +140,17 @@ def _contiguous(name: str) -> Callable[..., Any]:
     return lambda *args: tree_map(lambda result: torch.empty_like(result, memory_format=torch.contiguous_format), op(*args))
 
 
+def _nonzero_static(x: torch.Tensor, **named: Any) -> torch.Tensor:
+    """Contiguous, as the CPU's kernel makes it. torch's meta kernel gives it the strides of nonzero."""
+    return torch.ops.aten.nonzero_static.default(x, **named).clone(memory_format=torch.contiguous_format)
+
+
+def _eig(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvalues, and eigenvectors column by column, as LAPACK writes them."""
+    values, vectors = torch.ops.aten.linalg_eig.default(x)
+    return values, vectors.mT.clone(memory_format=torch.contiguous_format).mT
+
+
 def _elu_backward(grad: torch.Tensor, alpha: Any, scale: Any, rate: Any, is_result: bool, x: torch.Tensor) -> torch.Tensor:
     """Strides as of `_as_mul`."""
     return torch.mul(grad, x)
@@ -156,6 +185,8 @@ _META: dict[str, Callable] = {
     "aten._grouped_mm.default": _grouped_mm,
     "aten.convolution.default": _convolution,
     "aten.native_batch_norm.default": _batch_norm,
+    "aten.nonzero_static.default": _nonzero_static,
+    "aten.linalg_eig.default": _eig,
     "aten._ctc_loss.default": _ctc_loss,
     "aten._weight_norm_interface.default": _weight_norm,
     **dict.fromkeys(("aten._ctc_loss_backward.default", "aten._ctc_loss_backward.Tensor"), _ctc_loss_backward),
@@ -230,6 +261,8 @@ def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     _check_kind(info, encoder.tensors, stand_ins, stand_named)
     entry = Entry()
     result, known = _run_meta(info, stand_ins, stand_named)
+    with uninterrupted():
+        refusals.refused_by_kernel(info, stand_ins, stand_named, result, current_session.current().gpus)
     if info.outs:
         entry.mode = INTO
         entry.metas = _changed_outs(info, kwargs, stand_named) if known else []
@@ -259,6 +292,10 @@ def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
         entry.number, entry.mode = chunks, LONG
     else:
         entry.number = current_session.current().define(template)
+    if encoder.values and entry.mode <= FIRST and refusals.reads_numbers(info, encoder.tensors, entry.metas):
+        checked = Entry()
+        checked.mode, checked.number, checked.metas, checked.result = NUMBERS, entry.number, entry.metas, entry
+        return checked
     return entry
 
 
@@ -328,6 +365,8 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
     """The op's result on stand-ins, and whether it can be known without values."""
     if info.name.startswith(_NO_META):
         return None, True
+    if info.name.startswith(("aten.index.", "aten.index_put")):
+        refusals.check_masks(args[0], args[1])
     if info.dynamic and _by_values(info, args, kwargs):
         return None, False
     spare_dynamo()
@@ -348,9 +387,11 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
         return result, True
     except NotImplementedError:
         return None, False
-    except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
+    except (RuntimeError, IndexError, KeyError, ValueError, TypeError, AssertionError) as error:
         if any(text in str(error) for text in _NO_SHAPE):
             return None, False
+        if not current_session.current().gpus and (accepted := refusals.accepted_by_cpu(info, args, kwargs)) is not None:
+            return accepted, True
         raise refusals.as_on_cpu(info, args, kwargs, error) from None
 
 

@@ -34,6 +34,7 @@ def _uniform(words: Words, shape: Shape, dtype: str, low: float = 0.0, high: flo
     if (low, high) != (0.0, 1.0):
         u *= kind(high) - kind(low)
         u += kind(low)
+        u = np.asarray(u)  # arithmetic makes a number of an array without dims
         u[u >= kind(high)] = kind(low)
     return u
 

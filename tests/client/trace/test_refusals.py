@@ -60,6 +60,44 @@ MISTAKES: dict[str, Callable[[Make], object]] = {
     "an out= of another dtype": lambda t: torch.take(t(4), t(2).long(), out=t(2).double()),
     "an out= of another complex dtype": lambda t: torch.complex(t(2), t(2), out=t(2).to(torch.complex128)),
     "an empty mean": lambda t: t(3).long().mean(),
+    "a mask of another shape": lambda t: t(2, 3)[t(3).bool()],
+    "a mask of another shape in an assignment": lambda t: t(2, 3).__setitem__(t(3).bool(), 1.0),
+    "a mask of a later dim": lambda t: t(2, 3, 4)[:, t(4).bool()],
+    "a large tensor's mask": lambda t: t(2000, 3)[t(3000).bool()],
+    "a selection by a mask": lambda t: torch.masked_select(t(2, 3), t(4).bool()),
+    "the largest of nothing": lambda t: t(0, 3).max(),
+    "the largest of an empty dim": lambda t: t(0, 3).min(0),
+    "the place of the largest of nothing": lambda t: t(0, 3).argmax(),
+    "the largest truth values": lambda t: t(3).bool().topk(1),
+    "a softmax of integers": lambda t: t(2, 3).long().softmax(1),
+    "a softmax of many integers": lambda t: t(300, 300).long().softmax(1),
+    "a logarithm of probabilities of truth values": lambda t: t(2, 3).bool().log_softmax(1),
+    "a loss of integers": lambda t: F.nll_loss(t(2, 3).long(), t(2).long()),
+    "bits of numbers": lambda t: t(2, 3) & 1,
+    "counts of numbers": lambda t: torch.bincount(t(3)),
+    "a clamp of complex numbers": lambda t: t(3).to(torch.complex64).clamp(t(3), t(3)),
+    "a singular value of half precision": lambda t: torch.linalg.svdvals(t(3, 3).half()),
+    "a determinant of a number": lambda t: torch.linalg.det(t()),
+    "eigenvalues of integers": lambda t: torch.linalg.eigvals(t(3, 3).long()),
+    "rows by a matrix": lambda t: t(2, 3).index_select(0, t(1, 1).long()),
+    "boundaries of two dims": lambda t: torch.bucketize(t(3), t(2, 3)),
+    "no dilation": lambda t: F.conv1d(t(1, 1, 4), t(1, 1, 2), dilation=-1),
+    "negative padding": lambda t: F.conv2d(t(1, 1, 4, 4), t(1, 1, 2, 2), padding=-1),
+    "a negative power of integers": lambda t: t(3).long() ** -1,
+    "integers by zero": lambda t: t(3).long() // 0,
+    "rounded quotients by zero": lambda t: torch.div(t(3).long(), 0, rounding_mode="floor"),
+    "the remainder by zero": lambda t: t(3).long() % 0,
+    "too large a number for a byte": lambda t: t(3).to(torch.uint8).fill_(300),
+    "bytes of too large a number": lambda t: torch.full_like(t(3), 300, dtype=torch.uint8),
+    "too large a number for half precision": lambda t: t(3).half().masked_fill(t(3).bool(), -1e9),
+    "no range of integers": lambda t: t(3).long().random_(5, 5),
+    "a range beyond the dtype": lambda t: t(3).to(torch.uint8).random_(0, 300),
+    "no range": lambda t: t(3).uniform_(2, 1),
+    "a negative deviation": lambda t: t(3).normal_(0, -1),
+    "no probability": lambda t: t(3).bernoulli_(3.0),
+    "normal integers": lambda t: t(3).long().normal_(),
+    "more samples than categories": lambda t: torch.multinomial(t(3) + 1, 9),
+    "samples of integers": lambda t: torch.multinomial(t(3).long() + 1, 1),
 }
 
 
@@ -80,6 +118,44 @@ def test_a_mistake_has_the_text_that_it_has_on_the_cpu(name: str, session: Calla
     assert remote == here
 
 
+ACCEPTED: dict[
+    str, Callable[[Make], torch.Tensor]
+] = {  # though torch's meta kernels refuse it, give it other strides, or other values would fail
+    "a shift of truth values": lambda t: t(3).bool() << 1,
+    "an empty logarithm of probabilities": lambda t: t(0, 3).bool().log_softmax(1),
+    "an interpolation of nothing": lambda t: F.interpolate(t(0, 2, 3), 4, mode="nearest-exact"),
+    "sorted truth values": lambda t: t(3).bool().sort().indices,
+    "quotients of integers": lambda t: t(3).long() // (t(3).long() + 2),
+    "a repetition": lambda t: torch.repeat_interleave(t(2), t(2).long() + 2, output_size=4),
+    "places of a known number": lambda t: torch.nonzero_static(t(3, 2) + 1, size=4),
+    "eigenvectors": lambda t: torch.linalg.eig(t(2, 3, 3)).eigenvectors,
+    "a range of one number": lambda t: t().uniform_(2, 2),
+    "a root of half precision": lambda t: (t(3).half() + 1).masked_fill(t(3).bool(), -1e4).sqrt(),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_the_cpu_accepts_works(name: str, session: Callable) -> None:
+    session()
+    here, remote = (ACCEPTED[name](lambda *shape, on=device: torch.zeros(shape, device=on)) for device in ("cpu", "remote"))
+    assert (remote.dtype, remote.stride()) == (here.dtype, here.stride())
+    assert torch.equal(remote.cpu(), here)
+
+
+def test_each_number_of_a_known_call_is_checked(session: Callable) -> None:
+    session()
+    x = (torch.zeros(2, device="remote").long() + 3) ** 2
+    assert (x // 2).tolist() == [4, 4]
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        x // 0
+    with pytest.raises(RuntimeError, match="negative integer powers"):
+        x**-1
+    assert torch.zeros(2, device="remote").uniform_(1, 1).tolist() == [1, 1]
+    with pytest.raises(RuntimeError, match="from=2 > to=1"):
+        torch.zeros(2, device="remote").uniform_(2, 1)
+    assert (x**2).tolist() == [81, 81]
+
+
 def test_out_may_be_another_part_of_an_inputs_memory(session: Callable) -> None:
     session()
     x = torch.arange(6.0).to("remote")
@@ -90,6 +166,8 @@ def test_out_may_be_another_part_of_an_inputs_memory(session: Callable) -> None:
 def test_a_mistake_leaves_the_random_numbers_of_the_host_alone(session: Callable) -> None:
     session()
     before = torch.get_rng_state()
+    torch.ones(3, device="remote").half().multinomial(2)
+    torch.zeros(3, device="remote").normal_().uniform_(1, 2)
     with pytest.raises(RuntimeError):
         torch.zeros(3, device="remote").multinomial(2).add_(torch.zeros(2, 5, device="remote"))
     assert torch.equal(torch.get_rng_state(), before)
