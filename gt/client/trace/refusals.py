@@ -208,7 +208,7 @@ def note_accepted(accepted: set[tuple], numbers: tuple) -> None:
 
 @functools.cache
 def _generator() -> torch.Generator:
-    """Of tried calls, so that they leave the program's random numbers alone."""
+    """The generator of tried calls, so that they leave the program's random numbers alone."""
     return torch.Generator()
 
 

@@ -96,7 +96,8 @@ class Program:
         emptied = partial(Storage.forget, program=self.count) if forget else None
         for part in (self.writes, self.makes):
             leavings.add(part, emptied)
-        for rest in (self.journal, self.reads, self.layouts.tensors, self.made.tensors, self.uses):
+        # A trace may hold the journal, as that of a replay: what is emptied is a copy
+        for rest in ([*self.journal], self.reads, self.layouts.tensors, self.made.tensors, self.uses):
             leavings.add(rest)
 
 
