@@ -42,7 +42,7 @@ def test_two_programs_and_a_killed_worker_are_on_the_page() -> None:
                 browser.wait("document.querySelector('#log pre').innerText.includes('train.py:')", 60)
                 processes[3].send_signal(signal.SIGKILL)
                 browser.wait("[...document.querySelectorAll('#workers .state')].some((s) => s.innerText === 'lost')", 60)
-                browser.wait("document.querySelector('#errors').innerText.includes('is lost')")
+                browser.wait("document.querySelector('#errors').innerText.includes('is lost: its connection ended')")
                 assert "7" in browser.run("document.querySelector('[data-figure=workers]').innerText")
             processes[0].terminate()
             browser.wait("document.body.dataset.link === 'lost'", 60)
