@@ -497,8 +497,7 @@ class Core:
                     self._resume(session)
                     return
                 continue
-            follows = message.message.startswith(CONSEQUENCES) and not session.failures.dropped
-            follows = follows or message.kind == "peer"
+            follows = message.kind == "peer" or (session.failures.missing and message.message.startswith(CONSEQUENCES))
             if follows and (loss := session.failures.loss()) is not None:  # the loss itself has been told
                 self.guarded(session, "a failed op", session.failures.taint, message.seq, loss, message.others)
                 return

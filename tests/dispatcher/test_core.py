@@ -137,6 +137,19 @@ def test_a_failure_from_a_placeholder_is_not_reported_again(plan):
     assert ask.failed(x) == ask.failed(x) == ""
 
 
+def test_an_op_that_lacks_a_tensor_for_a_lost_worker_is_no_error_of_its_own(plan):
+    x = torch.ones(3, device="remote")
+    own, other = on("a", torch.neg, x), on("b", torch.abs, x)
+    after = on("a", torch.exp, own)
+    plan.text()
+    plan.handle(PeerLost(b"w1", "its process ended"))
+    plan.handle(Received(b"w0", OpError(seq_of(plan, after), "op", "no tensor has the id 2")))
+    (error,) = plan.core.observers.recent.errors
+    assert "worker w1 is lost" in error.text
+    ask = Asking(plan)
+    assert "w1 is lost" in ask.failed(after) and "w1 is lost" in ask.failed(other)
+
+
 def test_what_failed_before_another_failure_came_to_what_it_read_is_no_value(plan):
     """It read something good, which only later was written with what had failed."""
     x = torch.ones(3, device="remote")

@@ -101,7 +101,8 @@ def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Ten
     """Strides of the CPU's kernels: channels last if the input's or the weight's are; of three dims in low precision alone."""
     _, _, padding, dilation, *_ = rest
     if min(dilation) < 1 or min(padding) < 0 or not weight.shape[0]:
-        raise RuntimeError(f"convolution: padding {padding}, dilation {dilation}, weight {list(weight.shape)}: want a kernel")
+        got = f"padding {padding}, dilation {dilation}, weight {list(weight.shape)}"
+        raise RuntimeError(f"convolution got {got}, want padding of at least 0, dilation of at least 1, a weight with outputs")
     result = torch.ops.aten.convolution.default(x, weight, *rest)
     formats = {suggest_memory_format(x), suggest_memory_format(weight)}
     if x.dtype in (torch.float32, torch.float64):
