@@ -37,7 +37,8 @@ class InlineSession:
         for row in origins:
             self.origins[row[0]] = row
         # in a thread of its own: torch's dispatch state here is that of the op that filled the buffer
-        with ThreadPoolExecutor(1) as pool:
+        threads = torch.get_num_threads()  # a new thread has the number that some thread set last
+        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
             state = torch.get_rng_state()  # the program's, which is in this process too
             try:
                 pool.submit(self._run, iter(code), frames).result()

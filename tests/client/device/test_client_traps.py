@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -718,6 +719,20 @@ def same(a: Any, b: Any, exact: bool = True) -> None:
 def test_remote_is_as_local(name: str, inline: InlineSession) -> None:  # noqa: F811
     want, got = plain(ROWS[name]("cpu")), plain(ROWS[name]("remote"))
     same(got, want, name not in APPROXIMATE)
+
+
+@pytest.mark.parametrize("here", [1, 2])
+def test_the_sums_of_both_sides_come_in_one_order_whatever_another_test_left(inline: InlineSession, here: int) -> None:  # noqa: F811
+    """A convolution's sums depend on the number of threads, and a new thread's need not be this one's."""
+    before = torch.get_num_threads()
+    other = threading.Thread(target=torch.set_num_threads, args=(3 - here,))
+    other.start()
+    other.join()
+    torch.set_num_threads(here)
+    try:
+        same(plain(layers("remote")), plain(layers("cpu")))
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_shape_that_the_arguments_say_is_not_asked_for(inline: InlineSession, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
