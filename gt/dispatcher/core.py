@@ -85,8 +85,6 @@ from gt.wire.messages import (
 
 log = logging.getLogger("gt.dispatcher")
 MAX_ERROR_CHARACTERS = 4000  # characters of what a worker says of a failure
-NO_TENSOR = "no tensor has the id"  # how a worker's message begins for an op whose operand it lacks
-CONSEQUENCES = NO_TENSOR, "it failed as the ops before it did"  # beginnings of messages of ops that fail for another op's sake
 MAX_LOGGED_REFUSALS = 20  # refusals logged in a second
 
 
@@ -497,12 +495,12 @@ class Core:
                     self._resume(session)
                     return
                 continue
-            follows = message.kind == "peer" or (session.failures.missing and message.message.startswith(CONSEQUENCES))
+            follows = message.kind == "peer" or (message.kind == "missing" and session.failures.missing)
             if follows and (loss := session.failures.loss()) is not None:  # the loss itself has been told
                 self.guarded(session, "a failed op", session.failures.taint, message.seq, loss, message.others)
                 return
             who = memory_report(session, worker, message.memory) if message.memory else ""
-            if session.failures.dropped and message.message.startswith(NO_TENSOR):
+            if session.failures.dropped and message.kind == "missing":
                 who = ", since an interrupt (Ctrl-C) dropped the op that makes it: compute it again"
             error = op_failed(row, message.seq, message.kind, message.message[:MAX_ERROR_CHARACTERS] + who, worker.name)
             failed = row.at(message.seq)

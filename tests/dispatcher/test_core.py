@@ -130,7 +130,7 @@ def test_a_failure_from_a_placeholder_is_not_reported_again(plan):
     far, good = on("a", torch.exp, bad), on("b", torch.abs, x)
     plan.text()
     plan.handle(Received(b"w0", OpError(seq_of(plan, bad), "op", "no memory left")))
-    plan.handle(Received(b"w0", OpError(seq_of(plan, far), "op", "no tensor has the id 2")))
+    plan.handle(Received(b"w0", OpError(seq_of(plan, far), "missing", "no tensor has the id 2")))
     plan.handle(Received(b"w1", OpError(seq_of(plan, good), "op", "neither has this")))
     ask = Asking(plan)
     assert "no memory left" in ask.failed(far) and "neither has this" in ask.failed(good)
@@ -143,7 +143,7 @@ def test_an_op_that_lacks_a_tensor_for_a_lost_worker_is_no_error_of_its_own(plan
     after = on("a", torch.exp, own)
     plan.text()
     plan.handle(PeerLost(b"w1", "its process ended"))
-    plan.handle(Received(b"w0", OpError(seq_of(plan, after), "op", "no tensor has the id 2")))
+    plan.handle(Received(b"w0", OpError(seq_of(plan, after), "missing", "no tensor has the id 2")))
     (error,) = plan.core.observers.recent.errors
     assert "worker w1 is lost" in error.text
     ask = Asking(plan)
@@ -238,7 +238,7 @@ def test_a_tensor_for_which_no_room_was_found_is_not_healed_by_an_overwrite(plan
     plan.handle(Received(b"w0", OpError(seq_of(plan, made), "memory", "out of memory: it needs 3 GiB")))
     on("a", made.fill_, 1.0)  # planned after the report
     plan.text()
-    plan.handle(Received(b"w0", OpError(seq_of(plan, made), "op", "no tensor has the id 2")))
+    plan.handle(Received(b"w0", OpError(seq_of(plan, made), "missing", "no tensor has the id 2")))
     assert "it needs 3 GiB" in Asking(plan).failed(made)
 
 

@@ -122,13 +122,13 @@ class Worker:
             return
         if define.kind == "fetch":
             missing = operands[0] not in self.cells
-            answer = OpError(seq, "op", f"no tensor has the id {operands[0]}") if missing else Piece(operands[1], 0, 64)
+            answer = OpError(seq, "missing", f"no tensor has the id {operands[0]}") if missing else Piece(operands[1], 0, 64)
             self.out.append((answer, () if missing else (bytes(64),)))
         if define.kind not in ("op", "fetch"):  # all pieces of a tensor have one value here
             self.met += [(define.kind, seq)] if define.kind in COLLECTIVES else []
             for source, made in zip(operands[define.effects.reads], operands[define.effects.makes]):
                 if source not in self.cells:
-                    self.out.append((OpError(seq, "op", f"no tensor has the id {source}"), ()))
+                    self.out.append((OpError(seq, "missing", f"no tensor has the id {source}"), ()))
                 cell = self.cells.get(source, [rng.randrange(PRIME)])
                 self.cells[made] = cell if define.kind == "alias" else [*cell]
         if define.kind != "op":

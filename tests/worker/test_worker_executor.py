@@ -20,6 +20,8 @@ from gt.worker.engine.torch.gpu.direct import DirectEngine
 from gt.worker.executor import BIND
 from gt.worker.plane.base import PeerGone, Unrecoverable, issuing
 from gt.worker.plane.symmetric import check_present
+from gt.worker.process.memory_budget import Budget
+from gt.worker.process.op_errors import ErrorReports
 from gt.worker.program.runner import Poisoned
 from gt.worker.uploads import MAX_CANCELLED_UPLOADS, Cancelled, UploadBuffers
 from tests.helpers.limits import limit
@@ -145,6 +147,19 @@ def test_an_argument_name_cannot_be_code():
     payload["kwargs"] = {"a)+print(1": None}
     bench.do("op", payload, 1, 2)
     assert "which aten.neg.default does not take" in bench.sent[0][0].message
+
+
+def test_failures_of_a_run_are_reported_by_kind_the_first_of_each_by_itself():
+    sent: list[OpError] = []
+    reports = ErrorReports(sent.append, {}, Budget(), lambda tensor: (0, 0))
+    for seq in range(8):
+        reports.report(seq, KeyError(17), "no tensor has the id 17")
+    for seq in range(100, 108):
+        reports.report(seq, ValueError("odd"), "odd")
+    reports.end_run()
+    missing, other = ([m for m in sent if m.kind == kind] for kind in ("missing", "op"))
+    assert [m.seq for m in missing] == [0, 1, 2, 3, 4] and missing[-1].others == [4, 5, 6, 7]
+    assert [m.seq for m in other] == list(range(100, 108)) and len(missing) + len(other) == len(sent)
 
 
 def test_a_poisoned_device_ends_the_process_after_it_was_reported(monkeypatch):

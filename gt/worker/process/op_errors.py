@@ -33,6 +33,8 @@ def kind(error: Exception) -> str:
         return "unsupported"
     if isinstance(error, (PeerGone, Cancelled)):
         return "peer"
+    if isinstance(error, KeyError):
+        return "missing"
     return "memory" if isinstance(error, MemoryError) or any(part in str(error) for part in OUT_OF_MEMORY_TEXTS) else "op"
 
 
@@ -59,19 +61,17 @@ class ErrorReports:
 
     def __init__(self, send: Callable[..., None], tensors: Mapping[int, Any], budget: Budget, storage: Storage) -> None:
         self._send, self._tensors, self._budget, self._storage = send, tensors, budget, storage
-        self._counts: Counter[tuple[str, bool]] = Counter()  # by kind, and whether a tensor was missing
-        self._rest: list[int] = []  # seqs that are not reported yet
-        self._rest_kind = ""
+        self._counts: Counter[str] = Counter()  # by kind
+        self._rest: dict[str, list[int]] = {}  # seqs that are not reported yet, by kind
         self._next = 0.0  # when memory may be reported again, which takes time
 
     def report(self, seq: int, error: Exception, text: str, answers: bool = False) -> None:
         """Op `seq` failed. answers: somebody waits for its answer, so it is reported at once."""
-        failure, missing = kind(error), isinstance(error, KeyError)
-        self._counts[failure, missing] += 1
-        most = MAX_CONSEQUENCES if missing or failure == "memory" else MAX_FAILURES
-        if not answers and self._counts[failure, missing] > most:
-            self._rest.append(seq)
-            self._rest_kind = "memory" if failure == "memory" else self._rest_kind or failure
+        failure = kind(error)
+        self._counts[failure] += 1
+        most = MAX_CONSEQUENCES if failure in ("missing", "memory") else MAX_FAILURES
+        if not answers and self._counts[failure] > most:
+            self._rest.setdefault(failure, []).append(seq)
             return
         self._flush()  # the failures before this one come first
         holders, now = {}, monotonic()
@@ -83,14 +83,14 @@ class ErrorReports:
     def end_run(self) -> None:
         """The Run is over."""
         self._flush()
-        if not self._counts["memory", False]:
+        if not self._counts["memory"]:
             self._next = 0.0
         self._counts.clear()
 
     def _flush(self) -> None:
-        if self._rest:
-            self._send(OpError(self._rest[0], self._rest_kind, "it failed as the ops before it did", {}, self._rest))
-        self._rest, self._rest_kind = [], ""
+        for failure, seqs in self._rest.items():
+            self._send(OpError(seqs[0], failure, "it failed as the ops before it did", {}, seqs))
+        self._rest.clear()
 
 
 def memory(tensors: Mapping[int, Any], budget: Budget, storage: Storage) -> dict[str, Any]:
