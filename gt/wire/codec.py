@@ -16,8 +16,9 @@ from typing import Any, Generic, TypeVar
 import msgpack
 
 from gt.errors import ProtocolError
+from gt.ir.instr import PackedPayload
 from gt.wire import messages
-from gt.wire.messages import CODES, Message
+from gt.wire.messages import CODES, Message, Run
 
 SMALL_BYTES = 32 << 10  # bytes of a body that unpacks within milliseconds, whatever its content
 MAX_ASKED_BYTES = 3 << 19  # bytes of a body from a peer to the dispatcher, at most
@@ -115,13 +116,42 @@ _local = _Local()
 def pack(message: Message) -> bytes:
     """The body of a message; ProtocolError for a type that msgpack lacks, or a body above MAX_BODY_BYTES."""
     try:
-        body = _local.packer.pack(_ROWS.row(message))
+        if type(message) is Run and any(map(_has_packed_payload, message.defines)):
+            body = _joined(_ROWS.row(message), message.defines)
+        else:
+            body = _local.packer.pack(_ROWS.row(message))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         _local.packer = msgpack.Packer()  # the old packer may hold half a body
         raise _blame(message, error) from None
     if len(body) > messages.MAX_BODY_BYTES:
         raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes, at most {messages.MAX_BODY_BYTES} fit a body")
     return body
+
+
+def packed_payload(payload: dict[str, Any]) -> PackedPayload:
+    """The payload of a program, packed before a Run carries it."""
+    return PackedPayload(payload, _local.packer.pack(payload))
+
+
+def _has_packed_payload(definition: Any) -> bool:
+    return type(definition) is list and bool(definition) and type(definition[-1]) is PackedPayload
+
+
+def _joined(row: tuple, defines: list) -> bytes:
+    """The body of a Run's row, whose definitions may have packed payloads."""
+    packer = _local.packer
+    parts = [packer.pack_array_header(len(row))]
+    for field in row:
+        if field is not defines:
+            parts.append(packer.pack(field))
+            continue
+        parts.append(packer.pack_array_header(len(defines)))
+        for definition in defines:
+            if _has_packed_payload(definition):
+                parts += packer.pack_array_header(len(definition)), *map(packer.pack, definition[:-1]), definition[-1].packed
+            else:
+                parts.append(packer.pack(definition))
+    return b"".join(parts)
 
 
 def unpack(body: bytes | memoryview) -> Message:

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gt.errors import ProtocolError
+from gt.ir.instr import KINDS, Define
 from gt.wire import codec, messages
-from gt.wire.messages import CODES, Ack, Fetch, Goodbye, Ops, Stats
+from gt.wire.messages import CODES, Ack, Fetch, Goodbye, Ops, Run, Stats
 
 ATOMS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=8)
 PLAIN = st.recursive(
@@ -141,3 +142,14 @@ def test_what_takes_long_is_refused_before_it_is_unpacked(message, says):
 def test_as_many_numbers_as_a_batch_may_have_are_taken():
     codec.weigh(codec.pack(Ops(0, [], [], [1 << 20] * codec.MAX_STREAM_NUMBERS)))
     codec.weigh(codec.pack(messages.FinishCapture(0, 0, "", "", [[1 << 20, 1 << 30]] * 50_000, 0, 0, 0)))
+
+
+def test_a_program_that_is_packed_ahead_gives_the_same_body():
+    small, program = {"op": "aten.neg.default", "args": [{"t": 0}]}, {"code": [*range(70_000)], "text": "é", "none": None}
+    defines = [[3, "op", small], [4, "program", program], [5, "program", {}]]
+    ahead = [[3, "op", small], [4, "program", codec.packed_payload(program)], [5, "program", codec.packed_payload({})]]
+    body = codec.pack(Run(7, 8, ahead, [4, 0, 1], True))
+    assert body == codec.pack(Run(7, 8, defines, [4, 0, 1], True))
+    assert codec.unpack(body) == Run(7, 8, defines, [4, 0, 1], True)
+    keys = {key: [1, [2]] for key in KINDS["program"][1]}
+    assert Define(4, "program", codec.packed_payload(keys)).weight == Define(4, "program", keys).weight > len(keys)

@@ -32,6 +32,7 @@ from gt.dispatcher.state.tensors import LaunchCount, Storage, Tensor
 from gt.errors import ProtocolError
 from gt.ir.instr import BACKENDS, Define
 from gt.ir.layout import Layout, Partial, R, local_shape, replicated
+from gt.wire.codec import packed_payload
 from gt.wire.messages import FinishCapture
 
 MAX_PROGRAMS_PER_SESSION = 64
@@ -242,6 +243,7 @@ class Programs:
             if not why:
                 tape = run_passes(tape, context, PASSES)
                 parts, copied = self._write(tape, pairs, message), self._with_copies()
+                parts = {worker: [packed_payload(part) for part in rows] for worker, rows in parts.items()}
                 program = self._program(tape, pairs)
                 program.order = context.schedule
         self._emitter.begin_run()
@@ -316,7 +318,7 @@ class Programs:
         index = {row.seq: row.seq - base for row in rows}
         writer = ProgramWriter(index, lasting, FinishCapture(0, 0, "", "cudagraphs", [], -1, 0, False))
         writer.write(rows)
-        return [{**part, "once": True} for part in writer.parts]
+        return [packed_payload({**part, "once": True}) for part in writer.parts]
 
     def fragment_context(self, tape: Recording, backend: str, added: dict[str, Define]) -> PassContext:
         """The context of passes for a recorded fragment. added: takes the definitions that passes add."""
