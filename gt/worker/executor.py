@@ -104,7 +104,7 @@ class Executor:
 
     def _bind(self, define: Define) -> Step:
         step = self._check_room(define, BIND[define.kind](self.worker, define.payload))
-        # Three kinds of step. Without a clock an op may compile at its first launch, which must not look like a hang. A
+        # Three kinds of step. On a GPU (no clock here) an op's first launch loads kernels, which must not look like a hang. A
         # transfer
         # by the device alone can be recorded in a graph. One that goes by host memory now may be rebound later.
         if self._engine.clock is None and (define.kind == "op" or define.kind in ISSUING):

@@ -343,7 +343,7 @@ class Loop:
     def _switch(self, message: TorchSettings) -> None:
         """The Runs of another session follow."""
         self._engine.switch(message.switches)
-        # Caches of one session's libraries (workspaces, generators) are not another's.
+        # Another session's values may still be in the allocator's memory: it clears what it hands out from now on.
         if self._session not in (NOBODY, message.session):
             self._engine.clear()
         self._session = self.executor.session = message.session

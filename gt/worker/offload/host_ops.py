@@ -51,8 +51,7 @@ class OpsInHostMemory:
             return away
         tensor = self._tensors[i]
         known = self._copies.get(i)
-        # The id may name another tensor by now (an in-place swap, say), so the copy is used only for the very tensor it is
-        # of.
+        # The id may name another tensor by now: a copy counts only for the very tensor that it was made of.
         copy = known[1] if known is not None and known[0] is tensor else None
         if copy is None:
             copy, fresh = self._lane.copy(tensor), True
@@ -68,7 +67,7 @@ class OpsInHostMemory:
         if changed and copy is operand:
             back = copy.send(tensor)
             self._tensors.count_to_device(copy.nbytes)
-            # On a device that is the host, nothing is sent back: the copy is the tensor.
+            # Until the value is back on the device, a look-up of the tensor waits for it.
             if back is not None:
                 self._tensors.put_away(i, back)
 

@@ -106,6 +106,7 @@ class PeerHeap(Heap):
                 raise OSError(f"/proc/{pid}/fd/{fd} is not a heap of {size} bytes")
             super().__init__(file.fileno(), size)
         self.mark = mark
+        # A pid may have been given to another worker since the World was sent.
         if self.words[self.owner] != mark:
             self.close()
             raise OSError(f"/proc/{pid}/fd/{fd} is another worker's heap")

@@ -355,9 +355,8 @@ def _with_views_late(calls: Sequence[_Call]) -> list[_Call]:
     placed: list[_Call] = []
 
     def place(call: _Call) -> None:
-        # Depth first: each view that `call` reads, and that has no place yet, is placed before it. A stack of (call, inputs
-        # left).
-        # Not recursive: a chain of views may be long.
+        # Depth first: each view that `call` reads, and that has no place yet, is placed before it. A stack of (call, its other
+        # inputs) in place of recursion: a chain of views may be long.
         waiting = [(call, iter(call.ins))]
         while waiting:
             last, ins = waiting[-1]
@@ -384,6 +383,7 @@ def _with_views_late(calls: Sequence[_Call]) -> list[_Call]:
 def _numbered(calls: Sequence[_Call], wiring: _Numbering) -> tuple[SegmentGraph, tuple[int, ...], tuple[int, ...]]:
     """The graph of calls in their order, and the ids of its inputs and outputs."""
     unread = [(True, number) for number in range(len(wiring.inputs))]
+    # Inputs in the order of their first reads; those that no call reads (only freed) follow, so that their ids stay bound.
     inputs = list(dict.fromkeys([*(name for call in calls for name in call.ins if name[0]), *unread]))
     made = [(False, number) for call in calls for number in call.makes]
     numbers = {name: number for number, name in enumerate([*inputs, *made])}
@@ -392,6 +392,7 @@ def _numbered(calls: Sequence[_Call], wiring: _Numbering) -> tuple[SegmentGraph,
         ins = tuple(numbers[name] for name in call.ins)
         ops.append(SegmentOp(call.text, ins, tuple(map(repr, call.values)), count))
         count += len(call.makes)
+    # Sorted by number and not by id, or equal layers with other ids would have other graphs.
     outputs = sorted(((numbers[name], tensor) for tensor, name in wiring.outputs()), key=lambda output: output[0])
     graph = SegmentGraph(len(inputs), tuple(ops), tuple(number for number, _ in outputs))
     return graph, tuple(wiring.inputs[number] for _, number in inputs), tuple(tensor for _, tensor in outputs)

@@ -131,7 +131,7 @@ def _with_parameters(payload: dict[str, Any], run: Step, code: list, tensors: Of
 
 def _with_random_key(engine: Any, step: Step, draws: int) -> Step:
     """A program's step before which the engine's device is given the key of its random numbers."""
-    # Only an engine that records its device's work reads the key from device memory; others read it from the code.
+    # An engine whose replays are recorded reads the key from the device's memory; others find it in the code.
     draw_from = getattr(engine, "draw_from", None)
     if draw_from is None:
         return step

@@ -76,6 +76,7 @@ class Code:
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         self.check(inputs)
         given = inputs if self._all else [inputs[i] for i in self.given]
+        # Called for each replay: the first call finds out which results need mending, later ones look only at those.
         results = self.run(*given) if self._mends is not None else self._first(given, inputs)
         if self._mends:
             results = list(results)
@@ -91,6 +92,7 @@ class Code:
     def _first(self, given: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The first call, which finds kernels that do not load and results that do not fit. It changes all or nothing."""
         written = [given[place] for place in self._written]
+        # Inductor finds some errors only when kernels load. After those the instructions must see the inputs from before.
         saved = _snapshot(written)
         start = monotonic()
         try:
@@ -115,6 +117,7 @@ class Code:
 
     def _mend(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> dict[int, Callable]:
         """Functions that mend results, by place: those that share memory, as the ops' own would not, or have other strides."""
+        # Memory that is taken already: a result in it would alias an input, or another result, where the ops made new memory.
         held = {t.untyped_storage().data_ptr() for t in inputs if t.numel()}
         mends: dict[int, Callable] = {}
         for n, (result, (shape, stride, dtype)) in enumerate(zip(results, self._wanted, strict=True)):
@@ -153,6 +156,7 @@ class _Alike:
 
     def check(self, inputs: Sequence[torch.Tensor]) -> None:
         offsets = [offset * size for offset, size in zip(map(_OFFSET, inputs), self._sizes, strict=True)]
+        # Storage addresses from data_ptr and offset: `untyped_storage()` would make an object for each input.
         bases = list(map(sub, map(_ADDRESS, inputs), offsets))
         owner: dict[int, int] = {}
         if any(owner.setdefault(bases[n], label) != label for n, label in self._labels):
