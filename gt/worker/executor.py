@@ -327,6 +327,7 @@ class Executor:
     def where(self) -> tuple[int, int, str, int] | None:
         """The instruction under way: place in its Run, seq, kind; and how many Runs the device has completed. By any thread."""
         runner = self.runner
+        # Read without a lock while the executing thread goes on. A torn read gives an odd place, which the checks below drop.
         code, base, at = runner.code, runner.base, current_instruction(self._thread) or runner.place
         definition = self._table.definitions.get(code[at]) if at + 1 < len(code) else None
         if definition is None or type(code[at + 1]) is not int:  # read while the other thread goes on
@@ -350,7 +351,9 @@ class Executor:
         """
         held, free = list(self.tensors.items()), not self._waits()
         if free:
+            # Asking the driver blocks while it loads kernels: then the last known peak is reported.
             self._peak_bytes = self._engine.peak()
+        # By address: views of one storage count once, for the session of the last id.
         memory = {address: (i, nbytes) for i, tensor in held for address, nbytes in (self._engine.storage(tensor),)}
         by_session: Counter[str] = Counter()
         for i, nbytes in memory.values():

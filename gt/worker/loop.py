@@ -369,6 +369,9 @@ class Loop:
         self._unreported = 0
         pieces, self._pieces = self._pieces, []
         times = take_times(self.executor.times)
+        # Nothing is under way on the device: the Done takes the small pieces along in one message. Otherwise it must follow
+        # the Dones
+        # before it, which wait for the device.
         if fence is None and self._completions.first() is None:
             self.send(Done(self.done, times, [key for key, _ in pieces]), tuple(frame for _, frame in pieces))
             return
@@ -444,9 +447,11 @@ def run(
         limit = options.limit
         engine = open_engine(options.backend, options.device)
         ops = engine.load(options.libraries)
+        # The order matters: the engine decides the plane, and the plane's ports are part of Hello.
         wide = bool(env.get("GT_IFNAME")) or not loopback(resolve(options.host))
         plane = open_plane(env.get("GT_TRANSPORT"), engine, wide)
         info = plane.open()
+        # Limits of a process hold for a worker that is a process of its own; a thread's worker shares its program's.
         if main and engine.kind == "cpu":
             budget.open(limit)
         elif limit:
@@ -464,6 +469,7 @@ def run(
         why, spoiled = f"the device cannot be used any more: {error}", True
     finally:
         if main:
+            # A second SIGTERM must not interrupt the clean-up.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _leave(loop, plane, why)
         budget.close()
@@ -491,6 +497,7 @@ def _gpu(kind: str, device: str) -> int:
     if kind == "cpu":
         return -1
     number = device.partition(":")[2]
+    # CUDA numbers the visible GPUs from 0; the dispatcher compares the host's numbers.
     at, visible = int(number) if number.isdecimal() else 0, env.visible_gpus()
     return int(visible[at]) if visible and at < len(visible) and visible[at].isdecimal() else at
 

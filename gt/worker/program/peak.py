@@ -50,7 +50,7 @@ class _Alive:
         new = aliases(define, operands)
         # Owners first: an instruction may give an output the id of its own input.
         owners = [None if source is None else self._memory.get(source) for _, source in new]
-        for n, ((tensor, source), owner) in enumerate(zip(new, owners, strict=True)):
+        for place, ((tensor, source), owner) in enumerate(zip(new, owners, strict=True)):
             self._forget(tensor)
             # A view of memory from before the program, which this count leaves out.
             if source is not None and owner is None:
@@ -58,7 +58,7 @@ class _Alive:
             if owner is None:
                 owner = len(self._sizes)
                 self._names.append(0)
-                self._sizes.append(sizes[n] if n < len(sizes) else 0)
+                self._sizes.append(sizes[place] if place < len(sizes) else 0)
                 self._total += self._sizes[owner]
             self._memory[tensor] = owner
             self._names[owner] += 1

@@ -97,7 +97,7 @@ def _with_parameters(payload: dict[str, Any], run: Step, code: list, tensors: Of
     """A fragment's step: tensors of the call get the names in the code, and results the names of the call."""
     ins, outs, moved, places = (list(payload[key]) for key in ("ins", "outs", "moved", "values"))
     # Operands of the call: ids of inputs, ids of results, then scalars. `moved` are inputs that the fragment frees itself.
-    held = [name for n, name in enumerate(ins) if n not in set(moved)]
+    held = [name for number, name in enumerate(ins) if number not in set(moved)]
     first_out = 2 + len(ins)
     first_value = first_out + len(outs)
     end = first_value + len(places)
@@ -110,8 +110,8 @@ def _with_parameters(payload: dict[str, Any], run: Step, code: list, tensors: Of
         tensor = None
         # The caller's id of a moved input ends here. Otherwise this reference would keep its memory through the whole
         # fragment.
-        for n in moved:
-            forget(stream[at + 2 + n], None)
+        for number in moved:
+            forget(stream[at + 2 + number], None)
         for place, value in zip(places, stream[at + first_value : at + end]):
             code[place] = value
         try:

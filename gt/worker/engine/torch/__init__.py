@@ -119,6 +119,7 @@ class TorchEngine:
         if space not in OWN:
             return op
         op = ALIKE[base](op) if base in ALIKE else op
+        # Layers around torch's kernel: results alike on all devices, cleared memory, checked indices, row-major inputs.
         op = op if self.host and memory.switch() is not None else memory.cleared(base, op)
         if self.host:
             op = CHECKS[base](op, schema) if base in CHECKS else norms.host(name, op)
@@ -336,6 +337,7 @@ def _embedding_bag(op: Callable) -> Callable:
 
     def call(weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, *rest: Any, **named: Any) -> tuple:
         out, bag_of, sizes, largest = op(weight, indices, offsets, *rest, **named)
+        # Some CPU kernels leave these empty. Rebuild them: the bag of index i is the last offset at or before i.
         if bag_of.numel() != indices.numel():
             places = torch.arange(indices.numel(), dtype=offsets.dtype, device=offsets.device)
             bag_of = torch.bucketize(places, offsets, right=True).sub_(1).to(indices.dtype)

@@ -263,13 +263,13 @@ class _GraphInputs:
 
     def _whole(self, members: list[int]) -> int:
         """The input that holds all elements of the others."""
-        ends = {n: self._span(n) for n in members}
-        low, high = min(a for a, _ in ends.values()), max(b for _, b in ends.values())
-        dtypes = {self.signature.specs[n][2] for n in members}
-        for n in members:
-            shape, _, _ = self.signature.specs[n]
-            if ends[n] == (low, high) and torch.Size(shape).numel() == high - low and len(dtypes) == 1:
-                return n
+        ends = {number: self._span(number) for number in members}
+        low, high = min(start for start, _ in ends.values()), max(end for _, end in ends.values())
+        dtypes = {self.signature.specs[number][2] for number in members}
+        for number in members:
+            shape, _, _ = self.signature.specs[number]
+            if ends[number] == (low, high) and torch.Size(shape).numel() == high - low and len(dtypes) == 1:
+                return number
         raise ValueError("it writes memory that several of its inputs share, and none of them spans the others")
 
     def _span(self, n: int) -> tuple[int, int]:
@@ -295,24 +295,24 @@ def _results(slots: list[torch.Tensor], graph: SegmentGraph) -> tuple[list, list
     """The results of the graph; for each output its place in them; the specs of outputs."""
     inputs = graph.inputs
     owners: dict[int, int] = {}  # memory -> the tensor that was made with it
-    for n, tensor in enumerate(slots):
-        owners.setdefault(tensor.untyped_storage()._cdata, n)
+    for number, tensor in enumerate(slots):
+        owners.setdefault(tensor.untyped_storage()._cdata, number)
     results: list[int] = []
     outs: list[tuple[bool, int, tuple | None]] = []
     specs: list[Spec] = []
-    for n in graph.outputs:
-        out = slots[n]
+    for number in graph.outputs:
+        out = slots[number]
         owner = owners[out.untyped_storage()._cdata]
         base = slots[owner]
         place = None
-        if n != owner:
+        if number != owner:
             _inside(out, base, owner < inputs)
             place = tuple(out.shape), out.stride(), out.storage_offset() - base.storage_offset()
         if owner >= inputs and owner not in results:
             results.append(owner)
         outs.append((owner < inputs, owner if owner < inputs else results.index(owner), place))
         specs.append(Spec(tuple(out.shape), tuple(out.stride()), 0, NAME[out.dtype]))
-    return [slots[n] for n in results], outs, specs
+    return [slots[number] for number in results], outs, specs
 
 
 def _inside(out: torch.Tensor, base: torch.Tensor, given: bool) -> None:

@@ -524,6 +524,7 @@ class Network:
             except OSError as error:
                 self.lost(connection, error)
                 return
+            # Half of the limit, so that reading does not stop and go for each frame.
             if connection.relayed_bytes <= PAUSE_BYTES // 2:
                 self.relay.resume(connection)
             if not free:
@@ -544,6 +545,7 @@ class Network:
                 connection.reading.release()
 
     def _tick(self) -> None:
+        # A waiting thread that has stopped reading a connection (it computes now) gives it back after one tick without a read.
         for connection in list(self.owned):
             if connection.touched:
                 connection.touched = connection.reading.locked()
@@ -562,6 +564,8 @@ class Network:
             _, connection, why = row
             if not self._closing:
                 with self._lock:
+                    # If the dispatcher has called the worker lost meanwhile, its word is the cause, and there is nothing to
+                    # report.
                     over = connection.index in self._gone
                     if self._connections.get((connection.index, connection.epoch)) is connection:
                         del self._connections[connection.index, connection.epoch]
