@@ -180,6 +180,7 @@ class InFile:
                 under_way.exception()
         self._reading = None
         if self._file.give_back(self._start, self.nbytes):
+            # The folder's entry goes with the last slot: a later eviction opens a new file.
             self._closed()
 
 

@@ -250,6 +250,7 @@ class TorchEngine:
         return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > own  # type: ignore[attr-defined]
 
     def memory_of(self, tensor: torch.Tensor) -> memoryview | None:
+        # All bytes of the storage as one flat tensor; `cpu` copies them only from a GPU.
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         return memoryview(whole.cpu().numpy())
 

@@ -26,6 +26,7 @@ class InputSignature:
 
     def reduced(self, written: frozenset[int]) -> InputSignature:
         """The same without sharing of memory that is not written, which does not matter."""
+        # Aliasing among inputs that nobody writes changes no result; without it equal layers have equal signatures.
         firsts = {self.alike[n][0] for n in written}
         return InputSignature(self.specs, tuple(row if row[0] in firsts else (n, 0) for n, row in enumerate(self.alike)))
 
@@ -55,6 +56,7 @@ class Code:
         self.key = key
         self.specs: Sequence[Spec] = traced.specs
         self.seconds = CompilationSeconds()
+        # Only inputs that the traced graph really writes have to be restored after a failed first call.
         self._written = [place for place, n in enumerate(traced.given) if n in traced.changed]
         self.run, self.given, self.outs = run, traced.given, traced.outs
         self._shapes = [torch.Size(shape) for shape, _, _ in signature.specs]

@@ -104,6 +104,7 @@ class AttentionSeeds:
         """Within: torch's generator draws by the seed of these words."""
         default = torch.cuda.default_generators[self.key.memory.device.index or 0]
         if not torch.cuda.is_current_stream_capturing():
+            # Op by op: the host seeds the default generator, and the kernel reads it when it is launched.
             default.manual_seed(_mixed(words))
             yield
             return

@@ -49,6 +49,7 @@ def choice(call: AttentionCall) -> Choice:
     """torch's choice for inputs of these sizes, the same in forward and backward."""
     mask = None if call.mask is None else (call.mask.shape, call.mask.dtype)
     sizes = call.q.shape, call.k.shape, call.v.shape, call.q.dtype, call.q.device
+    # torch's choice depends on these alone, and asking it costs more than a small kernel: so it is remembered.
     key = sizes, mask, call.dropout, call.causal, call.scale, call.gqa, torch.are_deterministic_algorithms_enabled()
     chosen = _choices.get(key)
     if chosen is None:
@@ -195,6 +196,7 @@ def _bias(call: AttentionCall) -> torch.Tensor | None:
     bias = bias.to(call.q.dtype)
     bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
     shape = (*bias.shape[:2], call.q.shape[-2], keys)
+    # Kernels load 16 elements of a row at once, so each row and the tensor itself must begin at such a multiple.
     steps = [step for size, step in zip(bias.shape[:-1], bias.stride()[:-1], strict=True) if size > 1]
     rows = bias.shape[-1] == keys and bias.stride(-1) == 1
     if not rows or keys % BIAS_MULTIPLE or any(step % BIAS_MULTIPLE for step in steps) or bias.storage_offset() % BIAS_MULTIPLE:
