@@ -105,8 +105,7 @@ class Executor:
     def _bind(self, define: Define) -> Step:
         step = self._check_room(define, BIND[define.kind](self.worker, define.payload))
         # Three kinds of step. On a GPU (no clock here) an op's first launch loads kernels, which must not look like a hang. A
-        # transfer
-        # by the device alone can be recorded in a graph. One that goes by host memory now may be rebound later.
+        # transfer by the device alone can be recorded in a graph. One that goes by host memory now may be rebound later.
         if self._engine.clock is None and (define.kind == "op" or define.kind in ISSUING):
             step = self._first_launch.wrap(define.number, step)
         elif self._by_device_alone(define):
@@ -215,8 +214,7 @@ class Executor:
             self.pauses[session] += 1
             self.interrupted[session] = PAUSED
         # The race: the executing thread writes `place` and then reads `interrupted`; this thread writes `interrupted` above
-        # and then
-        # reads `place`. So at least one of them sees the other's write.
+        # and then reads `place`. So at least one of them sees the other's write.
         begun = -1
         if self.session == session:
             with contextlib.suppress(IndexError):  # another stream begins, whose first instruction will wait

@@ -179,8 +179,7 @@ class PendingWrite:
     def write(self) -> bool:
         """Write the piece part by part, each a copy; False if it was cancelled. OSError if the disk does not take it."""
         block, part = self.block, np.empty(min(PART_BYTES, self.block.nbytes), np.uint8)
-        # A copy for each part, made under the lock: `cancel` waits for at most one part, and afterwards the tensor may
-        # change.
+        # A copy for each part, made under the lock: `cancel` waits for at most one part, and afterwards the tensor may change.
         at = first = end = 0  # in the piece, of which the bytes from `first` to `end` are in `part`
         for offset, nbytes in block.runs():
             stop = at + nbytes
@@ -278,8 +277,7 @@ class WorkerFiles:
         packed = self._engine.packed(source)
         data = np.frombuffer(self._engine.view(packed), np.uint8)
         # Three ways. With room: copy now, write later, and the step goes on. Not `later`: write from the tensor, which nobody
-        # changes
-        # meanwhile. Else no room: wait here, part by part.
+        # changes meanwhile. Else no room: wait here, part by part.
         if block.later and self._has_room(nbytes):
             with self._lock:
                 self._waiting_bytes += nbytes

@@ -192,8 +192,7 @@ class Loop:
         """Queue it for the executing thread, but for the beginning of an interrupt."""
         if isinstance(message, Skip) and message.on:
             # An interrupt has two parts: Skip(since < 0) pauses and is answered by Paused; a second one names the seq from
-            # which to
-            # skip. Both overtake the queued Runs, since they are about those.
+            # which to skip. Both overtake the queued Runs, since they are about those.
             if message.since >= 0:
                 self.executor.skip(message.session, message.since)
             else:
@@ -201,9 +200,8 @@ class Loop:
             return
         if isinstance(message, World):
             self._introduce(message)
-        # The number is taken now, on arrival. The executing thread compares it later: a larger one then means that the
-        # message is
-        # stale, as another interrupt or abort came between.
+        # The number is taken now, on arrival. The executing thread compares it later: a larger one then means that the message
+        # is stale, as another interrupt or abort came between.
         count = self.executor.pauses[message.session] if isinstance(message, Skip) else self.executor.uploads.epoch
         self._inbox.put((message, count))
 
@@ -311,8 +309,8 @@ class Loop:
                 self._plane.world(message.workers, message.ways)
                 own = self._own(message)
                 if own in message.members:
-                    # Collective: each member waits here for the others. Transfers that were bound before go by the device
-                    # from now on.
+                    # Collective: each member waits here for the others. Transfers that were bound before go by the device from
+                    # now on.
                     self._plane.form(message.members, own, message.unique_id)
                     self.executor.rebind_transfers()
                 continue
@@ -330,8 +328,7 @@ class Loop:
             self._ran = self._ran[0] + took, 0.0
             self._unreported += 1
             # A GPU shared by sessions: Done is sent when the device has completed the Run, so that time slices are real time
-            # and not
-            # the time to issue.
+            # and not the time to issue.
             if self._shared:
                 self._send_done(message.base + (message.code[1] if message.code else 0), self._engine.progress.fence())
                 continue
@@ -370,8 +367,7 @@ class Loop:
         pieces, self._pieces = self._pieces, []
         times = take_times(self.executor.times)
         # Nothing is under way on the device: the Done takes the small pieces along in one message. Otherwise it must follow
-        # the Dones
-        # before it, which wait for the device.
+        # the Dones before it, which wait for the device.
         if fence is None and self._completions.first() is None:
             self.send(Done(self.done, times, [key for key, _ in pieces]), tuple(frame for _, frame in pieces))
             return

@@ -106,8 +106,8 @@ class UploadBuffers:
             self._arriving.pop(key, None)
             self._expected.discard(key)
             self._cancelled[key] = reason
-            # Bounded, or a client that cancels without end fills the memory. Keys count up: one number stands for all that
-            # are forgotten.
+            # Bounded, or a client that cancels without end fills the memory. Keys count up: one number stands for all that are
+            # forgotten.
             if len(self._cancelled) > MAX_CANCELLED_UPLOADS:
                 oldest = next(iter(self._cancelled))
                 del self._cancelled[oldest]

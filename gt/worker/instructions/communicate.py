@@ -165,8 +165,7 @@ def all_to_all(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     want = [as_boxes(rows) for rows in payload["want"]]
     shape, own = local(want[rank])[0], local(have[rank])[0]
     # outgoing[r]: boxes of src that rank r wants. incoming[r]: boxes of dst that rank r has. Both sides list the overlaps in
-    # the
-    # same order, so the bytes need no description.
+    # the same order, so the bytes need no description.
     outgoing = [[src for src, _ in shared(have[rank], boxes)] for boxes in want]
     incoming = [[dst for _, dst in shared(boxes, want[rank])] for boxes in have]
     need, nbytes = worker.budget.need, contiguous(shape, dtype).nbytes

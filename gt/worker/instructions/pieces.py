@@ -21,8 +21,7 @@ def local(boxes: list[Box]) -> tuple[tuple[int, ...], list[Box]]:
     """
     if not boxes:
         return (0,), []
-    # Example: boxes [(0, 2)] and [(4, 6)] of a vector become places [(0, 2)] and [(2, 4)] in a local vector of 4. `where`
-    # has,
+    # Example: boxes [(0, 2)] and [(4, 6)] of a vector become places [(0, 2)] and [(2, 4)] in a local vector of 4. `where` has,
     # for each dim, the global interval -> the local one.
     shape, where = [], []
     for dim in range(len(boxes[0])):

@@ -123,8 +123,7 @@ class ShmPlane(Plane):
                 return
             for index, peer in list(self._peers.items()):
                 # The same index may be another process now. Its heap stays mapped until the transferring thread unmaps it:
-                # that thread may
-                # be copying from it this moment.
+                # that thread may be copying from it this moment.
                 if index not in named or not self._stays(peer, named[index]):
                     peer.gone = peer.gone or "it left the world"
                     self._left.append(self._peers.pop(index))

@@ -95,8 +95,7 @@ class Arena:
         region = end.region
         chunks = split_message(nbytes, region.bytes)
         # Flags are where they are waited for: `full` in the receiver's arena, `empty` in the sender's. No stream polls over
-        # the
-        # link.
+        # the link.
         slots, full, empty = receiver + region.slot(0), receiver + region.full(0), sender + region.empty(0)
         return Passage(region, slots, full, empty, end.advance(chunks.steps), chunks)
 
@@ -330,8 +329,7 @@ class _Team:
         for rank in others:
             arena.library.wait(arena.base + self._region.flag(rank, half), 1, stream)
         # This member resets its own flags, in stream order behind the waits. A peer sets them again only after the other
-        # half's
-        # exchange, which this member signals later.
+        # half's exchange, which this member signals later.
         arena._flags(self._region.flag(0, half), self.size).zero_()
 
     def add(self, out: Any, at: int, combine: Combine) -> None:

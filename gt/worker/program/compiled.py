@@ -64,8 +64,7 @@ class Segment:
         try:
             outputs = compiled([tensors[i] for i in bound.inputs])
         # The inputs do not match the code (strides, alignment), or one is absent. `sample_inputs` notes the new signature in
-        # the
-        # next replay, so the segment is compiled again, up to MAX_COMPILATIONS times.
+        # the next replay, so the segment is compiled again, up to MAX_COMPILATIONS times.
         except (Misfit, KeyError):
             self.compiled = None
             self.why = "" if self.compilations < MAX_COMPILATIONS else "its inputs have another layout in each replay"
@@ -103,8 +102,7 @@ class CompiledProgram:
         self.why = ""  # reason why the compiler is not the one that was asked for
         self._once = payload["once"]
         # Compiling inside a replay delays this worker by seconds to minutes. That is harmless only if no peer waits for a
-        # message
-        # of this program.
+        # message of this program.
         alone = payload["backend"] == "cudagraphs" and not payload["channels"] and not payload["actions"]
         self._compiles_when_reached = self._once or alone
         self.segments: list[Segment] = []
@@ -125,8 +123,7 @@ class CompiledProgram:
         """Rows in which each segment, and each batch of collectives, is one row."""
         definition = self._runner.definition
         # Two groupings: collectives of a batch first, then runs of ops between communications. `_instructions` keeps the rows
-        # behind
-        # each grouped row; recording looks inside it.
+        # behind each grouped row; recording looks inside it.
         rows, groups = group_collectives(rows, code, self._runner)
         self._instructions.update(groups)
         compiler = self.compiler

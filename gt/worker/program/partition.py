@@ -196,8 +196,7 @@ def partition(rows: Sequence[Row], code: Sequence, traits: Callable[[int], Defin
         # A FREE fits everywhere: where it stands in a segment, its tensors simply are no outputs.
         own = DefinitionTraits(True) if code[at] == FREE else traits(code[at])
         # The backend does not compile complex arithmetic, and an op's own definition does not show its inputs' dtypes: they
-        # are
-        # followed by id.
+        # are followed by id.
         complex_ids.update(code[at + place] for place in own.complex_outs)
         if not own.fits or not complex_ids.isdisjoint(code[at + 2 : at + 2 + own.tensors]):
             end()
@@ -244,8 +243,8 @@ def runs(rows: Sequence[Row], code: Sequence, fits: Callable[[int], bool]) -> li
 class _Numbering:
     """Numbers of a segment's tensors while its rows are read. `inputs`: ids that it reads from before."""
 
-    # Example: %7 is read, and `%9 = add(%7, %8)` is the first call. Then inputs = [7, 8] and names = {7: (True, 0),
-    # 8: (True, 1), 9: (False, 0)}. `_numbered` makes (False, n) the number len(inputs) + n, as inputs are then complete.
+    # Example: %7 is read, and `%9 = add(%7, %8)` is the first call. Then inputs = [7, 8] and names = {7: (True, 0), 8: (True,
+    # 1), 9: (False, 0)}. `_numbered` makes (False, n) the number len(inputs) + n, as inputs are then complete.
     names: dict[int, tuple[bool, int]] = field(default_factory=dict)  # id -> (True for an input, number)
     inputs: list[int] = field(default_factory=list)
     made: int = 0
@@ -263,8 +262,7 @@ class _Numbering:
     def untouched(self, tensor: int) -> bool:
         """True if the id still names the tensor that it named at the start."""
         # A slice may move before the segment only if its base has the same meaning there: ids are reused after FREE, and an
-        # alias
-        # gives an id to another tensor.
+        # alias gives an id to another tensor.
         return tensor in self.early or tensor not in self.names or self._given(tensor)
 
     def _given(self, tensor: int) -> bool:
@@ -274,8 +272,7 @@ class _Numbering:
     def free(self, tensor: int) -> None:
         """The id is freed: it names no output, and a tensor that it named at the start ends."""
         # Inputs are still read by the compiled code, so these end after it. Other ids from before the segment can end first,
-        # which
-        # lowers the peak. A value of the segment itself has nothing to free: it simply is no output.
+        # which lowers the peak. A value of the segment itself has nothing to free: it simply is no output.
         used = tensor in self.needed or tensor in self.inputs
         if used or tensor not in self.names:
             (self.ended if used else self.dropped).append(tensor)

@@ -117,8 +117,7 @@ def _with_parameters(payload: dict[str, Any], run: Step, code: list, tensors: Of
         try:
             run(stream, at)
         finally:
-            # Also after a failure: the names are free for the next call, and the outputs (or placeholders) get the call's
-            # ids.
+            # Also after a failure: the names are free for the next call, and the outputs (or placeholders) get the call's ids.
             for name in held:
                 forget(name, None)
             for name, i in zip(outs, stream[at + first_out : at + first_value]):

@@ -174,8 +174,8 @@ class ProgramRunner:
         log.debug("%s of op %d failed", kind, seq, exc_info=error)
         text = op_errors.text(error)
         self.report_error(seq, error, text, kind in ANSWERS)
-        # The peers' kernels are in their devices' queues already and spin there. Placeholders do not help them: the world
-        # must end.
+        # The peers' kernels are in their devices' queues already and spin there. Placeholders do not help them: the world must
+        # end.
         if isinstance(error, NotIssued):
             raise Unrecoverable(f"others wait on their GPUs for a {kind} that failed: {text}") from error
 

@@ -56,7 +56,6 @@ def _adam(decoupled: bool) -> Callable[..., None]:
             mean += (g - mean) * number(1 - beta1)
             square *= number(beta2)
             square += number(1 - beta2) * g * g
-            # In place as far as possible: the state tensors are the program's, and keep their memory.
             largest = square if top is None else np.maximum(top, square, out=top)
             root = np.sqrt(largest)
             root /= number(sqrt(1 - beta2 ** float(step)))

@@ -22,8 +22,7 @@ class ChainReduction:
         self._size, self._passed = len(data), 0
         room = self._duplex.scratch(len(data))
         # Ranks 0 .. n-1 in a row. Sums climb from 0 to n-1, whose sums are the result; results descend to 0. Both flows are
-        # pipelined
-        # by chunks.
+        # pipelined by chunks.
         self._sums = data if self._below is None else room
         # A member between may receive results into its data: it adds its own chunk before the result of that chunk can be here.
         self._result = room if self._below is None else data

@@ -25,8 +25,7 @@ def all_reduce(team: WideTeam, data: memoryview, combine: Combine) -> None:
     for start, stop in parts(len(data), step) if data else ((0, 0),):
         part = data[start:stop]
         # Three algorithms by size and wiring. Small: everybody gets everything, one round trip. Direct connections: sections,
-        # 2 (n - 1)
-        # / n of the bytes for each member. Otherwise a chain, whose members talk to their neighbours only.
+        # 2 (n - 1) / n of the bytes for each member. Otherwise a chain, whose members talk to their neighbours only.
         if len(part) <= DIRECT_BYTES:
             _sum_whole(team, part, total, left)
         elif team.direct or team.size == 2:
@@ -58,8 +57,7 @@ def _sum_sections(team: WideTeam, data: memoryview, total: Sum, left: int) -> No
     with team.duplex as duplex:
         results = duplex.results
         # Reduce-scatter: the terms of the own section arrive. All-gather, overlapped with it: finished chunks leave at once,
-        # and the
-        # others' sums are received into their place in `data`.
+        # and the others' sums are received into their place in `data`.
         terms = _exchange_terms(team, sections, own, left)
         for other in team.others():
             duplex.post(results[other], sections[other])

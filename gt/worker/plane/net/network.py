@@ -280,8 +280,7 @@ class Network:
             if connection.ended or self._by_fd.get(connection.fd) is not connection:
                 return
             # A thread that waits reads an owned connection itself; a stalled one is not read for want of room onward. Neither
-            # may wake the
-            # background thread by level-triggered input.
+            # may wake the background thread by level-triggered input.
             held = connection.owned or connection.stalled
             mask = (0 if held else select.EPOLLIN) | (select.EPOLLOUT if connection.relayed or connection.paused else 0)
             if connection.stalled and not mask:

@@ -172,9 +172,8 @@ class PeerConnection:
             self._sink.end(self, self._frame, self._payload)
             return True
         stop = self._stop
-        # After a large frame another is likely: only its header is read, so that its payload can be received in place. Else
-        # as much
-        # as there is (0: no limit).
+        # After a large frame another is likely: only its header is read, so that its payload can be received in place. Else as
+        # much as there is (0: no limit).
         limit = HEADER_BYTES - (stop - self._start) if self._large else 0
         count = self.sock.recv_into(self._stage[stop:], limit, flags)
         if not count:

@@ -144,8 +144,7 @@ class Relay:
         if out is None:
             with self._lock:
                 # A frame may come before this worker has its own connection onward. They are kept in bounds; a frame that is
-                # dropped here
-                # ends when its pair's way is given up.
+                # dropped here ends when its pair's way is given up.
                 if sum(len(later) for _, _, later in self._early) < MAX_EARLY_BYTES:
                     self._early.append((connection, frame, whole))
             return
@@ -185,8 +184,7 @@ class Relay:
             self._network.lost(out, error)
             return
         # Back-pressure: the source is not read until `out` has taken its bytes, so a relay's memory stays bounded and TCP
-        # slows the
-        # sender.
+        # slows the sender.
         if out.relayed_bytes > limit:
             self._pause(connection, out)
         elif out.relayed:

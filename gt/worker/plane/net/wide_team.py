@@ -47,8 +47,7 @@ class WideTeam:
         """Send sends[r] to each rank, and receive recvs[r] from it; the numbers that all announced. Own entries are unused."""
         streams = self.streams
         # Small messages fit into the kernel's buffers: send all, then wait for each. Larger ones need both directions driven
-        # at once,
-        # or two members that send to each other would block for ever.
+        # at once, or two members that send to each other would block for ever.
         if max(max(len(sends[rank]), len(recvs[rank])) for rank in streams) <= SMALL_BYTES:
             for rank in self.others():
                 streams[rank].post(recvs[rank])

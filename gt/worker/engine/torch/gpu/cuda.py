@@ -235,8 +235,7 @@ class Cuda:
             if not all(mark.query() for mark in marks):
                 return []
             # Events know only differences. An event now, with the host's clock beside it, ties them to monotonic seconds. A
-            # stream of
-            # its own, or the event would wait behind the compute stream's queue.
+            # stream of its own, or the event would wait behind the compute stream's queue.
             now = torch.cuda.Event(enable_timing=True)
             now.record(self._clock)
             now.synchronize()

@@ -75,8 +75,7 @@ class Graphs:
 class GraphRecording:
     """The recording of a run, and the tensors that its ids name after a replay."""
 
-    # An input is either fixed (read at its address) or in a slot (copied in before each launch). A result is in the pool, or
-    # a
+    # An input is either fixed (read at its address) or in a slot (copied in before each launch). A result is in the pool, or a
     # view of a fixed input or of a slot.
     replay: Callable[[], None]
     work: ReplayedWork  # counters that a replay advances
@@ -265,8 +264,7 @@ class GraphRun:
         for slot in recording.slots:
             slot.find(tensors)
         # Inputs may share memory now that were apart when recorded. Copies in two slots, or in a slot and in place, would
-        # diverge
-        # once one of them is written.
+        # diverge once one of them is written.
         sources = {slot.source.data_ptr() for slot in recording.slots if slot.source is not None}
         if len(sources) < len(recording.slots):  # two slots have one source now: they must become one slot
             raise InputsMoved({i for slot in recording.slots for i in slot.views})
@@ -301,8 +299,7 @@ class GraphRun:
         inputs = {i: tensors[i] for i in self._reads if i in tensors}
         slots = self._slots(inputs)
         fixed = {i: replays.without_ownership(i, t) for i, t in inputs.items() if not any(i in slot.views for slot in slots)}
-        # While capturing nothing is executed: outputs have addresses, but no values. The table is changed, read, and
-        # restored.
+        # While capturing nothing is executed: outputs have addresses, but no values. The table is changed, read, and restored.
         before = dict(tensors)
         work: list[ReplayedWork] = []
         in_slots = {i: view_of(slot.memory, view) for slot in slots for i, view in slot.views.items()}
@@ -372,8 +369,7 @@ class GraphRun:
                 owned[i] = tensor
                 storage = tensor.untyped_storage()
                 # A non-owning twin of the pool's tensor. The owning one ends with the first pass, so that the pool can reuse
-                # the memory as
-                # the recording planned; replays hand out the twin.
+                # the memory as the recording planned; replays hand out the twin.
                 if where not in storages:
                     storages[where] = torch._C._construct_storage_from_data_pointer(where, tensor.device, storage.nbytes())
                 recording.pooled[i] = view_of_storage(storages[where], metadata(tensor))
@@ -413,8 +409,7 @@ class GraphOutputs:
         moved: Tensors = {}
         for members in groups.values():
             # The whole storage is copied, so views of it stay views of one memory. As int64 where possible: wide loads, and
-            # one fused
-            # kernel for all copies.
+            # one fused kernel for all copies.
             storage = tensors[members[0]].untyped_storage()
             memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
             dtype = torch.uint8 if storage.nbytes() % 8 else torch.int64
