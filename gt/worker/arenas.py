@@ -74,6 +74,7 @@ class _TensorBlock:
         """The piece's bytes in the arena, None if they are not contiguous there."""
         if len(self.boxes) > 1:
             return None
+        # One box may be one run of memory (rows of dim 0); several boxes never are.
         index: tuple = tuple(slice(start, stop) for start, stop in self.boxes[0])
         part = self.whole[index + (...,)]  # the ellipsis keeps a 0-dim result an array
         return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
@@ -126,6 +127,7 @@ class WorkerArenas:
 
     def _check_room(self, nbytes: int) -> None:
         """OSError if another arena of this size, or a file, would leave too little for all else that this process does."""
+        # Also arenas that are closed and still mapped by a block under way: a client could else open and close without limit.
         mapped, files = [arena.nbytes for arena in self._mapped], self.files.threads.files
         descriptors = DESCRIPTOR_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if (
@@ -187,6 +189,7 @@ class WorkerArenas:
             self.budget.need(spec.nbytes)
             self.budget.hold(spec.nbytes)
             copies, part = self.engine.copies, block.in_place()
+            # Pinned: the device copies straight out of the arena, and `wait` tells when the client may reuse the block.
             if copies is not None and part is not None and spec.nbytes and self._pinned(block):
                 made, wait = copies.upload(part, spec)
                 return made

@@ -52,6 +52,8 @@ class FirstLaunch:
                 step(code, at)
             finally:
                 self.under_way = False
+            # Programs that are bound already hold the wrapper: it calls the plain step from now on. The table gets the step
+            # itself.
             wrapper.step = step
             bound, size = self._steps.get(number, (None, 0))
             if bound is wrapper:
@@ -92,6 +94,7 @@ class ExecutionContext:
             (name, sent[1].get(name, 0) - sent[0].get(name, 0), received[1].get(name, 0) - received[0].get(name, 0))
             for name in dict.fromkeys((*sent[1], *received[1]))
         ]
+        # Only channels that moved: a replay must not turn back those that other work uses.
         after = {key: slot for key, slot in now.cursors.items() if before.cursors.get(key, 0) != slot}
         old = {key: before.cursors.get(key, 0) for key in after}
         return CountedWork(self, now.collectives - before.collectives, transferred, old, after)

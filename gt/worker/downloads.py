@@ -57,6 +57,7 @@ class Downloads:
             with self._lock:
                 for piece in self.unsent.values():
                     if not piece.own:
+                        # Offsets stay those of the whole piece; bytes that were sent are not copied.
                         rest = np.frombuffer(piece.source, np.uint8)[piece.sent :]
                         whole = np.empty(piece.source.nbytes, np.uint8)
                         whole[piece.sent :] = rest
@@ -66,6 +67,7 @@ class Downloads:
         total = piece.source.nbytes
         while piece.sent < total:
             offset, end = piece.sent, min(piece.sent + CHUNK, total)
+            # Whole chunks only: the client's window counts in them.
             if end > piece.granted:
                 return
             piece.sent = end

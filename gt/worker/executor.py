@@ -47,6 +47,7 @@ class Executor:
     def __init__(self, engine: Engine, plane: Plane, send: Send, budget: Budget | None = None) -> None:
         self.tensors = OffloadedTensors(Spaces(engine).evict)
         self.budget = budget or Budget()
+        # Bytes of a session: storages count once, however many views they have; evicted tensors count as host memory.
         self.budget.held = lambda session: (
             sum(n for _, n in op_errors.held(self.tensors, session, engine.storage).values()) + self.tensors.host_bytes(session)
         )
@@ -89,11 +90,13 @@ class Executor:
         table = self._table
         for row in rows:
             define = Define.from_wire(row)
+            # Computed now: a failure at run time must not depend on anything that can fail.
             outputs = placeholders(define)
             try:
                 step = self._bind_program(define) if define.kind in PROGRAMS else self._bind(define)
             except Exception as error:
                 step = _failing(error)
+            # The size includes number and seq, so that `run` advances by it.
             table.steps[define.number] = (step, 2 + define.operands)
             table.definitions[define.number] = BoundDefinition(
                 define.kind, outputs, define if define.kind not in PROGRAMS else None
@@ -101,6 +104,8 @@ class Executor:
 
     def _bind(self, define: Define) -> Step:
         step = self._check_room(define, BIND[define.kind](self.worker, define.payload))
+        # Three kinds of step. On a GPU (no clock here) an op's first launch loads kernels, which must not look like a hang. A
+        # transfer by the device alone can be recorded in a graph. One that goes by host memory now may be rebound later.
         if self._engine.clock is None and (define.kind == "op" or define.kind in ISSUING):
             step = self._first_launch.wrap(define.number, step)
         elif self._by_device_alone(define):
@@ -113,6 +118,8 @@ class Executor:
         if not self.budget.bounded:
             return step
         nbytes = result_bytes(define)
+        # Small results are checked only while room is short (`checks_small_results`): a comparison for each would slow every
+        # op.
         if 0 < nbytes < PLANNED_BYTES:
             self._table.small_results[define.number] = nbytes
         return check_room(step, nbytes, self.budget)
@@ -150,6 +157,7 @@ class Executor:
 
     def run(self, code: list[int], base: int, epoch: int = 0, timed: bool = False) -> None:
         """Carry out a stream, seqs counting from base. ProtocolError for a number that was never defined."""
+        # Locals and one flat loop: this is executed for each instruction, and costs as much as a small op on the device.
         runner, pending = self.runner, self.runner.pending_outputs
         at, end, executed, last = 0, len(code), 0, -1
         self.worker.epoch, self.worker.base, self._thread = epoch, base, get_ident()
@@ -159,6 +167,7 @@ class Executor:
         with self._engine.guard():
             while at < end:
                 number = code[at]
+                # Numbers below FIRST (FREE, FORGET, END) have a count of ids, not a definition.
                 if number < FIRST:
                     at = self._free(code, at)
                     continue
@@ -171,6 +180,7 @@ class Executor:
                     skipped[base + code[at + 1]] = None
                     at += size
                     continue
+                # Outputs of a CUDA graph replay are in memory that the next replay overwrites: readers must be tracked.
                 if pending.exist:
                     self._track_pending(number, code[at + 2 : at + size])
                 try:
@@ -180,8 +190,11 @@ class Executor:
                 at += size
                 executed += 1
         if last >= 0:
+            # `pause` may come after the stream's end, when `place` no longer says how far the session got.
             self._reached[self.session] = base + code[last + 1]
         runner.errors.end_run()
+
+        # One report for all skipped seqs: the first names it, the list lets the dispatcher mark each output as never made.
         if skipped:
             self.worker.send(OpError(next(iter(skipped)), "interrupted", "", {}, list(skipped)))
         runner.executed += executed
@@ -200,6 +213,8 @@ class Executor:
         with self._resumed:
             self.pauses[session] += 1
             self.interrupted[session] = PAUSED
+        # The race: the executing thread writes `place` and then reads `interrupted`; this thread writes `interrupted` above
+        # and then reads `place`. So at least one of them sees the other's write.
         begun = -1
         if self.session == session:
             with contextlib.suppress(IndexError):  # another stream begins, whose first instruction will wait
@@ -218,6 +233,7 @@ class Executor:
         pauses: interrupts of the session that had begun when the end of one was received.
         """
         with self._resumed:
+            # A second Ctrl-C may have paused the session anew while this Skip was queued: its entry has to stay.
             if self.pauses[session] == pauses:
                 self.interrupted.pop(session, None)
 
@@ -229,6 +245,7 @@ class Executor:
     def _skips(self, number: int, seq: int) -> bool:
         """True if an instruction is not begun, for an interrupt. Uploads are: their bytes have come. Waits during a pause."""
         since = self.interrupted.get(self.session)
+        # A skipped upload would leave its bytes in the buffers, and no later instruction takes them.
         if since is None or self._table.definitions[number].kind == "upload":
             return False
         if since == PAUSED:
@@ -262,11 +279,13 @@ class Executor:
         last = first + code[at + 2]
         ids = code[first:last]
         if code[at] == END:
+            # END names the session's range of ids. A list first, because the loop deletes from the table.
             for i in [i for i in self.tensors if ids[0] <= i < ids[1]]:
                 del self.tensors[i]
             self.tensors.drop_range(ids[0], ids[1])
             self._reached.pop(ids[0] >> BASE_BITS, None)
             self.pauses.pop(ids[0] >> BASE_BITS, None)
+        # FORGET names definitions. Graphs of their programs hold device memory, which is given back at once.
         elif code[at] == FORGET:
             self._close_programs([program for program in map(self._compiled.get, ids) if program is not None])
             self._table.forget(ids)
@@ -306,6 +325,7 @@ class Executor:
     def where(self) -> tuple[int, int, str, int] | None:
         """The instruction under way: place in its Run, seq, kind; and how many Runs the device has completed. By any thread."""
         runner = self.runner
+        # Read without a lock while the executing thread goes on. A torn read gives an odd place, which the checks below drop.
         code, base, at = runner.code, runner.base, current_instruction(self._thread) or runner.place
         definition = self._table.definitions.get(code[at]) if at + 1 < len(code) else None
         if definition is None or type(code[at + 1]) is not int:  # read while the other thread goes on
@@ -329,7 +349,9 @@ class Executor:
         """
         held, free = list(self.tensors.items()), not self._waits()
         if free:
+            # Asking the driver blocks while it loads kernels: then the last known peak is reported.
             self._peak_bytes = self._engine.peak()
+        # By address: views of one storage count once, for the session of the last id.
         memory = {address: (i, nbytes) for i, tensor in held for address, nbytes in (self._engine.storage(tensor),)}
         by_session: Counter[str] = Counter()
         for i, nbytes in memory.values():

@@ -77,6 +77,7 @@ class FileBlock:
         if start is None or (data.ctypes.data - start) % ALIGNED or self.file.uncached < 0:
             self.write(view)
             return
+        # Direct I/O takes whole aligned blocks: the ends before and after them go through the page cache.
         head = min(-start % ALIGNED, len(view))
         middle = head + (len(view) - head) // ALIGNED * ALIGNED
         _write(self.file.fd, view[:head], start)
@@ -92,6 +93,7 @@ class FileBlock:
 
     def read(self) -> np.ndarray:
         """The piece's bytes. OSError if the file does not have them."""
+        # Long runs are read each into its place. Many short ones (a split last dim) are read with the gaps between them.
         first = next(self.runs(), (0, 0))
         if first[1] >= SHORT_RUN_BYTES or first[1] == self.nbytes:
             data = np.empty(self.nbytes, np.uint8)
@@ -107,6 +109,7 @@ class FileBlock:
         boxes, row = self.boxes, prod(self.shape[1:]) * self.itemsize
         start, stop = min(box[0][0] for box in boxes), max(box[0][1] for box in boxes)
         step = max(1, MAX_IO_BYTES // max(row, 1))
+        # The boxes are a product of intervals by dim: `rows` are those of dim 0, `inner` those of the others.
         rows = list(dict.fromkeys((box[0][0], box[0][1]) for box in boxes))
         parts = []
         for begin in range(start, stop, step):
@@ -114,7 +117,8 @@ class FileBlock:
             block = np.empty((end - begin) * row, np.uint8)
             _read(self.file.fd, block.data, self.offset + begin * row)
             whole = block.view(WORDS[self.itemsize]).reshape(end - begin, *self.shape[1:])
-            cut = [(max(a, begin) - begin, min(b, end) - begin) for a, b in rows if max(a, begin) < min(b, end)]
+            # The part of each interval of rows that is within this block, counted from its start.
+            cut = [(max(low, begin) - begin, min(high, end) - begin) for low, high in rows if max(low, begin) < min(high, end)]
             if cut:
                 inner = dict.fromkeys(tuple(map(tuple, box[1:])) for box in boxes)
                 parts.append(read_boxes(whole, [(span, *rest) for span in cut for rest in inner]))
@@ -175,6 +179,7 @@ class PendingWrite:
     def write(self) -> bool:
         """Write the piece part by part, each a copy; False if it was cancelled. OSError if the disk does not take it."""
         block, part = self.block, np.empty(min(PART_BYTES, self.block.nbytes), np.uint8)
+        # A copy for each part, made under the lock: `cancel` waits for at most one part, and afterwards the tensor may change.
         at = first = end = 0  # in the piece, of which the bytes from `first` to `end` are in `part`
         for offset, nbytes in block.runs():
             stop = at + nbytes
@@ -271,6 +276,8 @@ class WorkerFiles:
         assert block.thread is not None
         packed = self._engine.packed(source)
         data = np.frombuffer(self._engine.view(packed), np.uint8)
+        # Three ways. With room: copy now, write later, and the step goes on. Not `later`: write from the tensor, which nobody
+        # changes meanwhile. Else no room: wait here, part by part.
         if block.later and self._has_room(nbytes):
             with self._lock:
                 self._waiting_bytes += nbytes
@@ -303,6 +310,7 @@ class WorkerFiles:
             memory = spares.pop() if spares else np.empty(room, np.uint8)
         except IndexError:  # the writer has just given up all
             memory = np.empty(room, np.uint8)
+        # Memory and file offset must be equal modulo a block for direct I/O: shift the copy within its memory.
         first = 0 if start is None else (start - memory.ctypes.data) % ALIGNED
         copied = memory[first : first + data.nbytes]
         np.copyto(copied, data)

@@ -121,9 +121,11 @@ class Loop:
         assert self.link is not None
         if type(message) is Piece and message.total > CHUNK and message.offset == 0:
             self._send_done()  # the piece may be forwarded once earlier Runs are done
+        # A small whole piece saves its message: it is sent within the Done that follows anyhow.
         if type(message) is Piece and frames and 0 < message.total <= MAX_JOINED_BYTES and len(self._pieces) < MAX_PIECES:
             self._pieces.append((message.key, frames[0]))
             return
+        # Queue without waking the I/O thread; `push` below flushes. A fetch of many chunks so costs one wake-up.
         self.link.send(message, frames, wake=False)
         if alone or type(message) is not Piece:
             self.link.push()
@@ -162,6 +164,8 @@ class Loop:
         index, reason = message.index, message.reason
         log.debug("abort of worker %d: %s", index, reason)
         self._plane.abort(index, reason)
+        # A dead process may have left flags in shared memory that no longer change, and kernels may spin on them: only a new
+        # process is free of those.
         if index in self._members:
             self._start_afresh(f"worker {index}, whose memory it shares, is gone: {reason}")
         if index == ALL:
@@ -187,6 +191,8 @@ class Loop:
     def _receive_in_order(self, message: Run | TorchSettings | World | CloseArenas | Skip) -> None:
         """Queue it for the executing thread, but for the beginning of an interrupt."""
         if isinstance(message, Skip) and message.on:
+            # An interrupt has two parts: Skip(since < 0) pauses and is answered by Paused; a second one names the seq from
+            # which to skip. Both overtake the queued Runs, since they are about those.
             if message.since >= 0:
                 self.executor.skip(message.session, message.since)
             else:
@@ -194,6 +200,8 @@ class Loop:
             return
         if isinstance(message, World):
             self._introduce(message)
+        # The number is taken now, on arrival. The executing thread compares it later: a larger one then means that the message
+        # is stale, as another interrupt or abort came between.
         count = self.executor.pauses[message.session] if isinstance(message, Skip) else self.executor.uploads.epoch
         self._inbox.put((message, count))
 
@@ -235,6 +243,7 @@ class Loop:
 
     def _usage(self) -> dict[str, float]:
         """Seconds that this process was busy, and of CPU time, with the moment on its own clock. By any thread."""
+        # One read of one tuple: the executing thread replaces it whole, so the pair is consistent without a lock.
         (busy, began), clock = self._ran, time.monotonic()
         if began:
             busy += max(0.0, clock - began)
@@ -248,6 +257,7 @@ class Loop:
         running, where = self._running, self.executor.where()
         if where is not None and running > self.done:
             return [running, *where]
+        # No Run is under way, but a GPU may still execute what was issued: name the oldest work that it has not completed.
         pending, progress = self._completions.first(), self._engine.progress
         if pending is None or progress is None:
             return None
@@ -293,17 +303,23 @@ class Loop:
                 continue
             if isinstance(message, World):
                 log.debug("world %d: %d workers", message.generation, len(message.workers))
+                # Host memory is divided by the number of workers on this host.
                 self.executor.budget.share(message.hosts.get(self._home, 1))
                 self._plane.join_by_nccl(message.nccl)
                 self._plane.world(message.workers, message.ways)
                 own = self._own(message)
                 if own in message.members:
+                    # Collective: each member waits here for the others. Transfers that were bound before go by the device from
+                    # now on.
                     self._plane.form(message.members, own, message.unique_id)
                     self.executor.rebind_transfers()
                 continue
             assert isinstance(message, Run)
+
+            # A Run. The busy seconds restart at `began`, so that a Query during it counts its part.
             self._running, began = message.seq, time.monotonic()
             self._ran = self._ran[0], began
+            # Pieces that are fetched in place are copied before the Run may overwrite their tensors.
             self.executor.downloads.copy_unsent()
             if message.defines:
                 self.executor.define(message.defines)
@@ -311,6 +327,8 @@ class Loop:
             self.done, took = message.seq, time.monotonic() - began
             self._ran = self._ran[0] + took, 0.0
             self._unreported += 1
+            # A GPU shared by sessions: Done is sent when the device has completed the Run, so that time slices are real time
+            # and not the time to issue.
             if self._shared:
                 self._send_done(message.base + (message.code[1] if message.code else 0), self._engine.progress.fence())
                 continue
@@ -322,6 +340,7 @@ class Loop:
     def _switch(self, message: TorchSettings) -> None:
         """The Runs of another session follow."""
         self._engine.switch(message.switches)
+        # Another session's values may still be in the allocator's memory: it clears what it hands out from now on.
         if self._session not in (NOBODY, message.session):
             self._engine.clear()
         self._session = self.executor.session = message.session
@@ -333,6 +352,8 @@ class Loop:
         if self._inbox.empty():
             self._send_done()
         if self._inbox.empty() and self.link is not None:
+            # This thread polls the socket itself for HOT_SECONDS: that saves a switch between threads for each op of an eager
+            # program.
             self.link.lead(self._busy, HOT_SECONDS)
         return self._inbox.get()
 
@@ -345,6 +366,8 @@ class Loop:
         self._unreported = 0
         pieces, self._pieces = self._pieces, []
         times = take_times(self.executor.times)
+        # Nothing is under way on the device: the Done takes the small pieces along in one message. Otherwise it must follow
+        # the Dones before it, which wait for the device.
         if fence is None and self._completions.first() is None:
             self.send(Done(self.done, times, [key for key, _ in pieces]), tuple(frame for _, frame in pieces))
             return
@@ -420,9 +443,11 @@ def run(
         limit = options.limit
         engine = open_engine(options.backend, options.device)
         ops = engine.load(options.libraries)
+        # The order matters: the engine decides the plane, and the plane's ports are part of Hello.
         wide = bool(env.get("GT_IFNAME")) or not loopback(resolve(options.host))
         plane = open_plane(env.get("GT_TRANSPORT"), engine, wide)
         info = plane.open()
+        # Limits of a process hold for a worker that is a process of its own; a thread's worker shares its program's.
         if main and engine.kind == "cpu":
             budget.open(limit)
         elif limit:
@@ -440,6 +465,7 @@ def run(
         why, spoiled = f"the device cannot be used any more: {error}", True
     finally:
         if main:
+            # A second SIGTERM must not interrupt the clean-up.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _leave(loop, plane, why)
         budget.close()
@@ -467,6 +493,7 @@ def _gpu(kind: str, device: str) -> int:
     if kind == "cpu":
         return -1
     number = device.partition(":")[2]
+    # CUDA numbers the visible GPUs from 0; the dispatcher compares the host's numbers.
     at, visible = int(number) if number.isdecimal() else 0, env.visible_gpus()
     return int(visible[at]) if visible and at < len(visible) and visible[at].isdecimal() else at
 

@@ -25,6 +25,7 @@ class Placeholder:
 
     def _spec(self, worker: ExecutionContext, code: list, at: int) -> Spec:
         source = None if self.like is None else worker.tensors.get(code[at + self.like])
+        # Without spec and source the shape is unknown: any tensor will do, as its readers fail in their turn.
         if self.spec is not None or source is None:
             return self.spec or contiguous(self.shape or (0,), "float32")
         spec = worker.engine.spec(source)

@@ -106,6 +106,8 @@ class UploadBuffers:
             self._arriving.pop(key, None)
             self._expected.discard(key)
             self._cancelled[key] = reason
+            # Bounded, or a client that cancels without end fills the memory. Keys count up: one number stands for all that are
+            # forgotten.
             if len(self._cancelled) > MAX_CANCELLED_UPLOADS:
                 oldest = next(iter(self._cancelled))
                 del self._cancelled[oldest]
@@ -132,6 +134,7 @@ class UploadBuffers:
                     raise self._cancelled.pop(key)
                 if part is None and key <= self._forgotten:
                     raise Cancelled("the upload was cancelled, as were many after it")
+                # All uploads were cancelled after the Run arrived: its bytes will not come. A later Run's may.
                 if epoch < self.epoch:
                     raise Cancelled(self._failure)
                 self._ready.wait()

@@ -45,6 +45,7 @@ def _never(dst: memoryview, src: memoryview) -> None:
 
 
 def _combines(engine: Moves) -> Any:
+    # One cache for each bound step: it ends with its definition, and its keys (reduction, dtype) are few.
     return lru_cache(maxsize=None)(engine.combine)
 
 
@@ -58,8 +59,10 @@ def all_reduce(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
         worker.collectives["all_reduce"] += 1
         try:
             target = held[code[at]]
+            # Row-major bytes: the tensor itself if it is contiguous, else a copy, which `finish` copies back.
             data = engine.packed(target)
             view = engine.view(data)
+            # avg is a sum and one division at the end; dividing by steps would round each time.
             combine: Combine = combines("sum" if op == "avg" else op, engine.dtype(target))
         except Exception:
             _declined(plane.all_reduce, team, NOTHING, _never)
@@ -88,6 +91,7 @@ def all_gather(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     shape, dtype = tuple(payload["shape"]), payload["dtype"]
     ranks = [as_boxes(rows) for rows in payload["boxes"]]
     own = local(ranks[team["rank"]])[0]
+    # A rank's boxes are in global indices: ((0, 4), (0, 8)) are rows 0 to 3 of a [8, 8] tensor on two ranks.
     # A piece that is one run of the result's memory is received in place; others land in staging memory and are copied.
     direct = [len(boxes) == 1 and leading(boxes[0], shape) for boxes in ranks]
     need, nbytes = worker.budget.need, contiguous(shape, dtype).nbytes
@@ -135,6 +139,7 @@ def reduce_scatter(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
         try:
             src = planned(engine, held[code[at]], shape, dtype)
             need(nbytes)
+            # Section r is the part of this worker's term that rank r will own.
             sections = [engine.view(_assembled(engine, src, boxes, dtype)) for boxes in ranks]
             out = engine.staging(own, dtype)
             view, combine = engine.view(out), combines(op, dtype)
@@ -159,6 +164,8 @@ def all_to_all(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     have = [as_boxes(rows) for rows in payload["have"]]
     want = [as_boxes(rows) for rows in payload["want"]]
     shape, own = local(want[rank])[0], local(have[rank])[0]
+    # outgoing[r]: boxes of src that rank r wants. incoming[r]: boxes of dst that rank r has. Both sides list the overlaps in
+    # the same order, so the bytes need no description.
     outgoing = [[src for src, _ in shared(have[rank], boxes)] for boxes in want]
     incoming = [[dst for _, dst in shared(boxes, want[rank])] for boxes in have]
     need, nbytes = worker.budget.need, contiguous(shape, dtype).nbytes
@@ -234,6 +241,7 @@ def merge(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
             src = held[code[at]]
             need(nbytes)
             dst = engine.staging(payload["shape"], payload["dtype"])
+            # First the part that this worker has already; peers send the rest.
             for source, target in pairs:
                 engine.copy(dst[index(target)], part_of(src, source))
         except Exception:

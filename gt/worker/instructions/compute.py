@@ -72,6 +72,8 @@ def _three_to_one(held: dict[int, Any], call: Any) -> Step:
     return step
 
 
+# By (tensors, results): ops of these shapes without scalars are most of a program. Direct indexing spares them the slices and
+# the `map` of the general step.
 SPECIAL = {
     (1, 0): _one_to_none,
     (1, 1): _one_to_one,
@@ -84,6 +86,7 @@ SPECIAL = {
 def host_op(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     tensors, inputs = payload["tensors"], payload["tensors"] + payload["values"]
     end = inputs + sum(out[0] == "new" for out in payload["outs"])
+    # `fresh` is for the copies alone; to the engine the op is like any other.
     call = worker.engine.lane().bind({key: value for key, value in payload.items() if key != "fresh"})
     run, facts = worker.host_ops.run, (frozenset(payload["fresh"]), frozenset(payload["writes"]))
 
@@ -128,6 +131,7 @@ def shard(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     def step(code: list, at: int) -> None:
         src = held[code[at]]
         if len(boxes) == 1:
+            # A copy, not a view: a view would keep the whole tensor's memory alive.
             held[code[at + 1]] = engine.clone(part_of(src, boxes[0]))
             return
         dst = engine.empty(shape, engine.dtype(src))
@@ -154,11 +158,13 @@ def upload(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     spec = Spec(tuple(payload["shape"]), tuple(payload["stride"]), 0, payload["dtype"])
 
     def step(code: list, at: int) -> None:
+        # A client of this host shares its memory, or names a file: no bytes come in messages then.
         block = arenas.take_read(code[at + 1])
         if block is not None:
             held[code[at]] = arenas.read(block, spec)
             return
         data = uploads.take(code[at + 1], worker.epoch)
+        # The buffer was admitted when it began to arrive; it becomes the tensor's memory, or is copied to the device.
         worker.budget.hold(len(data))
         held[code[at]] = engine.upload(data, spec)
 
@@ -169,6 +175,7 @@ def fetch(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     engine, held, begin, arenas = worker.engine, worker.tensors, worker.downloads.begin, worker.arenas
 
     def step(code: list, at: int) -> None:
+        # Before the look-up, which may raise: the block is used up in any case.
         block = arenas.take_write(code[at + 1])
         src = held[code[at]]
         if block is not None:
@@ -176,6 +183,7 @@ def fetch(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
             return
         packed = engine.packed(src)
         begin(code[at + 1], engine.view(packed), packed is not src)
+        # More instructions follow in this Run, which may change the tensor under the bytes that wait for credit.
         if at + 2 < len(code):
             worker.downloads.copy_unsent()
 

@@ -21,6 +21,8 @@ def local(boxes: list[Box]) -> tuple[tuple[int, ...], list[Box]]:
     """
     if not boxes:
         return (0,), []
+    # Example: boxes [(0, 2)] and [(4, 6)] of a vector become places [(0, 2)] and [(2, 4)] in a local vector of 4. `where` has,
+    # for each dim, the global interval -> the local one.
     shape, where = [], []
     for dim in range(len(boxes[0])):
         at: dict[Interval, Interval] = {}
@@ -40,10 +42,11 @@ def shared(have: list[Box], want: list[Box]) -> list[tuple[Box, Box]]:
     _, sources = local(have)
     _, targets = local(want)
     pairs = []
-    for (a, src), (b, dst) in product(zip(have, sources, strict=True), zip(want, targets, strict=True)):
-        both = overlap(a, b)
+    # The order (of `have`, then of `want`) is part of the wire format: sender and receiver compute it each for itself.
+    for (held, src), (wanted, dst) in product(zip(have, sources, strict=True), zip(want, targets, strict=True)):
+        both = overlap(held, wanted)
         if both is not None:
-            pairs.append((_moved(both, a, src), _moved(both, b, dst)))
+            pairs.append((_moved(both, held, src), _moved(both, wanted, dst)))
     return pairs
 
 

@@ -50,11 +50,13 @@ class OffloadFile:
         """The offset of a slot. DiskFull if the disk has none."""
         room = _rounded(nbytes)
         self._slots += 1
+        # Slots of equal size are reused; the file never shrinks, as the same tensors are evicted in each step.
         free = self._free.get(room)
         if free:
             return free.pop()
         start = self._end
         try:
+            # Blocks are reserved now: a full disk shows here, where the tensor still is in memory, and not at a later write.
             os.posix_fallocate(self._file, start, room)
         except OSError as error:
             self._slots -= 1
@@ -76,6 +78,7 @@ class OffloadFile:
 
     def write(self, start: int, unwritten: list[mmap.mmap]) -> Future:
         """Write the buffer of `buffer_of` in this list, and empty the list. The buffer must not change until that is done."""
+        # Back-pressure: buffers that wait for the disk are bounded, or eviction would fill the host's memory instead.
         while self._writes and (self._writes[0][0].done() or sum(n for _, n in self._writes) > MAX_WAITING_BYTES):
             self._writes.popleft()[0].exception()  # waits; the tensor's own note says why it failed
         nbytes = len(unwritten[0])
@@ -145,6 +148,7 @@ class InFile:
         return self._made(self._bytes())
 
     def host(self) -> Any:
+        # One buffer serves all host ops until `used`, which writes it back if it was changed.
         if self._lowered is None:
             self._writing.exception()  # a buffer does not change while it is written
             buffer = self._bytes()
@@ -161,6 +165,7 @@ class InFile:
         self._writing = self._file.write(self._start, self._unwritten)
 
     def _bytes(self) -> mmap.mmap:
+        # While it is being written, or if that failed, the buffer itself has the value.
         buffer = next(iter(self._unwritten), None)
         if buffer is None:
             self.prefetch()
@@ -175,6 +180,7 @@ class InFile:
                 under_way.exception()
         self._reading = None
         if self._file.give_back(self._start, self.nbytes):
+            # The folder's entry goes with the last slot: a later eviction opens a new file.
             self._closed()
 
 
@@ -190,6 +196,7 @@ def _rounded(nbytes: int) -> int:
 def _check_allowed(folder: str) -> None:
     """PermissionError unless the worker's owner lets files be written in this folder. Its name comes from a client's config."""
     allowed = [os.path.realpath(part) for part in env.get("GT_OFFLOAD").split(":") if part]
+    # Real paths: a symbolic link must not lead out of the allowed folders.
     real = os.path.realpath(folder)
     if allowed and not any(real == part or real.startswith(part.rstrip("/") + "/") for part in allowed):
         raise PermissionError(f"offload.path is {folder}, and GT_OFFLOAD of this worker allows {', '.join(allowed)} alone")

@@ -29,19 +29,21 @@ class OpsInHostMemory:
         fresh, writes = facts
         operands: list[LaneOperand] = []
         try:
-            for n, i in enumerate(ids):
-                operands.append(self._operand(i, n in fresh))
+            # The copies of the operands begin together; the lane waits for each only when the op runs.
+            for place, tensor_id in enumerate(ids):
+                operands.append(self._operand(tensor_id, place in fresh))
             results = self._lane.run(call, operands, values, len(outs))
-            for n, operand in enumerate(operands):
-                self._note_used(ids[n], operand, n in writes)
+            for place, operand in enumerate(operands):
+                self._note_used(ids[place], operand, place in writes)
         except Exception:
             for operand in operands:
                 operand.used(False)
-            for i in ids:
-                self.drop(i)
+            # A failed op may have written half of a host copy: forget all of them. The next op copies from the device again.
+            for tensor_id in ids:
+                self.drop(tensor_id)
             raise
-        for i, result in zip(outs, results, strict=True):
-            self._tensors.put_away(i, result)
+        for tensor_id, result in zip(outs, results, strict=True):
+            self._tensors.put_away(tensor_id, result)
 
     def _operand(self, i: int, fresh: bool) -> LaneOperand:
         away = self._tensors.resting(i)
@@ -49,6 +51,7 @@ class OpsInHostMemory:
             return away
         tensor = self._tensors[i]
         known = self._copies.get(i)
+        # The id may name another tensor by now: a copy counts only for the very tensor that it was made of.
         copy = known[1] if known is not None and known[0] is tensor else None
         if copy is None:
             copy, fresh = self._lane.copy(tensor), True
@@ -64,6 +67,7 @@ class OpsInHostMemory:
         if changed and copy is operand:
             back = copy.send(tensor)
             self._tensors.count_to_device(copy.nbytes)
+            # Until the value is back on the device, a look-up of the tensor waits for it.
             if back is not None:
                 self._tensors.put_away(i, back)
 

@@ -81,6 +81,7 @@ class OffloadedTensors(dict[int, Any]):
 
     def __missing__(self, i: int) -> Any:
         resting, _ = self._away[i]  # KeyError for an id that no tensor has
+        # `tensor` may raise for want of memory. The entry in `_away` stays until then, so that a retry finds it.
         tensor = self[i] = resting.tensor()
         del self._away[i]
         if i in self._spaces:
@@ -95,6 +96,7 @@ class OffloadedTensors(dict[int, Any]):
         resting = self._evict(tensor, space, folder) if tensor is not None else None
         if resting is not None:
             self.put_away(i, resting, space)
+            # Remembered beyond this eviction: a host op lets the tensor rest in the same space again.
             self._spaces[i] = space, folder
             self._to_host += resting.nbytes
 
@@ -107,6 +109,7 @@ class OffloadedTensors(dict[int, Any]):
 
     def resting(self, i: int) -> Resting | None:
         """A tensor as it rests, None for one on the device. One that a use has brought back rests again."""
+        # An ordinary op looked it up, and so brought it to the device, since it was evicted.
         if i in self and i in self._spaces:
             self.evict(i, *self._spaces[i])
         return self._away[i][0] if i in self._away else None
@@ -135,6 +138,7 @@ class OffloadedTensors(dict[int, Any]):
 
     def drop(self, ids: Iterable[int]) -> None:
         """These have been freed: forget where they rest, and their host copies."""
+        # Programs without offload free thousands of ids a step: they skip the loop.
         for i in ids if self._away or self._spaces or self.host_copies else ():
             self._spaces.pop(i, None)
             self.host_copies.pop(i, None)
@@ -147,6 +151,7 @@ class OffloadedTensors(dict[int, Any]):
 
     def host_bytes(self, session: int) -> int:
         """Bytes of a session's tensors that rest in host memory."""
+        # A list first: any thread may ask while the executing one changes the table. The session is in an id's upper bits.
         return sum(row.nbytes for i, (row, space) in list(self._away.items()) if space == "cpu" and i >> BASE_BITS == session)
 
     def stats(self) -> dict[str, Any]:

@@ -72,6 +72,7 @@ def issuing() -> Iterator[None]:
     """Around work that the other members' devices wait for: a failure becomes NotIssued. A decorator too."""
     try:
         yield
+    # PeerGone passes: the dispatcher knows of the loss, and ends the others' waits itself.
     except (NotIssued, PeerGone):
         raise
     except Exception as error:

@@ -72,6 +72,7 @@ def run_batch(batch: Sequence[QueuedCollective], team_of: Callable[[TeamForm], T
     except Exception as error:  # a member is gone: the rest cannot be done either
         return failures + [(n, error) for n in range(done, len(batch)) if any(batch[n].sizes)]
     for number in range(done, len(batch)):
+        # A batch of one, or members that differ: one by one, where each collective compares its own size.
         queued, failure = batch[number], None
         try:
             queued.alone(team_of(queued.form))
@@ -99,6 +100,7 @@ def _groups(team: Team, batch: Sequence[QueuedCollective]) -> Iterator[range]:
     room = _room(team, batch[0].kind)
     first, used = 0, [0] * team.size
     for number, queued in enumerate(batch):
+        # By rank: lines that are taken in the buffer. A group is closed when any rank's would overflow.
         used = [have + aligned(more) for have, more in zip(used, _lines(team, queued), strict=True)]
         if number > first and max(used) > room:
             yield range(first, number)
@@ -124,6 +126,7 @@ def _digest(kind: str, sizes: tuple[tuple[int, ...], ...]) -> int:
 def _as_one(team: Team, batch: Sequence[QueuedCollective], group: range) -> Errors | None:
     """Do a group of a batch, and why each failed; None, and nothing is done, if members differ, as the first group shows."""
     members = batch[group.start : group.stop]
+    # Sizes are compared once for each batch, in its first group; later groups follow from the same sizes.
     digest = _digest(batch[0].kind, tuple([queued.sizes for queued in batch])) if not group.start else 0
     if len(members) > 1:
         return _KINDS[batch[0].kind](team, members, digest)
@@ -151,12 +154,16 @@ def _starts(sizes: Sequence[int]) -> list[int]:
 
 
 def _all_reduces(team: Team, batch: Sequence[QueuedCollective], digest: int) -> Errors | None:
+    # One joined buffer, each collective's data in lines of its own: starts are [0, 64, 192, 256] for 40, 100 and 8 bytes.
     data = [queued.outs[0] for queued in batch]
     starts, adders = _starts(list(map(len, data))), [Adder(queued.combine) for queued in batch]
     for start, part in zip(starts, data):
         team.mine[start : start + len(part)] = part
     if not _exchange(team, digest):
         return None
+
+    # Below DIRECT_BYTES each member adds all. Else rank r adds the lines [r * share, (r + 1) * share) of the joined buffer,
+    # which may cut through a collective: `_within` gives the parts.
     total = starts[-1]
     share = total if total <= DIRECT_BYTES else aligned(-(-total // team.size))
     pieces = [[*_within(data, starts, rank * share, rank * share + share)] for rank in range(team.size)]
@@ -184,6 +191,7 @@ def _within(data: Sequence[memoryview], starts: Sequence[int], begin: int, end: 
 
 
 def _reduce_scatters(team: Team, batch: Sequence[QueuedCollective], digest: int) -> Errors | None:
+    # The buffer has a share for each rank, in which the sections of all collectives for that rank follow one another.
     share, own = collectives.room(team), team.rank
     starts = [_starts([len(queued.sends[rank]) for queued in batch]) for rank in range(team.size)]
     for rank in range(team.size):

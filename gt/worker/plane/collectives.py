@@ -45,6 +45,7 @@ def all_reduce(team: Team, data: memoryview, combine: Combine) -> None:
     add, left = Adder(combine), len(data)
     for start, stop in parts(len(data), team.region.bytes) if data else ((0, 0),):
         _all_reduce(team, data[start:stop], add, left)
+        # Each part announces the bytes from it to the end: so members that brought different sizes differ at the first part.
         left -= stop - start
     add.finish()
 
@@ -62,6 +63,7 @@ def _all_reduce(team: Team, data: memoryview, add: Adder, left: int) -> None:
     team.announce(left)
     team.exchange()
     agree(team, left)
+    # Small: one exchange, and everybody adds everything. Large: each adds one share, and a second exchange hands it round.
     if total <= DIRECT_BYTES:
         add(team, data, 0)
         for rank in range(size):
@@ -125,6 +127,7 @@ def all_to_all(team: Team, sends: Sequence[memoryview], recvs: Sequence[memoryvi
             put(team, sends, start, stop, share, skip=own)
             team.announce(need)
             team.exchange()
+            # Members may send different amounts. All do as many rounds as the longest needs, since exchanges have to match.
             rounds = max(team.announced(rank) for rank in range(team.size)) if at == 0 else rounds
             for rank, out in enumerate(recvs):
                 if rank != own:

@@ -44,6 +44,7 @@ class DevicePlane(ShmPlane):
 
     def form(self, members: Sequence[int], own: int, unique_id: str) -> None:
         """Meet the other members; waits for them."""
+        # The first member's id names its plane: members with another GT_TRANSPORT would wait for ever.
         name, _, rest = unique_id.partition(":")
         if name != self.name:
             raise SystemFailure(f"this worker moves data by {self.name}, others by {name}: set GT_TRANSPORT for all of them")

@@ -98,6 +98,7 @@ class PeerHeap(Heap):
 
     def __init__(self, pid: int, fd: int, size: int, doorbell: str) -> None:
         rope, mark = parse(doorbell)
+        # The kernel checks permissions here: only processes of the same user open each other's descriptors.
         with os.fdopen(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), "rb", buffering=0) as file:
             # A worker's description of itself may be false: only a heap's own memory, and a pipe, is written to.
             if not os.readlink(f"/proc/self/fd/{file.fileno()}").startswith(f"/memfd:{NAME}"):
@@ -106,6 +107,7 @@ class PeerHeap(Heap):
                 raise OSError(f"/proc/{pid}/fd/{fd} is not a heap of {size} bytes")
             super().__init__(file.fileno(), size)
         self.mark = mark
+        # A pid may have been given to another worker since the World was sent.
         if self.words[self.owner] != mark:
             self.close()
             raise OSError(f"/proc/{pid}/fd/{fd} is another worker's heap")

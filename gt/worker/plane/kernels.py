@@ -101,9 +101,12 @@ class Chunks:
 @lru_cache(4096)
 def split_message(nbytes: int, slot_bytes: int) -> Chunks:
     """Chunks of a message, for slots of this size."""
+    # Both ends compute this alone, from the sizes: it must depend on nothing else.
     most = max(1, min(LANES, slot_bytes // MIN_LANE_BYTES))
     wide = slot_bytes // most // 16 * 16
+    # Few lanes for short messages, so that other kernels keep their multiprocessors; many for long ones, to fill the link.
     lanes = max(1, min(most, max(min(MAX_SHORT_LANES, -(-nbytes // SHORT_LANE_BYTES)), nbytes // LONG_LANE_BYTES)))
+    # Multiples of 16 bytes, the widest load; smaller chunks than a lane's room start the receiver earlier.
     chunk = max(16, min(wide, MAX_CHUNK_BYTES, -(-nbytes // lanes // 16) * 16))
     return Chunks(lanes, wide, chunk, max(1, -(-nbytes // (lanes * chunk))))
 

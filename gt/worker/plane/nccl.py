@@ -76,6 +76,7 @@ class NcclTransport:
             if can_reduce(combine):
                 self._ring.all_reduce(self._team(form), self._engine.address(data), total, combine, self._engine.stream())
             else:
+                # NCCL lacks this dtype or reduction (norm2, say): gather all terms, and add in rank order.
                 parts = [self._engine.staging((total,), "uint8") for _ in range(size)]
                 self._exchange(form, [data] * size, parts)
                 self._add(data, parts, combine)
@@ -120,6 +121,7 @@ class NcclTransport:
         if len(sends) == 1:
             return
         comm = self._team(form)
+        # One group: NCCL begins all of them together, so pairs that send to each other do not wait in a circle.
         with self._ring.group():
             for rank, (piece, into) in enumerate(zip(sends, recvs, strict=True)):
                 if rank != own and len(piece):
@@ -137,6 +139,7 @@ class NcclTransport:
         """The communicator of one direction; the sender is rank 0."""
         key = channel["peer"], channel["offset"], sends
         if key not in self._pairs:
+            # The id goes through the channel in host memory, in order with its other messages.
             name = bytearray(self._ring.unique_id() if sends else ID_BYTES)
             (self._host.send if sends else self._host.recv)(channel, memoryview(name))
             self._pairs[key] = self._ring.join(bytes(name), 0 if sends else 1, 2)

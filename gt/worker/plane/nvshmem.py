@@ -127,6 +127,8 @@ class NvshmemPlane(DevicePlane):
 
     def join(self, members: Sequence[int], own: int, unique_id: str) -> Arena | NcclTransport | None:
         rank, base, why = list(members).index(own), 0, ""
+        # Ask the driver before NVSHMEM, which ends the process where it cannot map a peer. Each step ends in an exchange of
+        # reasons, so that all members decide alike: NVSHMEM, NCCL or host memory.
         gpus = self.gather_texts(members, rank, self._library.gpu())
         far = {member: self._library.obstacle(gpu) for member, gpu in zip(members, gpus, strict=True) if gpu and member != own}
         why = "; ".join(f"the GPU of worker {own} cannot map worker {n}'s memory: {text}" for n, text in far.items() if text)
@@ -156,6 +158,7 @@ class NvshmemPlane(DevicePlane):
         the others'.
         """
         text = f"no word for {JOIN_SECONDS:g} s of whether it has joined NVSHMEM"
+        # A member that is stuck within NVSHMEM sends no text. The timer aborts this member's wait on shared memory.
         late = threading.Timer(JOIN_SECONDS, self.abort, (ALL, text))
         late.daemon = True
         late.start()

@@ -122,6 +122,8 @@ class ShmPlane(Plane):
             if self._own is None:
                 return
             for index, peer in list(self._peers.items()):
+                # The same index may be another process now. Its heap stays mapped until the transferring thread unmaps it:
+                # that thread may be copying from it this moment.
                 if index not in named or not self._stays(peer, named[index]):
                     peer.gone = peer.gone or "it left the world"
                     self._left.append(self._peers.pop(index))
@@ -133,6 +135,7 @@ class ShmPlane(Plane):
 
     def _stays(self, peer: Peer, row: Sequence[Any]) -> bool:
         """True if a row of the new world is the same worker."""
+        # row[6] is the doorbell, whose name has the process's random mark.
         return bool(row[6] == peer.row[6])
 
     def _meet(self, row: Any) -> Peer:
@@ -178,6 +181,7 @@ class ShmPlane(Plane):
                 self.wait(lambda word=empty: own.words[word] == mark, (peer,))  # type: ignore[misc]
             count = min(region.bytes, total - at)
             theirs.bytes[start : start + count] = view[at : at + count]
+            # The word beside the flag carries the size of the whole message.
             theirs.words[full + 1] = total
             own.words[empty] = 0
             self._fence()  # who sees the flag sees the bytes and the size too
@@ -229,6 +233,7 @@ class ShmPlane(Plane):
         finally:
             self._batch = None
             if batch:
+                # Also after an exception: other members wait for this one's part of the batch.
                 failures += run_batch(batch, self._team)
 
     def _do(self, queued: QueuedCollective) -> None:
@@ -337,10 +342,12 @@ class ShmPlane(Plane):
     def _team(self, form: TeamForm) -> Team:
         key = form["id"], form["offset"]
         team = self._teams.get(key)
+        # Fast path: the world has not changed since the team was last compared with it.
         if team is not None and team.version == self._version:
             for peer in team.peers:
                 peer.check()
             return team
+        # Read before the peers: if the world changes meanwhile, the team is compared once more at its next use.
         version = self._version
         rank, workers = form["rank"], form["workers"]
         peers = [self._peer(index) for at, index in enumerate(workers) if at != rank]

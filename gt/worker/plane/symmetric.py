@@ -94,6 +94,8 @@ class Arena:
         """The passage of the next message. receiver, sender: addresses of their arenas in this process."""
         region = end.region
         chunks = split_message(nbytes, region.bytes)
+        # Flags are where they are waited for: `full` in the receiver's arena, `empty` in the sender's. No stream polls over
+        # the link.
         slots, full, empty = receiver + region.slot(0), receiver + region.full(0), sender + region.empty(0)
         return Passage(region, slots, full, empty, end.advance(chunks.steps), chunks)
 
@@ -132,7 +134,8 @@ class Arena:
         """All-reduces of one team."""
         team, total = self._team(batch[0][0]), sum(len(data) for _, data, _, _ in batch)
         if len(batch) > 1 and team.by_nccl(total) and all(nccl_bindings.can_reduce(combine) for _, _, combine, _ in batch):
-            comm = team.comm  # members meet for it, which cannot be done within a group
+            # Members meet when the communicator is made, which cannot be done within a group.
+            comm = team.comm
             with self.ring.group():
                 for _, data, combine, _ in batch:
                     self._by_ring(team, comm, data, combine)
@@ -147,6 +150,7 @@ class Arena:
 
     def all_reduce(self, form: TeamForm, data: Buffer, combine: Combine, on_issued: OnIssued = nothing) -> None:
         check_present(data)
+        # A collective of a batch is issued at the end of it: only then are all their bytes known.
         if self._batch is not None:
             self._batch.append((form, data, combine, on_issued))
             return
@@ -159,6 +163,7 @@ class Arena:
         if team.by_nccl(total) and nccl_bindings.can_reduce(combine):
             self._by_ring(team, team.comm, data, combine)
             return
+        # By parts that fit into the team's buffer, the same parts on all members.
         for start, stop in parts(total, team.bytes) if team.size > 1 else ():
             team.all_reduce(data[start:stop], combine)
             for rank in range(team.size):
@@ -173,6 +178,8 @@ class Arena:
     def _all_gather(self, form: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
         team, size = self._team(form), len(data)
         if len(set(map(len, outs))) == 1 and team.by_nccl(size * team.size):
+            # NCCL wants one contiguous result. The outs usually are neighbours within one tensor; else it goes through
+            # staging.
             row = None if self._in_a_row(outs) else self.engine.staging((size * team.size,), "uint8")
             into = self.engine.address(outs[0] if row is None else row)
             self.ring.all_gather(team.comm, self.engine.address(data), into, size, self.engine.stream())
@@ -183,6 +190,7 @@ class Arena:
             return
         for start, stop in parts(max(map(len, outs)), team.bytes) if team.size > 1 else ():
             piece = data[start:stop]
+            # Write the own buffer, meet (0), read the others', meet again (1) before anybody overwrites a buffer.
             team.mine[: len(piece)] = piece
             team.exchange(0)
             for rank, out in enumerate(outs):
@@ -223,6 +231,7 @@ class Arena:
                 team.mine[rank * share : rank * share + len(part)] = part
                 team.count(rank, len(part), len(out[start:stop]))
             team.exchange(0)
+            # Every buffer has a term of this member's section at the same offset; all are added in rank order.
             team.add(out[start:stop], team.rank * share, combine)
             team.exchange(1)
 
@@ -294,6 +303,7 @@ class _Team:
             if self.rank == 0:
                 arena.engine.write(self.mine[: nccl_bindings.ID_BYTES], arena.ring.unique_id())
             self.exchange(0)
+            # `read` waits for the device, so the second exchange, which frees the buffer, is behind it.
             name = arena.engine.read(self.theirs(0)[: nccl_bindings.ID_BYTES])
             self.exchange(1)
             self._comm = arena.ring.join(name, self.rank, self.size)
@@ -318,6 +328,8 @@ class _Team:
             arena.library.signal(arena.base + self._region.flag(self.rank, half), 1, self._ranks[rank], stream)
         for rank in others:
             arena.library.wait(arena.base + self._region.flag(rank, half), 1, stream)
+        # This member resets its own flags, in stream order behind the waits. A peer sets them again only after the other
+        # half's exchange, which this member signals later.
         arena._flags(self._region.flag(0, half), self.size).zero_()
 
     def add(self, out: Any, at: int, combine: Combine) -> None:
@@ -336,6 +348,7 @@ class _Team:
             self.add(data, 0, combine)
             self.exchange(1)
             return
+        # Reduce-scatter into the second buffer, then all-gather from it: each member adds 1 / size of the data.
         bounds = [_bounds(total, rank, self.size) for rank in range(self.size)]
         start, stop = bounds[self.rank]
         self.add(data[start:stop], start, combine)

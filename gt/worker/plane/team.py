@@ -47,6 +47,7 @@ class Team:
         self._at = 0  # the buffer to be written next
         # Flags count from a number that only this set of processes has: a new process in the team starts it afresh.
         marks = b"".join(heap.words[heap.owner].to_bytes(8, "little") for heap in self._heaps)
+        # 61 bits, so that counting up never overflows the int64 of a flag. Each exchange adds one.
         self._mark = int.from_bytes(hashlib.blake2b(marks, digest_size=8).digest(), "little") >> 3
         self._buffers = [
             [heap.bytes[region.buffer(half) : region.buffer(half) + region.bytes] for heap in self._heaps] for half in (0, 1)
@@ -81,6 +82,7 @@ class Team:
         for peer in self.peers:
             peer.heap.words[flag] = self._mark
         self._fence()
+        # The fence before the flags orders the buffer's bytes, the one after them the look at the others' flags.
         if self._arrived():
             self.plane.wake(self.peers)
         else:

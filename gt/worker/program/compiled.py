@@ -52,6 +52,7 @@ class Segment:
         self._runner, self._tensors = runner, runner.tensors
 
     def __call__(self, code: list, at: int) -> None:
+        # `compiled` may be unset below: the instructions are always there to execute instead, with the same result.
         compiled, tensors = self.compiled, self._tensors
         if compiled is None:
             self._runner.run_rows(self.rows)
@@ -62,6 +63,8 @@ class Segment:
             self._runner.run_rows(bound.before)
         try:
             outputs = compiled([tensors[i] for i in bound.inputs])
+        # The inputs do not match the code (strides, alignment), or one is absent. `sample_inputs` notes the new signature in
+        # the next replay, so the segment is compiled again, up to MAX_COMPILATIONS times.
         except (Misfit, KeyError):
             self.compiled = None
             self.why = "" if self.compilations < MAX_COMPILATIONS else "its inputs have another layout in each replay"
@@ -75,6 +78,7 @@ class Segment:
 
     def _fail(self, compiled: CompiledSegment, code: list, at: int, error: Exception) -> None:
         """Compiled code failed. If it cannot have written to inputs, the instructions are executed instead."""
+        # Instructions after a half-done write would apply an update twice, so such a segment fails as a whole.
         if compiled.writes:
             self._runner.fail_segment(code, at, error, list(zip(self.bound.outputs, compiled.specs, strict=True)))
         elif self._runner.run_rows(self.rows):
@@ -97,6 +101,8 @@ class CompiledProgram:
     def __init__(self, payload: dict[str, Any], runner: ProgramRunner) -> None:
         self.why = ""  # reason why the compiler is not the one that was asked for
         self._once = payload["once"]
+        # Compiling inside a replay delays this worker by seconds to minutes. That is harmless only if no peer waits for a
+        # message of this program.
         alone = payload["backend"] == "cudagraphs" and not payload["channels"] and not payload["actions"]
         self._compiles_when_reached = self._once or alone
         self.segments: list[Segment] = []
@@ -116,6 +122,8 @@ class CompiledProgram:
     def group_rows(self, rows: list[Row], code: list) -> list[Row]:
         """Rows in which each segment, and each batch of collectives, is one row."""
         definition = self._runner.definition
+        # Two groupings: collectives of a batch first, then runs of ops between communications. `_instructions` keeps the rows
+        # behind each grouped row; recording looks inside it.
         rows, groups = group_collectives(rows, code, self._runner)
         self._instructions.update(groups)
         compiler = self.compiler
@@ -138,6 +146,7 @@ class CompiledProgram:
             segment = Segment(run, bind_segment(run, code, definition, traits), self._runner)
             segment.at_peak = highest
             self.segments.append(segment)
+            # The row that stands for the segment has the place of its first instruction, whose seq errors then name.
             first = next(at for at, _ in run if code[at] != FREE)
             self._instructions[first] = run
             grouped.append((first, StepOfRows(run, self._with_inputs_back(segment.bound.inputs, self._step(segment)))))
@@ -148,10 +157,12 @@ class CompiledProgram:
         runner = self._runner
 
         def step(code: list, at: int) -> None:
+            # Compiled code makes all its outputs at once; instructions free as they go, so they may still fit.
             if nbytes and not runner.fits(nbytes):
                 runner.run_rows(segment.rows)
                 return
             if segment.compiled is None and self.compiler is not None:
+                # The signature is that of real inputs: strides of an eager result are not known before it exists.
                 segment.sample_inputs(self.compiler)
                 if self._compiles_when_reached and segment.signature is not None:
                     self._compile_reached(segment)
@@ -172,7 +183,8 @@ class CompiledProgram:
                 bring(ids)
             except Exception as error:
                 failed = error
-            step(code, at)  # in any case: other workers may wait for it
+            # In any case: other workers may wait for the communication in it.
+            step(code, at)
             if failed is not None:
                 raise failed
 
@@ -197,6 +209,7 @@ class CompiledProgram:
         if self.waiting:
             with self._runner.compiling():
                 self._compile(self.waiting)
+        # Not in a replay that compiled: the recording must contain the compiled code, and compiled code must have run once.
         elif self.compiler is not None and self.compiler.recorder is not None and self._replays is None:
             self._record(self.compiler.recorder, actions, code, randoms)
 
@@ -206,6 +219,7 @@ class CompiledProgram:
         try:
             results = self.compiler.compile([(segment.bound, segment.signature) for segment in segments])
         except Exception as error:
+            # A compiler that fails costs speed only: the segments stay instructions, and `report` tells the reason.
             results = [str(error)] * len(segments)
         for segment, result in zip(segments, results, strict=True):
             segment.compilations += 1
@@ -229,13 +243,17 @@ class CompiledProgram:
         self._replays = replays = recorder.program(runner, _dropped(code, definition))
         rows = [row for _, part in actions for row in part]
         places = sorted(at for at, _ in rows)
+        # `randoms` are places of seeds, within instructions: find the instruction that each belongs to.
         drawn = {places[bisect_right(places, place) - 1] for place in randoms}
         first = next((at for at, _ in rows if code[at] != FREE), None)
-        if first is None:  # the end of a long program
+        # A part of a long program may consist of frees alone.
+        if first is None:
             return
         marks: set[Step] = set()
         if any(name for name, _ in actions):
             rows = _marked(actions, replays, marks)
+
+        # The new program: begin, then runs as graphs with unrecordable rows between them, then the end.
         recorded: list[Row] = [(first, StepOfRows((), runner.may_wait(replays.begin)))]
         moving: set[int] = set()  # ids that unrecorded rows make
         summary = summarize(code, definition)
@@ -245,6 +263,8 @@ class CompiledProgram:
 
         program = RecordedProgram(code, definition, summary.sets, runner.table.device_only, within)
         obstacle = partial(_obstacle, recorder, program, drawn, evicted_places(rows, program))
+        # Ids that unrecorded rows make have other memory each time. A graph that reads them needs slots, so `moving` follows
+        # them.
         for fits, run in runs(rows, code, lambda at: not obstacle(at)):
             reads, makes = exposed([at for row in run for at, _ in within(row)], code, definition)
             if fits:
@@ -258,6 +278,7 @@ class CompiledProgram:
                 recorded += run
                 self._unrecorded.update(obstacle(row[0]) for row in run if code[row[0]] != FREE and row[1] not in marks)
         recorded.append((first, StepOfRows((), replays.ending(summary.live_out))))
+        # In place: the step of `bind_program` iterates over this list. Times of actions now come from marks on the device.
         actions[:] = [("", recorded)]
 
     def close(self) -> None:
@@ -278,6 +299,7 @@ class CompiledProgram:
     def report(self) -> dict[str, Any]:
         """For explain(): the compiler, counts of segments and graphs, and reasons for rows that stayed instructions."""
         compiled = [s.compiled for s in self.segments if s.compiled is not None]
+        # Equal layers share compiled code: its seconds count once.
         distinct = {segment.key: astuple(segment.seconds) for segment in compiled}
         reasons = Counter(s.why for s in self.segments if s.why)
         graphs, others = (0, []) if self._replays is None else self._replays.report()
@@ -311,6 +333,8 @@ def _obstacle(recorder: DeviceRecorder, program: RecordedProgram, drawn: set[int
     if define is None:
         return "unknown definition"
     name = define.payload["op"] if define.kind == "op" else define.kind
+
+    # A graph repeats the same kernels on the same addresses: moving memory, fresh random numbers and host work rule it out.
     if at in evicted:
         return f"{name} uses a tensor that comes back to other memory each time"
     if at in drawn and not (define.kind == "op" and recorder.draws(define.payload)):

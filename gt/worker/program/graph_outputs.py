@@ -33,6 +33,7 @@ class PendingOutputs:
     def track(self, ids: Iterable[int]) -> None:
         """An instruction has these operands: its outputs may be views of graph memory."""
         self._named.update(ids)
+        # A view of an output may itself have been viewed: so all ids since are kept, in bounds.
         if len(self._named) > MAX_NAMED_IDS:
             self.copy_out()
 
@@ -41,6 +42,7 @@ class PendingOutputs:
 
         A failure is reported and not raised: other workers may wait for the instructions that follow.
         """
+        # Cleared before the copy: a failure must not be tried again by the next instruction.
         copy, ids = self._copy, {*self._outputs, *self._named} - dropped
         self._copy, self._outputs, self._named = None, NONE, set()
         if copy is not None:

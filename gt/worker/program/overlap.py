@@ -48,6 +48,7 @@ def evicted_places(rows: Sequence[Row], program: RecordedProgram) -> set[int]:
         for at, _ in program.within(row):
             define, operands = instruction(program.code, at, program.definition)
             if define is not None:
+                # `root` takes an id to the tensor whose memory it shares, so views of evicted tensors are found too.
                 used[row[0]].update(map(root, (*reads(define, operands), *makes(define, operands))))
                 evicted.update(map(root, reads(define, operands) if define.kind == "evict" else ()))
     return {place for place, memory in used.items() if not evicted.isdisjoint(memory)}
@@ -65,6 +66,7 @@ def group_collectives(rows: Sequence[Row], code: Sequence, runner: ProgramRunner
     missing = 0
     for at, step in rows:
         define = None if code[at] == FREE else runner.definition(code[at])
+        # `together count` announces a batch: the next `count` instructions belong to it, with frees in between.
         if define is not None and define.kind == "together":
             missing, batch, ended = define.payload["count"], [], []
         elif missing and define is not None:
@@ -108,6 +110,7 @@ def overlap_transfers(rows: Sequence[Row], program: RecordedProgram, stream: Sid
 
     for row in rows:
         inside = within(row)
+        # Hazards as in a processor's scoreboard: read after write, write after read, write after write.
         touched, change = _touched(inside, code, definition, lives)
         moves = _moves(inside, code, definition, program.device_only)
         if moves is not None:
@@ -116,10 +119,13 @@ def overlap_transfers(rows: Sequence[Row], program: RecordedProgram, stream: Sid
             reading.update(dict.fromkeys(map(lives.memory, moves[0]), count))
             writing.update(dict.fromkeys([*map(lives.memory, moves[1]), *change], count))
             continue
+        # Whatever the row touches must not be under way in a write; whatever it changes must not be under way in a read.
         last = max([writing.get(i, 0) for i in touched] + [reading.get(i, 0) for i in change], default=0)
         if last:
             join(last, row[0], len(scheduled))
         scheduled.append(row)
+
+    # A recording has to end with its side stream joined: CUDA refuses to end a capture with unjoined work.
     if reading or writing:
         end = len(scheduled)
         while end > 1 and not within(scheduled[end - 1]):  # the mark at the end

@@ -100,6 +100,7 @@ def definition_traits(define: Define | None, fits: Callable[[dict[str, Any]], bo
         return DefinitionTraits(one_box and all(map(fits, shard_as_ops(define.payload))), computes=True)
     if define.kind != "op":
         return DefinitionTraits()
+    # A row of code is: number, seq, tensors, values, outputs. `first` is the place of the first output in it.
     tensors, first = define.payload["tensors"], 2 + define.payload["tensors"] + define.payload["values"]
     outs = enumerate(_tensor_outputs(define.payload), first)
     complex_outs = tuple(place for place, out in outs if out[1] is not None and out[1][3].startswith("complex"))
@@ -107,6 +108,7 @@ def definition_traits(define: Define | None, fits: Callable[[dict[str, Any]], bo
         return DefinitionTraits(tensors=tensors, complex_outs=complex_outs)
     # the layout of a view follows from its base
     texts = [out if out[0] != "view" else [out[0], None, out[2]] for out in define.payload["outs"]]
+    # The text identifies equal ops of different definitions: it contains all that the compiled code depends on, and no ids.
     text, lists = repr({**define.payload, "outs": texts}), define.payload["op"].startswith(LIST_OPS)
     return DefinitionTraits(True, text, not makes_only_views(define.payload), lists, tensors, complex_outs)
 
@@ -118,6 +120,8 @@ def shard_as_ops(payload: dict[str, Any]) -> list[dict[str, Any]]:
         counts = {"tensors": 1, "values": 0, "outs": [out], "writes": [], "random": None}
         return {"op": f"aten.{name}", "args": [{"t": 0}, *args], "kwargs": kwargs, **counts}
 
+    # The box is sliced dim by dim. The copy at the end makes the piece contiguous, and independent of the whole tensor's
+    # memory.
     slices = [op("slice.Tensor", [dim, *span], ["view", None, 0]) for dim, span in enumerate(payload["boxes"][0])]
     spec = contiguous(tuple(payload["shape"]), payload["dtype"])
     return [*slices, op("clone.default", [], ["new", spec.wire(), -1], memory_format={"memory_format": "contiguous_format"})]
@@ -125,6 +129,7 @@ def shard_as_ops(payload: dict[str, Any]) -> list[dict[str, Any]]:
 
 def saves_memory(segment: BoundSegment) -> bool:
     """True if a large part of its results ends within it, most of which compiled code never makes, and its outputs are few."""
+    # Bytes that end within the segment are an upper bound of the saving: fused kernels keep most such values in registers.
     total = sum(_sizes(segment))
     return len(segment.graph.outputs) <= MAX_OUTPUTS_ONCE and MIN_SAVED_SHARE * (total - output_bytes(segment)) > total
 
@@ -149,6 +154,7 @@ def _sizes(segment: BoundSegment) -> list[int]:
 
 
 def _output_sizes(payload: dict[str, Any]) -> list[int]:
+    # A view has no memory of its own; a result without a spec has a size that only its execution tells.
     return [_nbytes(out[1]) if out[0] == "new" and out[1] is not None else 0 for out in _tensor_outputs(payload)]
 
 
@@ -172,6 +178,7 @@ def partition(rows: Sequence[Row], code: Sequence, traits: Callable[[int], Defin
     pass, which stays the same graph in calls whose optimizer does something else. An op that reads complex numbers is in no
     segment.
     """
+    # State of the scan: the run that is being collected, its computing ops, and whether it began with an op on lists.
     pieces: list[tuple[bool, list[Row]]] = []
     run: list[Row] = []
     complex_ids: set[int] = set()
@@ -188,6 +195,8 @@ def partition(rows: Sequence[Row], code: Sequence, traits: Callable[[int], Defin
         at = row[0]
         # A FREE fits everywhere: where it stands in a segment, its tensors simply are no outputs.
         own = DefinitionTraits(True) if code[at] == FREE else traits(code[at])
+        # The backend does not compile complex arithmetic, and an op's own definition does not show its inputs' dtypes: they
+        # are followed by id.
         complex_ids.update(code[at + place] for place in own.complex_outs)
         if not own.fits or not complex_ids.isdisjoint(code[at + 2 : at + 2 + own.tensors]):
             end()
@@ -201,6 +210,8 @@ def partition(rows: Sequence[Row], code: Sequence, traits: Callable[[int], Defin
         if ops >= MAX_SEGMENT_OPS:
             end()
     end()
+
+    # Rows that are not compiled may stand in several pieces in a row: one is enough for them.
     return _joined(pieces)
 
 
@@ -219,6 +230,7 @@ def runs(rows: Sequence[Row], code: Sequence, fits: Callable[[int], bool]) -> li
     groups: list[tuple[bool, list[Row]]] = []
     for row in rows:
         free = code[row[0]] == FREE
+        # A FREE alone must not split a run in two: each run costs a launch, or a graph of its own.
         fit = (not groups or groups[-1][0]) if free else fits(row[0])
         if groups and groups[-1][0] == fit:
             groups[-1][1].append(row)
@@ -231,6 +243,8 @@ def runs(rows: Sequence[Row], code: Sequence, fits: Callable[[int], bool]) -> li
 class _Numbering:
     """Numbers of a segment's tensors while its rows are read. `inputs`: ids that it reads from before."""
 
+    # Example: %7 is read, and `%9 = add(%7, %8)` is the first call. Then inputs = [7, 8] and names = {7: (True, 0), 8: (True,
+    # 1), 9: (False, 0)}. `_numbered` makes (False, n) the number len(inputs) + n, as inputs are then complete.
     names: dict[int, tuple[bool, int]] = field(default_factory=dict)  # id -> (True for an input, number)
     inputs: list[int] = field(default_factory=list)
     made: int = 0
@@ -247,6 +261,8 @@ class _Numbering:
 
     def untouched(self, tensor: int) -> bool:
         """True if the id still names the tensor that it named at the start."""
+        # A slice may move before the segment only if its base has the same meaning there: ids are reused after FREE, and an
+        # alias gives an id to another tensor.
         return tensor in self.early or tensor not in self.names or self._given(tensor)
 
     def _given(self, tensor: int) -> bool:
@@ -255,6 +271,8 @@ class _Numbering:
 
     def free(self, tensor: int) -> None:
         """The id is freed: it names no output, and a tensor that it named at the start ends."""
+        # Inputs are still read by the compiled code, so these end after it. Other ids from before the segment can end first,
+        # which lowers the peak. A value of the segment itself has nothing to free: it simply is no output.
         used = tensor in self.needed or tensor in self.inputs
         if used or tensor not in self.names:
             (self.ended if used else self.dropped).append(tensor)
@@ -293,6 +311,7 @@ def bind_segment(
             continue
         define = definition(code[at])
         assert define is not None, "a segment has known definitions alone"
+        # No code: from here on the second id is another name of the first tensor.
         if define.kind == "alias":
             wiring.names[code[at + 3]] = wiring.read(code[at + 2])
             continue
@@ -308,6 +327,7 @@ def bind_segment(
         first = at + 2 + payload["tensors"]
         tensors, scalars = code[at + 2 : first], tuple(code[first : first + payload["values"]])
         outs = code[first + payload["values"] : at + 2 + define.operands]
+        # A slice of an input is made before the segment (see SLICES), by its own row: the view becomes the segment's input.
         if payload["op"] in SLICES and makes_only_views(payload) and all(map(wiring.untouched, tensors)):
             before.append(row)
             wiring.early.update(outs)
@@ -317,8 +337,10 @@ def bind_segment(
         for tensor in outs:
             wiring.names[tensor] = (False, wiring.made)
             wiring.made += 1
+    # Normalize the order, so that equal work has equal graphs, then number its tensors.
     calls = _with_views_late(calls)
     graph, inputs, outputs = _numbered(calls, wiring)
+    # An id that was freed and then reused for an output must not be freed after it: it names the output.
     ended = tuple(t for t in wiring.ended if t not in outputs)
     payloads, values = tuple(call.payload for call in calls), tuple(call.values for call in calls)
     return BoundSegment(graph, payloads, values, tuple(wiring.dropped), tuple(before), inputs, outputs, ended)
@@ -330,7 +352,9 @@ def _with_views_late(calls: Sequence[_Call]) -> list[_Call]:
     placed: list[_Call] = []
 
     def place(call: _Call) -> None:
-        waiting = [(call, iter(call.ins))]  # not recursive: a chain of views may be long
+        # Depth first: each view that `call` reads, and that has no place yet, is placed before it. A stack of (call, its other
+        # inputs) in place of recursion: a chain of views may be long.
+        waiting = [(call, iter(call.ins))]
         while waiting:
             last, ins = waiting[-1]
             view = next((late[number] for given, number in ins if not given and number in late), None)
@@ -347,6 +371,7 @@ def _with_views_late(calls: Sequence[_Call]) -> list[_Call]:
             late.update(dict.fromkeys(call.makes, call))
         else:
             place(call)
+    # Views that no call reads may still be outputs.
     while late:
         place(next(iter(late.values())))
     return placed
@@ -355,6 +380,7 @@ def _with_views_late(calls: Sequence[_Call]) -> list[_Call]:
 def _numbered(calls: Sequence[_Call], wiring: _Numbering) -> tuple[SegmentGraph, tuple[int, ...], tuple[int, ...]]:
     """The graph of calls in their order, and the ids of its inputs and outputs."""
     unread = [(True, number) for number in range(len(wiring.inputs))]
+    # Inputs in the order of their first reads; those that no call reads (only freed) follow, so that their ids stay bound.
     inputs = list(dict.fromkeys([*(name for call in calls for name in call.ins if name[0]), *unread]))
     made = [(False, number) for call in calls for number in call.makes]
     numbers = {name: number for number, name in enumerate([*inputs, *made])}
@@ -363,6 +389,7 @@ def _numbered(calls: Sequence[_Call], wiring: _Numbering) -> tuple[SegmentGraph,
         ins = tuple(numbers[name] for name in call.ins)
         ops.append(SegmentOp(call.text, ins, tuple(map(repr, call.values)), count))
         count += len(call.makes)
+    # Sorted by number and not by id, or equal layers with other ids would have other graphs.
     outputs = sorted(((numbers[name], tensor) for tensor, name in wiring.outputs()), key=lambda output: output[0])
     graph = SegmentGraph(len(inputs), tuple(ops), tuple(number for number, _ in outputs))
     return graph, tuple(wiring.inputs[number] for _, number in inputs), tuple(tensor for _, tensor in outputs)

@@ -23,6 +23,7 @@ def segments_at_peak(pieces: Sequence[tuple[bool, Sequence[Row]]], code: Sequenc
     inside: list[int] = []
     outside = 0
     for fits, rows in pieces:
+        # The level after a segment's last row is alive outside of it too; those before are only inside.
         levels = [alive.after(code, at, definition) for at, _ in rows]
         inside.append(max(levels, default=0) if fits else 0)
         outside = max([outside, *(levels[-1:] if fits else levels)])
@@ -47,15 +48,17 @@ class _Alive:
             return self._total
         sizes = row_bytes(define)
         new = aliases(define, operands)
+        # Owners first: an instruction may give an output the id of its own input.
         owners = [None if source is None else self._memory.get(source) for _, source in new]
-        for n, ((tensor, source), owner) in enumerate(zip(new, owners, strict=True)):
+        for place, ((tensor, source), owner) in enumerate(zip(new, owners, strict=True)):
             self._forget(tensor)
+            # A view of memory from before the program, which this count leaves out.
             if source is not None and owner is None:
-                continue  # memory from before the program, which it does not free
+                continue
             if owner is None:
                 owner = len(self._sizes)
                 self._names.append(0)
-                self._sizes.append(sizes[n] if n < len(sizes) else 0)
+                self._sizes.append(sizes[place] if place < len(sizes) else 0)
                 self._total += self._sizes[owner]
             self._memory[tensor] = owner
             self._names[owner] += 1

@@ -34,9 +34,11 @@ class ProgramBackend(Protocol):
 def bind_rows(code: Sequence, steps: StepTable, tensors: OffloadedTensors) -> list[Row]:
     """The instructions of a stream; ProtocolError for a number that was never defined."""
     bound: list[Row] = []
+    # `places` gives the span of each instruction: its size is that of its definition, less number and seq.
     for at, end in places(code, lambda number: steps[number][1] - 2 if number in steps else 0):
         number = code[at]
         if number == FREE:
+            # The ids are constants of the program: they are bound here, and not read from the code at each replay.
             bound.append((at, _free_step(tuple(code[at + 3 : end]), tensors)))
         elif number in steps:
             bound.append((at, steps[number][0]))
@@ -60,6 +62,7 @@ def bind_program(
     record_times: receives the actions of each replay in the order in which they began.
     """
     payload, plane = define.payload, runner.context.plane
+    # A copy of its own: seeds, counters and a fragment's values are written into it before each replay.
     code = list(payload["code"])
     rows = bind_rows(code, runner.table.steps, runner.tensors)
     actions = [(name, backend.group_rows(part, code)) for name, part in _split_by_action(rows, payload["actions"])]
@@ -68,8 +71,12 @@ def bind_program(
 
     def step(stream: list, at: int) -> None:
         seed, counter = stream[at], stream[at + 1]
+        # Random numbers: recorded counters are relative to the step's first, so a replay draws what eager ops would have
+        # drawn.
         for place, relative in counters:
             code[place], code[place + 1] = seed, counter + relative
+        # Both ends of a channel count its slots. They begin a replay from the same one, because recorded transfers name their
+        # slots.
         if channels:
             plane.reset_cursors(channels)
         times: list[ActionTime] = []
@@ -79,6 +86,7 @@ def bind_program(
             if name:
                 times.append((name, start, monotonic()))
         record_times(times)
+        # After the times are taken: the backend may record or compile here, and puts the result into `actions` in place.
         backend.after_replay(actions, code, drawn)
 
     keyed = _with_random_key(runner.context.engine, step, len(drawn)) if drawn else step
@@ -88,7 +96,8 @@ def bind_program(
 def _with_parameters(payload: dict[str, Any], run: Step, code: list, tensors: OffloadedTensors) -> Step:
     """A fragment's step: tensors of the call get the names in the code, and results the names of the call."""
     ins, outs, moved, places = (list(payload[key]) for key in ("ins", "outs", "moved", "values"))
-    held = [name for n, name in enumerate(ins) if n not in set(moved)]
+    # Operands of the call: ids of inputs, ids of results, then scalars. `moved` are inputs that the fragment frees itself.
+    held = [name for number, name in enumerate(ins) if number not in set(moved)]
     first_out = 2 + len(ins)
     first_value = first_out + len(outs)
     end = first_value + len(places)
@@ -99,13 +108,16 @@ def _with_parameters(payload: dict[str, Any], run: Step, code: list, tensors: Of
             with suppress(KeyError):  # it has no piece here
                 tensors[name] = tensors[i]
         tensor = None
-        for n in moved:
-            forget(stream[at + 2 + n], None)
+        # The caller's id of a moved input ends here. Otherwise this reference would keep its memory through the whole
+        # fragment.
+        for number in moved:
+            forget(stream[at + 2 + number], None)
         for place, value in zip(places, stream[at + first_value : at + end]):
             code[place] = value
         try:
             run(stream, at)
         finally:
+            # Also after a failure: the names are free for the next call, and the outputs (or placeholders) get the call's ids.
             for name in held:
                 forget(name, None)
             for name, i in zip(outs, stream[at + first_out : at + first_value]):
@@ -118,6 +130,7 @@ def _with_parameters(payload: dict[str, Any], run: Step, code: list, tensors: Of
 
 def _with_random_key(engine: Any, step: Step, draws: int) -> Step:
     """A program's step before which the engine's device is given the key of its random numbers."""
+    # An engine whose replays are recorded reads the key from the device's memory; others find it in the code.
     draw_from = getattr(engine, "draw_from", None)
     if draw_from is None:
         return step

@@ -26,6 +26,15 @@ MIN_ROWS, MAX_ROWS = 4, 256
 FILE = "<program>"  # file name of generated code in frames
 
 
+# Example of a generated function, with short names for ops. %7 is read from the table, %9 ends here, and %8 outlives it:
+# def run_3(code):
+#  x0 = held[7]
+#  x1 = aten_mm(x0, x0)
+#  x2 = aten_mul(x1, code[41])
+#  held[8] = x2
+#  del x1
+#  forget(9, None)
+#  if host_copies: drop((9,))
 class CodeGenerator:
     """Generates the functions of one program, which share a scope.
 
@@ -79,6 +88,7 @@ class CodeGenerator:
     def function(self, lines: list[str], places: list[int]) -> Callable[[list], None]:
         """A function of these lines. places: the place in the program of each line."""
         name = f"run_{next(self._numbers)}"
+        # Line 1 is the `def`; the statements begin at line 2.
         self.scope["places"][name] = [places[0], *places]
         exec(compile(f"def {name}(code):\n " + "\n ".join(lines), FILE, "exec"), self.scope)
         return self.scope.pop(name)
@@ -100,6 +110,7 @@ class GeneratedFunction(StepOfRows):
 
     def __call__(self, code: list, at: int) -> None:
         runner = self._runner
+        # Too little room for all results at once: as instructions each result is checked by itself, and one fails alone.
         if self._peak_bytes >= PLANNED_BYTES and not runner.fits(self._peak_bytes):
             runner.run_rows(self.rows)
             runner.executed -= 1
@@ -120,6 +131,7 @@ class GeneratedFunction(StepOfRows):
         while trace is not None and trace.tb_frame.f_code is not self._run.__code__:
             trace = trace.tb_next
         assert trace is not None, "it was raised in there"
+        # Locals of the stopped frame are the results so far, which later rows look up in the table.
         for name, tensor in trace.tb_frame.f_locals.items():
             if name in self._ids:
                 self._runner.tensors[self._ids[name]] = tensor
@@ -158,6 +170,8 @@ class SourceWriter:
             for i in ins:
                 if i not in self._local:
                     self.lines.append(f"{self._name(i)} = held[{i:d}]")
+            # Holes of the form: tensors and outputs are local variables; values are constants, or read from the code if
+            # replays set them.
             values = range(at + 2 + len(ins), at + 2 + define.operands - len(outs))
             holes = {f"t{n}": self.names[i] for n, i in enumerate(ins)} | {f"o{n}": self._name(i) for n, i in enumerate(outs)}
             holes |= {f"v{n}": self._value(place) for n, place in enumerate(values)}
@@ -184,6 +198,7 @@ def _lasting(rows: Sequence[Row], code: list, definition: Definition) -> list[se
     """By row: ids that it makes, that no later row makes again, and that none of these rows frees."""
     lasting: list[set[int]] = []
     over: set[int] = set()
+    # Backwards: `over` has the ids that a later row makes anew or frees.
     for at, _ in reversed(rows):
         define, operands = instruction(code, at, definition)
         outs = set() if define is None else set(makes(define, operands))

@@ -113,8 +113,11 @@ class ProgramRunner:
 
     def run_program(self, rows: list[Row], code: list, offset: int) -> None:
         """Carry out rows of a program, whose seqs count from that of the instruction that asked for the program."""
+        # A program is called by a stream's instruction: the stream's position is restored for the failures of what follows in
+        # it.
         outer = self.code, self.base, self.place
         self.code, self.base = code, self.base + offset
+        # A failed copy of graph outputs is reported under the program's own seq.
         self.pending_outputs.seq = self.base
         self.checks_small_results = self.context.budget.begin(NUMBERS_PER_INSTRUCTION * len(rows))
         try:
@@ -125,6 +128,8 @@ class ProgramRunner:
     def run_rows(self, rows: Sequence[Row]) -> bool:
         """Carry out rows of the program under way; a failed row is reported. True if none failed."""
         code, base, succeeded = self.code, self.base, True
+
+        # Wrap the steps only if somebody asked: the common loop below has no checks and no clock.
         if self.checks_small_results:
             checked = CheckedSteps(self.table.steps, self.table.small_results, self.context.budget.need)
             rows = [(at, checked.step(code[at], step)) for at, step in rows]
@@ -133,8 +138,10 @@ class ProgramRunner:
         for at, step in rows:
             self.place = at
             try:
+                # A step gets the place of its operands: number and seq stand before them.
                 step(code, at + 2)
             except Exception as error:
+                # The rows after it still run, on placeholders: a peer would wait for a skipped collective without end.
                 self.fail(code[at], code, at, base, error)
                 succeeded = False
         self.executed += len(rows)
@@ -142,6 +149,7 @@ class ProgramRunner:
 
     def run_all_or_none(self, rows: Sequence[Row]) -> CountedWork:
         """Carry out rows that are recorded. If one fails nothing is reported or counted, and Unrecorded is raised."""
+        # The rows are recorded, not executed: what they counted (bytes sent, draws) is taken back, and added at each replay.
         before = self.context.counters()
         self.recording = True
         try:
@@ -166,8 +174,12 @@ class ProgramRunner:
         log.debug("%s of op %d failed", kind, seq, exc_info=error)
         text = op_errors.text(error)
         self.report_error(seq, error, text, kind in ANSWERS)
+        # The peers' kernels are in their devices' queues already and spin there. Placeholders do not help them: the world must
+        # end.
         if isinstance(error, NotIssued):
             raise Unrecoverable(f"others wait on their GPUs for a {kind} that failed: {text}") from error
+
+        # Placeholders have the shapes of the results. The dispatcher marks those ids as invalid by the report above.
         for output in definition.outputs:
             try:
                 output.make(self.context, code, at + 2)
@@ -178,6 +190,7 @@ class ProgramRunner:
         """Compiled code failed after it may have written: report its first op for all of them."""
         seq = self.base + code[at - 1]
         self.report_error(seq, error, f"{op_errors.text(error)} (in compiled code that begins with this op)")
+        # Which of its ops failed is not known, so all outputs get zeros, even those that were already written.
         for tensor, spec in outputs:
             try:
                 self.context.budget.need(spec.nbytes)
@@ -191,4 +204,5 @@ class ProgramRunner:
             raise Unrecorded(text) from error
         self.errors.report(seq, error, text, answers)
         if self.context.engine.poisoned(error):
+            # A device that has faulted (an illegal address, say) fails every later call: a new process is the only cure.
             raise Poisoned(text) from error

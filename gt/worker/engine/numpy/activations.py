@@ -158,15 +158,15 @@ def _prelu_backward(grad_output: Array, self: Array, weight: Array) -> tuple[Arr
 
 
 def _glu(self: Array, dim: int = -1) -> Array:
-    a, b = np.split(sample(together(self)[0]), 2, dim)
-    return a * sigmoid(b)
+    value, gate = np.split(sample(together(self)[0]), 2, dim)
+    return value * sigmoid(gate)
 
 
 def _glu_backward(grad_output: Array, self: Array, dim: int) -> Array:
     g, x = together(grad_output, self)
-    a, b = np.split(x, 2, dim)
-    s = sigmoid(b)
-    return np.concatenate([g * s, g * a * s * (1 - s)], dim)
+    value, gate = np.split(x, 2, dim)
+    open_gate = sigmoid(gate)
+    return np.concatenate([g * open_gate, g * value * open_gate * (1 - open_gate)], dim)
 
 
 TABLE = rows(

@@ -57,6 +57,7 @@ def offset(x: Array) -> int:
 
 def _flat(x: Array) -> Array:
     """All memory of a dense array in one dim, not copied."""
+    # By falling strides the dims are in the order of memory, so the reshape copies nothing.
     order = sorted(range(x.ndim), key=lambda dim: -x.strides[dim])
     return x.transpose(order).reshape(-1)
 
@@ -74,6 +75,7 @@ def strided(storage: Array, shape: Sequence[int], stride: Sequence[int], start: 
 
 def laid_out(spec: Spec, zero: bool = False) -> Array:
     """New memory with the spec's shape and strides, and any dtype."""
+    # Elements from the first to the last, gaps between them too.
     span = 1 + sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True)) if spec.numel else 0
     memory = (np.zeros if zero or span != spec.numel else np.empty)(span, storable(spec.dtype))  # gaps are never written
     return strided(memory, spec.shape, spec.stride, 0)
@@ -86,7 +88,7 @@ def conform(out: Any, spec: Spec) -> Array:
         raise ValueError(f"the result has shape {list(out.shape)}, want {spec.text()}")
     out = out.astype(dtype_of(spec.dtype), copy=False)
     size = out.itemsize
-    same = all(n < 2 or a == b * size for n, a, b in zip(spec.shape, out.strides, spec.stride))
+    same = all(extent < 2 or have == want * size for extent, have, want in zip(spec.shape, out.strides, spec.stride))
     if not spec.numel or (same and (out.base is None or owner(out).nbytes == out.nbytes)):
         return out
     if any(n > 1 and step == 0 for n, step in zip(spec.shape, spec.stride)):
@@ -130,6 +132,7 @@ _promoted: dict[tuple, np.dtype] = {}
 
 def _wider(a: np.dtype, b: np.dtype) -> np.dtype:
     """torch.promote_types: an integer does not widen a float."""
+    # A higher kind wins whole (int64 + float16 is float16); within one kind the wider dtype does.
     high, low = (a, b) if _ORDER[a.kind] >= _ORDER[b.kind] else (b, a)
     both_inexact = _ORDER[low.kind] >= 2
     return np.promote_types(high, low) if both_inexact or _ORDER[high.kind] == _ORDER[low.kind] else high
@@ -155,8 +158,8 @@ def promoted(*args: Any) -> np.dtype:
 
 def _promote(args: tuple) -> np.dtype:
     kinds: list[np.dtype | None] = [None, None, None]  # dtypes by category: tensors with dims, 0-dim tensors, numbers
-    for a in args:
-        at, dtype = (int(a.ndim == 0), a.dtype) if isinstance(a, np.ndarray) else (2, _SCALAR[type(a)])
+    for arg in args:
+        at, dtype = (int(arg.ndim == 0), arg.dtype) if isinstance(arg, np.ndarray) else (2, _SCALAR[type(arg)])
         kinds[at] = dtype if kinds[at] is None else _wider(kinds[at], dtype)  # type: ignore[arg-type]
     found = _over(kinds[0], _over(kinds[1], kinds[2]))
     assert found is not None

@@ -74,6 +74,7 @@ def _backward(  # noqa: PLR0913 - the op's arguments
     scores = np.matmul(g, v.swapaxes(-1, -2))
     if kept is not None:
         scores *= kept
+    # Backward of softmax: dS = W * (dW - sum(dW * W)). The weights are computed again from the inputs, and not kept.
     scores -= np.add.reduce(scores * weights, -1, keepdims=True)
     scores *= weights
     scores *= factor

@@ -39,6 +39,7 @@ def _index_put_(self: Array, indices: Sequence[Array | None], values: Array, acc
 def _along(self: Array, dim: int, index: Array, what: str) -> tuple[Array, Array, int]:
     """The part of self that an index of this shape reaches, the index, the axis."""
     x, i, axis = sample(self), sample(index), axis_of(dim, self)
+    # torch allows an index that is smaller than the tensor in the other dims: only that corner is used.
     cut = tuple(slice(None) if d == axis else slice(n) for d, n in enumerate(i.shape))
     return x[cut], within(i, x.shape[axis], what), axis
 

@@ -182,18 +182,19 @@ def _picked(self: Array, target: Array, weight: Array | None, ignore_index: int)
     label = target if target.ndim else target[None]
     kept = label != ignore_index
     safe = within(np.where(kept, label, 0), x.shape[1], "nll_loss: target")
-    grid = np.ogrid[tuple(slice(n) for n in label.shape)]
+    grid = np.ogrid[tuple(slice(size) for size in label.shape)]
     one = np.ones(x.shape[1], x.dtype) if weight is None else weight
     return x, (grid[0], safe, *grid[1:]), np.where(kept, one[safe], x.dtype.type(0))
 
 
 def _nll_loss(self: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int) -> tuple[Array, Array]:
     (self,) = fractions(self)
-    x, at, w = _picked(self, target, weight, ignore_index)
-    losses = np.where(w == 0, 0, -x[at] * w)
+    x, at, weights = _picked(self, target, weight, ignore_index)
+    # where, and not the product alone: an ignored score may be inf or nan.
+    losses = np.where(weights == 0, 0, -x[at] * weights)
     if reduction == 0:
         return losses.reshape(target.shape), np.zeros((), x.dtype)
-    whole = total(w)
+    whole = total(weights)
     return total(losses) / (whole if reduction == 1 else 1), whole
 
 
@@ -202,49 +203,50 @@ def _nll_loss_backward(  # noqa: PLR0913 - the op's arguments
     total_weight: Array,
 ) -> Array:  # fmt: skip
     g, x, whole = fractions(grad_output, self, total_weight)
-    x, at, w = _picked(x, target, weight, ignore_index)
+    x, at, weights = _picked(x, target, weight, ignore_index)
     gradient = np.zeros(x.shape, x.dtype)
-    gradient[at] = np.where(w == 0, 0, -w * (g / whole if reduction == 1 else g))
+    gradient[at] = np.where(weights == 0, 0, -weights * (g / whole if reduction == 1 else g))
     return gradient.reshape(self.shape)
 
 
 def _mse_loss(self: Array, target: Array, reduction: int = 1) -> Array:
-    a, b = together(self, target)
-    return reduced((a - b) * (a - b), reduction)
+    x, y = together(self, target)
+    return reduced((x - y) * (x - y), reduction)
 
 
 def _mse_loss_backward(grad_output: Array, self: Array, target: Array, reduction: int) -> Array:
-    g, a, b = together(grad_output, self, target)
-    return _share(g, a, reduction) * 2 * (a - b)
+    g, x, y = together(grad_output, self, target)
+    return _share(g, x, reduction) * 2 * (x - y)
 
 
 def _smooth_l1_loss(self: Array, target: Array, reduction: int = 1, beta: float = 1.0) -> Array:
-    a, b = together(self, target)
-    off = np.abs(a - b)
+    x, y = together(self, target)
+    off = np.abs(x - y)
     k = off.dtype.type
     return reduced(np.where(off < beta, k(0.5) * off * off / k(beta or 1), off - k(0.5 * beta)), reduction)
 
 
 def _smooth_l1_loss_backward(grad_output: Array, self: Array, target: Array, reduction: int, beta: float) -> Array:
-    g, a, b = together(grad_output, self, target)
-    off = a - b
-    return _share(g, a, reduction) * np.where(np.abs(off) < beta, off / a.dtype.type(beta or 1), np.sign(off))
+    g, x, y = together(grad_output, self, target)
+    off = x - y
+    return _share(g, x, reduction) * np.where(np.abs(off) < beta, off / x.dtype.type(beta or 1), np.sign(off))
 
 
 def _huber_loss(self: Array, target: Array, reduction: int = 1, delta: float = 1.0) -> Array:
-    a, b = together(self, target)
-    off, d = np.abs(a - b), a.dtype.type(delta)
-    half = a.dtype.type(0.5)
-    return reduced(np.where(off <= d, half * off * off, d * (off - half * d)), reduction)
+    x, y = together(self, target)
+    off, limit = np.abs(x - y), x.dtype.type(delta)
+    half = x.dtype.type(0.5)
+    return reduced(np.where(off <= limit, half * off * off, limit * (off - half * limit)), reduction)
 
 
 def _huber_loss_backward(grad_output: Array, self: Array, target: Array, reduction: int, delta: float) -> Array:
-    g, a, b = together(grad_output, self, target)
-    return _share(g, a, reduction) * np.clip(a - b, -delta, delta)
+    g, x, y = together(grad_output, self, target)
+    return _share(g, x, reduction) * np.clip(x - y, -delta, delta)
 
 
 def _bce(self: Array, target: Array, weight: Array | None = None, reduction: int = 1) -> Array:
     p, y = together(self, target)
+    # torch bounds the logarithms by -100, so that p = 0 gives no infinite loss.
     loss = -(y * np.maximum(np.log(p), -100) + (1 - y) * np.maximum(np.log1p(-p), -100))
     return reduced(loss if weight is None else loss * weight, reduction)
 

@@ -44,23 +44,23 @@ def _adam(decoupled: bool) -> Callable[..., None]:
     ) -> None:  # fmt: skip
         rate = float(lr)
         tops = max_exp_avg_sqs if amsgrad else repeat(None)
-        for p, grad, m, v, top, step in zip(self, grads, exp_avgs, exp_avg_sqs, tops, state_steps):
+        for param, grad, mean, square, top, step in zip(self, grads, exp_avgs, exp_avg_sqs, tops, state_steps):
             g = _scaled(grad, grad_scale, found_inf, maximize)
             if g is None:
                 continue
-            k = p.dtype.type
+            number = param.dtype.type
             if weight_decay and decoupled:
-                p *= k(1 - rate * weight_decay)
+                param *= number(1 - rate * weight_decay)
             elif weight_decay:
-                g = g + p * k(weight_decay)
-            m += (g - m) * k(1 - beta1)
-            v *= k(beta2)
-            v += k(1 - beta2) * g * g
-            largest = v if top is None else np.maximum(top, v, out=top)
+                g = g + param * number(weight_decay)
+            mean += (g - mean) * number(1 - beta1)
+            square *= number(beta2)
+            square += number(1 - beta2) * g * g
+            largest = square if top is None else np.maximum(top, square, out=top)
             root = np.sqrt(largest)
-            root /= k(sqrt(1 - beta2 ** float(step)))
-            root += k(eps)
-            p -= k(rate / (1 - beta1 ** float(step))) * m / root
+            root /= number(sqrt(1 - beta2 ** float(step)))
+            root += number(eps)
+            param -= number(rate / (1 - beta1 ** float(step))) * mean / root
 
     return run
 
@@ -71,17 +71,17 @@ def _sgd(  # noqa: PLR0913 - the op's arguments
     found_inf: Array | None = None,
 ) -> None:  # fmt: skip
     rate = float(lr)
-    for p, grad, buffer in zip(self, grads, momentum_buffer_list or repeat(None)):
+    for param, grad, buffer in zip(self, grads, momentum_buffer_list or repeat(None)):
         g = _scaled(grad, grad_scale, found_inf, maximize)
         if g is None:
             continue
-        k = p.dtype.type
+        number = param.dtype.type
         if weight_decay:
-            g = g + p * k(weight_decay)
+            g = g + param * number(weight_decay)
         if momentum and buffer is not None:
-            write(buffer, g if is_first_step else buffer * k(momentum) + g * k(1 - dampening))
-            g = g + buffer * k(momentum) if nesterov else buffer
-        p -= g * k(rate)
+            write(buffer, g if is_first_step else buffer * number(momentum) + g * number(1 - dampening))
+            g = g + buffer * number(momentum) if nesterov else buffer
+        param -= g * number(rate)
 
 
 def _adagrad(  # noqa: PLR0913 - the op's arguments
@@ -89,15 +89,15 @@ def _adagrad(  # noqa: PLR0913 - the op's arguments
     weight_decay: float, eps: float, maximize: bool, grad_scale: Array | None = None, found_inf: Array | None = None,
 ) -> None:  # fmt: skip
     rate = float(lr)
-    for p, grad, whole, step in zip(self, grads, state_sums, state_steps):
+    for param, grad, whole, step in zip(self, grads, state_sums, state_steps):
         g = _scaled(grad, grad_scale, found_inf, maximize)
         if g is None:
             continue
-        k = p.dtype.type
+        number = param.dtype.type
         if weight_decay:
-            g = g + p * k(weight_decay)
+            g = g + param * number(weight_decay)
         whole += g * g
-        p -= k(rate / (1 + (float(step) - 1) * lr_decay)) * g / (np.sqrt(whole) + k(eps))
+        param -= number(rate / (1 + (float(step) - 1) * lr_decay)) * g / (np.sqrt(whole) + number(eps))
 
 
 def _norm(x: Array, ord: Any = 2, dtype: np.dtype | None = None) -> Array:

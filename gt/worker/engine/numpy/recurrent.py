@@ -24,6 +24,7 @@ def _sigmoid(x: Array) -> Array:
 
 
 def _lstm(given: Array, held: Array, states: list[Array]) -> tuple[list[Array], Any]:
+    # torch's order of gates: input, forget, cell, output (Hochreiter and Schmidhuber, 1997). states: hidden, cell.
     i, f, g, o = np.split(given + held, 4, -1)
     i, f, g, o = _sigmoid(i), _sigmoid(f), np.tanh(g), _sigmoid(o)
     c = f * states[1] + i * g
@@ -32,14 +33,16 @@ def _lstm(given: Array, held: Array, states: list[Array]) -> tuple[list[Array], 
 
 def _lstm_back(grads: list[Array], kept: Any, states: list[Array]) -> tuple[Array, Array, list[Array | None]]:
     (i, f, g, o, c), (dh, dc) = kept, grads
-    t = np.tanh(c)
-    dc = dc + dh * o * (1 - t * t)
-    parts = dc * g * i * (1 - i), dc * states[1] * f * (1 - f), dc * i * (1 - g * g), dh * t * o * (1 - o)
+    tanh_c = np.tanh(c)
+    dc = dc + dh * o * (1 - tanh_c * tanh_c)
+    parts = dc * g * i * (1 - i), dc * states[1] * f * (1 - f), dc * i * (1 - g * g), dh * tanh_c * o * (1 - o)
     gates = np.concatenate(parts, -1)
     return gates, gates, [None, dc * f]
 
 
 def _gru(given: Array, held: Array, states: list[Array]) -> tuple[list[Array], Any]:
+    # torch's order: reset, update, new (Cho et al., 2014). torch applies the reset gate behind the state's product, as cuDNN
+    # does.
     (xr, xz, xn), (hr, hz, hn) = np.split(given, 3, -1), np.split(held, 3, -1)
     r, z = _sigmoid(xr + hr), _sigmoid(xz + hz)
     n = np.tanh(xn + r * hn)
@@ -112,6 +115,7 @@ class _Pass:
             if self.projection is not None:
                 new[0] = hidden @ self.projection.T
             self.history.append((before, kept, hidden))
+            # Sequences that are over keep their last state; they are the last rows, as a packed batch is sorted by length.
             states = [np.concatenate((part, state[count:])) for part, state in zip(new, states, strict=True)]
             self.out[step, :count] = new[0]
         return states

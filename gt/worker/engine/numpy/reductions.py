@@ -54,6 +54,7 @@ def _variance(self: Array, dim: Dims, correction: Any, keepdim: bool) -> tuple[A
     """(variance, mean), in the widest dtype; a correction of None is Bessel's 1."""
     mean = _mean(self, dim, True)
     off = np.abs(self - mean)
+    # Degrees of freedom. Below 0 they count as 0, and the division gives inf or nan, as torch's does.
     left = np.float64(max(count(self, dim) - (1 if correction is None else correction), 0))
     mean = mean if keepdim else mean.reshape([n for at, n in enumerate(mean.shape) if at not in axes(self, dim)])
     return total(off * off, dim, keepdim) / left, mean

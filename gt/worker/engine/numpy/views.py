@@ -28,6 +28,7 @@ def view(self: Array, size: Sequence[int]) -> Array:
 def expand(self: Array, size: Sequence[int], *, implicit: bool = False) -> Array:
     lead = len(size) - self.ndim
     shape = [self.shape[d - lead] if n == -1 else n for d, n in enumerate(size)]
+    # A new or stretched dim has stride 0: all its elements are one.
     steps = [0] * lead + [step if n == shape[lead + d] else 0 for d, (n, step) in enumerate(zip(self.shape, self.strides))]
     if any(n not in (1, m) for n, m in zip(self.shape, shape[lead:])):
         raise ValueError(f"expand: shape {self.shape} does not expand to {tuple(size)}")
@@ -85,12 +86,13 @@ def _unsqueeze(self: Array, dim: int) -> Array:
 
 
 def _diagonal(self: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
-    a, b = axis_of(dim1, self), axis_of(dim2, self)
-    rows, columns = self.shape[a] + min(offset, 0), self.shape[b] - max(offset, 0)
-    rest = [d for d in range(self.ndim) if d not in (a, b)]
-    start = self.strides[b] * offset if offset > 0 else -self.strides[a] * offset
-    shape = [*(self.shape[d] for d in rest), max(min(rows, columns), 0)]
-    return _part(self, shape, [*(self.strides[d] for d in rest), self.strides[a] + self.strides[b]], start)
+    axis1, axis2 = axis_of(dim1, self), axis_of(dim2, self)
+    rows, columns = self.shape[axis1] + min(offset, 0), self.shape[axis2] - max(offset, 0)
+    rest = [axis for axis in range(self.ndim) if axis not in (axis1, axis2)]
+    # A step along the diagonal goes along both axes at once: its stride is the sum of theirs.
+    start = self.strides[axis2] * offset if offset > 0 else -self.strides[axis1] * offset
+    shape = [*(self.shape[axis] for axis in rest), max(min(rows, columns), 0)]
+    return _part(self, shape, [*(self.strides[axis] for axis in rest), self.strides[axis1] + self.strides[axis2]], start)
 
 
 def _unfold(self: Array, dimension: int, size: int, step: int) -> Array:

@@ -119,6 +119,7 @@ class TorchEngine:
         if space not in OWN:
             return op
         op = ALIKE[base](op) if base in ALIKE else op
+        # Layers around torch's kernel: results alike on all devices, cleared memory, checked indices, row-major inputs.
         op = op if self.host and memory.switch() is not None else memory.cleared(base, op)
         if self.host:
             op = CHECKS[base](op, schema) if base in CHECKS else norms.host(name, op)
@@ -249,6 +250,7 @@ class TorchEngine:
         return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > own  # type: ignore[attr-defined]
 
     def memory_of(self, tensor: torch.Tensor) -> memoryview | None:
+        # All bytes of the storage as one flat tensor; `cpu` copies them only from a GPU.
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         return memoryview(whole.cpu().numpy())
 
@@ -336,6 +338,7 @@ def _embedding_bag(op: Callable) -> Callable:
 
     def call(weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, *rest: Any, **named: Any) -> tuple:
         out, bag_of, sizes, largest = op(weight, indices, offsets, *rest, **named)
+        # Some CPU kernels leave these empty. Rebuild them: the bag of index i is the last offset at or before i.
         if bag_of.numel() != indices.numel():
             places = torch.arange(indices.numel(), dtype=offsets.dtype, device=offsets.device)
             bag_of = torch.bucketize(places, offsets, right=True).sub_(1).to(indices.dtype)

@@ -57,6 +57,7 @@ def _counted(given: Given) -> Iterator[Bound]:
 
 def _classes(given: Given) -> Iterator[Bound]:
     target = given["target"]
+    # Ignored labels are often -100: only the others index the scores.
     given["target"] = target[target != given["ignore_index"]]
     yield "target", 0, given["self"].shape[-3] - 1
 
@@ -104,6 +105,7 @@ def bounded(op: Callable, schema: Schema) -> Callable:
         for name, low, high in bounds(given):
             index = given.get(name)
             if index is not None and index.numel():
+                # One pass over the index for both limits.
                 limits = [int(value) for value in index.aminmax()]
                 if limits[0] < low or limits[1] > high:
                     raise ValueError(f"{name} of {schema.op} has values from {limits[0]} to {limits[1]}, want {low} to {high}")

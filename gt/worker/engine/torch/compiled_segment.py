@@ -26,6 +26,7 @@ class InputSignature:
 
     def reduced(self, written: frozenset[int]) -> InputSignature:
         """The same without sharing of memory that is not written, which does not matter."""
+        # Aliasing among inputs that nobody writes changes no result; without it equal layers have equal signatures.
         firsts = {self.alike[n][0] for n in written}
         return InputSignature(self.specs, tuple(row if row[0] in firsts else (n, 0) for n, row in enumerate(self.alike)))
 
@@ -55,6 +56,7 @@ class Code:
         self.key = key
         self.specs: Sequence[Spec] = traced.specs
         self.seconds = CompilationSeconds()
+        # Only inputs that the traced graph really writes have to be restored after a failed first call.
         self._written = [place for place, n in enumerate(traced.given) if n in traced.changed]
         self.run, self.given, self.outs = run, traced.given, traced.outs
         self._shapes = [torch.Size(shape) for shape, _, _ in signature.specs]
@@ -76,6 +78,7 @@ class Code:
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         self.check(inputs)
         given = inputs if self._all else [inputs[i] for i in self.given]
+        # Called for each replay: the first call finds out which results need mending, later ones look only at those.
         results = self.run(*given) if self._mends is not None else self._first(given, inputs)
         if self._mends:
             results = list(results)
@@ -91,6 +94,7 @@ class Code:
     def _first(self, given: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The first call, which finds kernels that do not load and results that do not fit. It changes all or nothing."""
         written = [given[place] for place in self._written]
+        # Inductor finds some errors only when kernels load. After those the instructions must see the inputs from before.
         saved = _snapshot(written)
         start = monotonic()
         try:
@@ -115,6 +119,7 @@ class Code:
 
     def _mend(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> dict[int, Callable]:
         """Functions that mend results, by place: those that share memory, as the ops' own would not, or have other strides."""
+        # Memory that is taken already: a result in it would alias an input, or another result, where the ops made new memory.
         held = {t.untyped_storage().data_ptr() for t in inputs if t.numel()}
         mends: dict[int, Callable] = {}
         for n, (result, (shape, stride, dtype)) in enumerate(zip(results, self._wanted, strict=True)):
@@ -153,6 +158,7 @@ class _Alike:
 
     def check(self, inputs: Sequence[torch.Tensor]) -> None:
         offsets = [offset * size for offset, size in zip(map(_OFFSET, inputs), self._sizes, strict=True)]
+        # Storage addresses from data_ptr and offset: `untyped_storage()` would make an object for each input.
         bases = list(map(sub, map(_ADDRESS, inputs), offsets))
         owner: dict[int, int] = {}
         if any(owner.setdefault(bases[n], label) != label for n, label in self._labels):

@@ -30,9 +30,10 @@ def conform(out: torch.Tensor, spec: Spec) -> torch.Tensor:
     """The output with the strides that the client inferred, on which later views rely; ValueError for another shape."""
     if tuple(out.shape) != spec.shape or out.dtype != DTYPE[spec.dtype]:
         raise ValueError(f"the result is {NAME[out.dtype]}{list(out.shape)}, want {spec.text()}")
-    if all(n < 2 or a == b for n, a, b in zip(spec.shape, out.stride(), spec.stride, strict=True)) or not spec.numel:
+    # The stride of a dim of one element is never used, so it may differ.
+    if all(size < 2 or a == b for size, a, b in zip(spec.shape, out.stride(), spec.stride, strict=True)) or not spec.numel:
         return out
-    if any(n > 1 and step == 0 for n, step in zip(spec.shape, spec.stride, strict=True)):
+    if any(size > 1 and step == 0 for size, step in zip(spec.shape, spec.stride, strict=True)):
         return out  # no memory of its own to lay out
     return laid_out(spec.shape, spec.stride, out.dtype, out.device).copy_(out)
 

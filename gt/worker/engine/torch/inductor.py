@@ -84,6 +84,7 @@ class Inductor:
 
     def signature(self, inputs: Sequence[torch.Tensor]) -> InputSignature:
         specs = tuple((tuple(t.shape), t.stride(), t.dtype) for t in inputs)
+        # Sharing by storage. Empty tensors all have address 0, so each gets a label of its own.
         bases = [t.untyped_storage().data_ptr() if t.numel() else -n - 1 for n, t in enumerate(inputs)]
         first = [bases.index(base) for base in bases]
         offsets = [t.storage_offset() for t in inputs]
@@ -102,6 +103,7 @@ class Inductor:
             for segment, signature in requests:
                 written = _written(segment)
                 signature = signature.reduced(written)
+                # Settings that change generated code are part of the key.
                 key: Hashable = (segment.graph, signature, settings)
                 keys.append(key)
                 if key in self._kept:
@@ -116,6 +118,8 @@ class Inductor:
                 except Exception as error:
                     results[key] = _refusal(segment, error)
                 waits.clear()
+
+            # All graphs are lowered; now wait for their kernels, which build processes have compiled meanwhile.
             for key, (code, kernels) in lowered.items():
                 start = monotonic()
                 try:
@@ -156,6 +160,8 @@ class Inductor:
         specs = [None] * segment.graph.inputs + [None if view else spec for _, view, spec in ends]
         results: list[Any] = []
 
+        # The function that is traced: the ops one by one, on slots as in a segment's numbering. make_fx records the ATen
+        # calls.
         def run(*given: torch.Tensor) -> list[torch.Tensor]:
             slots = graph_inputs.slots(given)
             rows = zip(segment.graph.calls, calls, segment.payloads, segment.values, counts, strict=True)
@@ -177,6 +183,7 @@ class Inductor:
             fakes = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in shapes]
             versions = [fake._version for fake in fakes]
             graph = make_fx(run)(*fakes)
+        # A fake's version counts in-place writes: what the trace wrote is compared with what the schemas declare.
         changed = {n for n, fake, old in zip(graph_inputs.given, fakes, versions, strict=True) if fake._version != old}
         if not changed <= {graph_inputs.bases[n] for n in written}:
             raise ValueError("an op changes an input that its schema does not declare as written")
@@ -213,6 +220,7 @@ def _written(segment: BoundSegment) -> frozenset[int]:
     base = list(range(segment.graph.inputs))  # by tensor: the input whose memory it shares, -1 for none
     written: set[int] = set()
     for call, payload in zip(segment.graph.calls, segment.payloads, strict=True):
+        # A write through a view counts for the input behind it.
         for place in _writes(payload):
             written.add(base[call.ins[place]])
         for out in payload["outs"]:
@@ -244,6 +252,8 @@ class _GraphInputs:
         self.bases = list(range(len(self.signature.alike)))
         for members in groups.values():
             if len(members) > 1 and not self.written.isdisjoint(members):
+                # Functionalization knows aliasing only through views: so the graph gets one base, and makes the other inputs
+                # as views of it.
                 base = self._whole(members)
                 if self.signature.alike[base][1]:  # in a graph offsets count from the base, as_strided's from the storage
                     raise ValueError("it writes memory that several of its inputs share from an offset on")
@@ -253,13 +263,13 @@ class _GraphInputs:
 
     def _whole(self, members: list[int]) -> int:
         """The input that holds all elements of the others."""
-        ends = {n: self._span(n) for n in members}
-        low, high = min(a for a, _ in ends.values()), max(b for _, b in ends.values())
-        dtypes = {self.signature.specs[n][2] for n in members}
-        for n in members:
-            shape, _, _ = self.signature.specs[n]
-            if ends[n] == (low, high) and torch.Size(shape).numel() == high - low and len(dtypes) == 1:
-                return n
+        ends = {number: self._span(number) for number in members}
+        low, high = min(start for start, _ in ends.values()), max(end for _, end in ends.values())
+        dtypes = {self.signature.specs[number][2] for number in members}
+        for number in members:
+            shape, _, _ = self.signature.specs[number]
+            if ends[number] == (low, high) and torch.Size(shape).numel() == high - low and len(dtypes) == 1:
+                return number
         raise ValueError("it writes memory that several of its inputs share, and none of them spans the others")
 
     def _span(self, n: int) -> tuple[int, int]:
@@ -285,24 +295,24 @@ def _results(slots: list[torch.Tensor], graph: SegmentGraph) -> tuple[list, list
     """The results of the graph; for each output its place in them; the specs of outputs."""
     inputs = graph.inputs
     owners: dict[int, int] = {}  # memory -> the tensor that was made with it
-    for n, tensor in enumerate(slots):
-        owners.setdefault(tensor.untyped_storage()._cdata, n)
+    for number, tensor in enumerate(slots):
+        owners.setdefault(tensor.untyped_storage()._cdata, number)
     results: list[int] = []
     outs: list[tuple[bool, int, tuple | None]] = []
     specs: list[Spec] = []
-    for n in graph.outputs:
-        out = slots[n]
+    for number in graph.outputs:
+        out = slots[number]
         owner = owners[out.untyped_storage()._cdata]
         base = slots[owner]
         place = None
-        if n != owner:
+        if number != owner:
             _inside(out, base, owner < inputs)
             place = tuple(out.shape), out.stride(), out.storage_offset() - base.storage_offset()
         if owner >= inputs and owner not in results:
             results.append(owner)
         outs.append((owner < inputs, owner if owner < inputs else results.index(owner), place))
         specs.append(Spec(tuple(out.shape), tuple(out.stride()), 0, NAME[out.dtype]))
-    return [slots[n] for n in results], outs, specs
+    return [slots[number] for number in results], outs, specs
 
 
 def _inside(out: torch.Tensor, base: torch.Tensor, given: bool) -> None:

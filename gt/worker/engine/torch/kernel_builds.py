@@ -33,6 +33,7 @@ def kernel_builds(host: bool) -> Iterator[Waits]:
         waits.append(partial(wait, self, scope))
 
     threads = min(settings.compile_threads or 1, MAX_BUILD_THREADS)
+    # Patches of torch's classes, undone in reverse order even after a failure. The caller holds a lock: they are global.
     with ExitStack() as stack:
         builds.wait = collect
         stack.callback(lambda: setattr(builds, "wait", wait))

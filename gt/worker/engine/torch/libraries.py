@@ -43,6 +43,7 @@ def load(libraries: Sequence[str], device: str) -> list[str]:
             why = f"{type(error).__name__}: {error}"
             raise ConfigError(f"the library {library!r} (GT_LIBRARIES or --library) cannot be imported: {why}") from error
         own = f"{library.split('.')[0]}::"
+        # Ops that are new since the import, or of the library's own namespace: something else may have imported it before.
         registered = [name for name in _names() if name not in before or name.startswith(own)]
         found = {name: text for name in registered if (text := _line(name, device))}
         if not found:
@@ -65,6 +66,8 @@ def _line(name: str, device: str) -> str:
     """The table's line of a registered op; "" for one that workers cannot execute, and which the client's CPU does."""
     space, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
+    # A row of reasons against an op: torch's own (the table has them), no kernel, results that are no tensors, out arguments,
+    # views that the dispatcher could not follow.
     if space in TORCH or not _has_kernel(name, device):
         return ""
     op = getattr(getattr(getattr(torch.ops, space), base), overload or "default")

@@ -29,6 +29,7 @@ class Overloads(dict[str, torch._ops.OpOverload]):
     def __missing__(self, name: str) -> torch._ops.OpOverload:
         schemas = self._table.find(name)
         op = look_up(name)
+        # The client validates arguments by the table. With another schema here they would be bound to the wrong parameters.
         if _form(Schema.parse(line(op))) not in map(_form, schemas):
             raise UnsupportedOp(f"torch {torch.__version__} has another {name} than the table: {op._schema}")
         self[name] = op
@@ -91,6 +92,7 @@ def _flags(name: str, tags: set[str]) -> Iterable[str]:
 
 def _type(value: Any, mark: str) -> str:
     text, suffix = str(value.real_type), ""
+    # Optional[List[Tensor]] becomes Tensor[]?: from the outside in.
     while text.endswith("]"):
         kind, _, text = text[:-1].partition("[")
         suffix = ("[]" if kind == "List" else "?") + suffix

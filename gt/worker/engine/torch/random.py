@@ -42,6 +42,7 @@ def _dropout(words: Words, x: torch.Tensor, p: float, train: bool | None) -> tup
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if p == 1:
         return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+    # As torch's native_dropout: the mask is a result, and the scale is applied after it.
     mask = _give(torch.empty_like(x, dtype=torch.bool), hits(words.of(tuple(x.shape)), 1 - p))
     return x.mul(mask).mul_(1.0 / (1.0 - p)), mask
 

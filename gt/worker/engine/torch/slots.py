@@ -34,6 +34,7 @@ class Slot:
             if tensor is None or metadata(tensor) != known:
                 raise InputsMoved(set(self.views))
             storages[address(tensor)] = tensor.untyped_storage()
+        # Inputs of one slot shared a storage when recorded. If they are apart now, one copy cannot stand for all.
         if len(storages) != 1 or next(iter(storages.values())).nbytes() != self.memory.numel():
             raise InputsMoved(set(self.views))
         self.source = raw_bytes(next(iter(storages.values())), self.memory.device)

@@ -95,8 +95,12 @@ class InternodeNccl(NcclTransport):
         if len(data):
             with self._host.pair(channel) as (key, check):
                 comm = self._of_pair(channel, True, key, check)
+                # As many messages under way as the channel has slots: that is the sender's credit. Failures of finished ones
+                # show here.
                 while len(comm.pending) > channel["slots"] or (comm.pending and comm.pending[0].done()):
                     self._wait(comm, comm.pending.popleft())
+                # The tensor may change as soon as this returns, so NCCL sends a copy, on a stream of its own behind the work
+                # so far.
                 copy = self._engine.staging((len(data),), "uint8")
                 copy[:] = data
                 stream = self._engine.side_stream((channel["peer"], channel["offset"]))
@@ -205,6 +209,7 @@ class InternodeNccl(NcclTransport):
             with self._engine.issuing_to(stream):
                 handle = self._ring.join(name, rank, count)
             with self._lock:
+                # The communicator may have been given up while this thread joined it: nobody else knows the handle then.
                 comm.handle, late = (None, True) if comm.ended else (handle, False)
             if late:
                 self._ring.abort(handle)
@@ -216,12 +221,14 @@ class InternodeNccl(NcclTransport):
         while True:
             concurrent.futures.wait([future], LOOK_SECONDS)
             error = future.exception() if future.done() else None
+            # Poisoned and the like end the process: they are no failure of this communicator.
             if error is not None and not isinstance(error, Exception):
                 raise error
             why = str(error or "") or self._failure(comm)
             if future.done() and not why and not comm.ended:
                 return
             try:
+                # First the members: a lost one is the cause that the user should read, and NCCL's error only its consequence.
                 comm.check()
                 if why or comm.ended:
                     why = why or "a communicator was aborted"
@@ -237,6 +244,7 @@ class InternodeNccl(NcclTransport):
     def _give_up(self, comm: Communicator, future: Future, error: PeerGone) -> None:
         """Abort a communicator, whose calls under way end then. Unrecoverable if they do not: the device waits for ever."""
         log.info("a communicator with workers %s is given up: %s", list(comm.workers), error)
+        # A call that still joins has no handle to abort. It is left to its thread, which aborts it if it ever returns.
         joined = comm.handle is not None or comm.ended
         self._abort(comm)
         comm.thread.abandon()

@@ -37,6 +37,7 @@ def settings(sources: Sequence[str], links: Sequence[Sequence[Any]], rdma: Seque
     reach = devices if len(devices) == 1 else [row[2] for row in links if row[4]][:1]
     variables = {"NCCL_SOCKET_IFNAME": f"={reach[0]}"} if reach else {}
     active = {net: port["device"] for port in rdma if "ACTIVE" in port["state"] for net in port["net"]}
+    # RDMA only if every way has an active device; a mixture would leave pairs that cannot talk.
     if all(device in active for device in devices):
         variables["NCCL_IB_HCA"] = "=" + ",".join(active[device] for device in devices)
         if len(devices) > 1:

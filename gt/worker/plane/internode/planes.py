@@ -49,6 +49,7 @@ class InternodePlane(DevicePlane, NetPlane):
         super().world(rows, ways)
         if self._ring is not None and ways and self._log is None:  # before NCCL reads its variables, which it does once
             self._log = NcclLog()
+            # NCCL takes the interfaces by which the dispatcher joined the hosts, not those that it would guess.
             sources = [route.source for route in self._routes.values() if route.kind in CONNECTED]
             nccl_settings.apply(nccl_settings.settings(sources, network_links.links(), rdma_devices()))
         engine = self._engine
@@ -106,6 +107,7 @@ class InternodePlane(DevicePlane, NetPlane):
         assert stream is not None
         try:
             stream.check()
+            # The key has the process's doorbell and the way's epoch: a change of either makes a new communicator.
             yield (peer.row[6], peer.lane and peer.lane.epoch), stream.check
         except Exception as error:
             stream.fail(str(error))

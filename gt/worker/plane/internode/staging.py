@@ -29,6 +29,7 @@ class StagedTransport:
             self._host.send(channel, data)
             return
         buffer = self._engine.bounce(len(data))
+        # All copies are issued first, in order; each chunk is sent as soon as its own copy is done.
         copies = [(start, stop, buffer.fetch(data[start:stop], start)) for start, stop in parts(len(data), channel["bytes"])]
 
         def chunks() -> Iterator[memoryview]:
@@ -88,6 +89,7 @@ class StagedTransport:
 
     def _fetched(self, views: Sequence[Buffer]) -> list[PinnedBuffer]:
         """The bytes of views, in host memory. All copies are issued before the first is awaited."""
+        # One stream carries the copies, so awaiting them in order costs no time.
         buffers = self._rooms(views)
         waits = [buffer.fetch(view, 0) for buffer, view in zip(buffers, views, strict=True) if len(view)]
         for wait in waits:

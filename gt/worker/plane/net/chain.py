@@ -21,8 +21,10 @@ class ChainReduction:
         self._team, self._data, self._total, self._duplex = team, data, total, team.duplex
         self._size, self._passed = len(data), 0
         room = self._duplex.scratch(len(data))
+        # Ranks 0 .. n-1 in a row. Sums climb from 0 to n-1, whose sums are the result; results descend to 0. Both flows are
+        # pipelined by chunks.
         self._sums = data if self._below is None else room
-        # a member between adds its own chunk before the result of that chunk can be here
+        # A member between may receive results into its data: it adds its own chunk before the result of that chunk can be here.
         self._result = room if self._below is None else data
 
     def run(self) -> None:
@@ -46,6 +48,7 @@ class ChainReduction:
     def _climb(self) -> None:
         """Add this member's chunks to those from below, and send the sums on: upwards, or as results."""
         below, above = self._below, self._above
+        # The top member's sums are the results already: they go back down.
         onwards = above or below
         assert onwards is not None
         for start, stop in parts(self._size, CHUNK_BYTES):
@@ -54,6 +57,7 @@ class ChainReduction:
                 arriving = below.incoming
                 self._duplex.drive(lambda: arriving.done or arriving.at >= stop)  # noqa: B023
                 self._total.add(chunk, [chunk, self._data[start:stop]])
+            # Results that have arrived meanwhile go down at once, so both directions of each link are busy.
             self._duplex.send(onwards, chunk, self._size)
             self._pass_back()
 

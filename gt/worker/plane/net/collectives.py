@@ -24,6 +24,8 @@ def all_reduce(team: WideTeam, data: memoryview, combine: Combine) -> None:
     step = PART_BYTES
     for start, stop in parts(len(data), step) if data else ((0, 0),):
         part = data[start:stop]
+        # Three algorithms by size and wiring. Small: everybody gets everything, one round trip. Direct connections: sections,
+        # 2 (n - 1) / n of the bytes for each member. Otherwise a chain, whose members talk to their neighbours only.
         if len(part) <= DIRECT_BYTES:
             _sum_whole(team, part, total, left)
         elif team.direct or team.size == 2:
@@ -39,6 +41,7 @@ def all_reduce(team: WideTeam, data: memoryview, combine: Combine) -> None:
 def _sum_whole(team: WideTeam, data: memoryview, total: Sum, left: int) -> None:
     room = memoryview(bytearray(len(data) * team.size))
     terms = [room[rank * len(data) : (rank + 1) * len(data)] for rank in range(team.size)]
+    # A copy: the sum is written into `data`, which is this member's own term too.
     terms[team.rank] = memoryview(bytearray(data))
     agree(team.exchange([data] * team.size, terms, left))
     total.add(data, terms)
@@ -53,6 +56,8 @@ def _sum_sections(team: WideTeam, data: memoryview, total: Sum, left: int) -> No
     own = sections[team.rank]
     with team.duplex as duplex:
         results = duplex.results
+        # Reduce-scatter: the terms of the own section arrive. All-gather, overlapped with it: finished chunks leave at once,
+        # and the others' sums are received into their place in `data`.
         terms = _exchange_terms(team, sections, own, left)
         for other in team.others():
             duplex.post(results[other], sections[other])
@@ -83,8 +88,11 @@ def _exchange_terms(team: WideTeam, sends: Sequence[memoryview], out: memoryview
     for rank in team.others():
         duplex.send(team.streams[rank], sends[rank], len(sends[rank]), note)
     arriving = [stream.incoming for stream in team.streams.values()]
+    # A message's first frame carries its note, so sizes are compared before the bulk has arrived.
     duplex.drive(lambda: all(incoming.begun for incoming in arriving))
     notes = team.notes(note)
+    # The members disagree. Receive and send to the end all the same: the streams must be at a message's end for the next
+    # collective.
     if any(other != note for other in notes):
         duplex.drive(lambda: all(incoming.done for incoming in arriving))
         duplex.flush()
@@ -113,6 +121,7 @@ def all_gather(team: WideTeam, data: memoryview, outs: Sequence[memoryview]) -> 
 
 def reduce_scatter(team: WideTeam, sections: Sequence[memoryview], out: memoryview, combine: Combine) -> None:
     total, brought = Sum(combine), sum(map(len, sections))
+    # A part has a section for each member, so PART_BYTES bounds all that is under way.
     step = aligned(max(1, PART_BYTES // team.size))
     longest = max(map(len, sections))
     for start, stop in parts(longest, step) if longest else ((0, 0),):

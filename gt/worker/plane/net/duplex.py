@@ -63,6 +63,7 @@ class _Outlet:
         """Send what the connection takes now. OSError at its end."""
         connection = self.connection
         while self.parts or self.queue or self.holds:
+            # `sending` is held across calls while a frame is half sent, as no other frame may come between.
             if not self.holds and not connection.sending.acquire(timeout=0.05):
                 return  # another thread relays, which takes not long
             self.holds = True
@@ -83,6 +84,7 @@ class _Outlet:
         while self.queue and nbytes < BATCH_BYTES:
             queued = self.queue.popleft()
             stream, kind, data, total, note = queued
+            # Messages of one stream keep their order; those of another may overtake one that waits for credit.
             if stream.key in blocked:
                 kept.append(queued)
                 continue
@@ -156,6 +158,7 @@ class Duplex:
             for rank, (stream, connection) in connections.items():
                 outlet = self._by_fd.get(connection.fd)
                 if outlet is None:
+                    # Several members may be behind one relay: one outlet for each connection, not for each stream.
                     outlet = self._by_fd[connection.fd] = _Outlet(connection, network.take(connection))
                     outlet.mask = select.POLLIN if outlet.reads else 0
                     self._poll.register(connection.fd, outlet.mask)
@@ -216,6 +219,7 @@ class Duplex:
             for stream in self.streams.values():
                 if stream.failing:
                     stream.check()
+            # Nothing could be read or sent: sleep until poll or the bell says otherwise.
             if not again and not ready():
                 idle = 0 if self._sleep() else idle + 1
                 if idle and idle % TEND == 0:

@@ -47,6 +47,7 @@ def offer(sock: socket.socket, greeting: Greeting, key: bytes) -> None:
     sock.settimeout(PATIENCE_SECONDS)
     sock.sendall(hello)
     nonce = _read(sock, NONCE_BYTES, until)
+    # The accepting end proves itself first: this end tells a stranger nothing but a greeting and a nonce.
     if not hmac.compare_digest(_read(sock, PROOF_BYTES, until), _proof(key, b"accepts", hello, nonce)):
         raise Refusal("the process that listens there is not a worker of this world")
     sock.sendall(_proof(key, b"offers", hello, nonce))
@@ -64,12 +65,15 @@ def accept(sock: socket.socket, key_of: Callable[[Greeting], bytes | None], mark
     hello, nonce = _read(sock, _GREETING.size, until), os.urandom(NONCE_BYTES)
     magic, *fields, _ = _GREETING.unpack(hello)
     greeting = Greeting(*fields)
+    # 0: the offering end does not know the mark yet.
     if magic == MAGIC and greeting.target_mark not in (mark, 0):
         sock.sendall(nonce + bytes(PROOF_BYTES))
         raise Refusal("it looks for another process, which has the same address in another network")
     key = key_of(greeting) if magic == MAGIC else None
     if key is None:
         raise Refusal("it is not a worker of this world")
+    # Both proofs cover both nonces, so a recorded handshake is of no use in another. The side's name in them keeps one end's
+    # proof from being sent back as the other's.
     sock.sendall(nonce + _proof(key, b"accepts", hello, nonce))
     if not hmac.compare_digest(_read(sock, PROOF_BYTES, until), _proof(key, b"offers", hello, nonce)):
         raise Refusal("it lacks the key of this world")

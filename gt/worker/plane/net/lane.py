@@ -54,6 +54,7 @@ class Incoming:
     def post(self, into: memoryview, slot: int) -> None:
         """Take the next message into this memory; its sender may send as many slots as that has."""
         self._into, self._left, self.at, self.done, self._slot = into, -1, 0, False, slot
+        # Credit for the whole message at once, since its memory is there now.
         self.owed += slots_of(len(into), slot)
         while self._buffered and not self.done:
             total, note, data = self._buffered.popleft()
@@ -78,6 +79,8 @@ class Incoming:
         """All bytes of such a frame have arrived."""
         if self._left <= 0:
             assert self._into is not None
+            # The sender used slots by its own total; `post` had granted those of `into`. Even it out, or the credit would
+            # drift.
             self.owed += slots_of(self.message.total, self._slot) - slots_of(len(self._into), self._slot)
             self._into, self.done = None, True
 
@@ -137,6 +140,7 @@ class Lane:
         stream = self._out.get(key)
         if stream is None:
             with self.lock:
+                # Credit may arrive before this end has used the stream: the peer posts first.
                 stream = self._out[key] = Outgoing(slots + self._early.pop(key, 0))
         return stream
 

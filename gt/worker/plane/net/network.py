@@ -101,6 +101,7 @@ class Network:
                 return
             self.own, self._key = own, bytes.fromhex(key)
             marks = {row[0]: int(row[6].partition("-")[2] or "0", 16) for row in rows}
+            # An index with another mark is a new process: the loss of the old one does not concern it.
             self._gone -= {index for index, mark in marks.items() if self._marks.get(index) != mark}
             self._marks, self._ports = marks, {row[0]: row[8] for row in rows}
             before, self._routes = self._routes, routes(ways, own)
@@ -110,6 +111,7 @@ class Network:
                     lane.broken = lane.broken or f"the way {before.get(index, 'before')} is given up: {why}"
             for pair, connection in list(self._connections.items()):
                 route = self._routes.get(pair[0])
+                # Connections of an older epoch end; one of a newer epoch may have been accepted before this world was known.
                 if route is None or route.epoch > pair[1]:
                     connection.end()
             for route in self._routes.values():
@@ -134,6 +136,7 @@ class Network:
         """Connect, if it is this end that does: the other waits for it. With the lock."""
         pair = route.index, route.epoch
         known = pair in self._connections or pair in self._connecting or route.index in self._gone or self._closing
+        # Of each pair the lower index connects, or both would, and one connection would have to be given up.
         if self.own < route.index and not known:
             self._connecting.add(pair)
             self._start(self._connect, route)
@@ -276,6 +279,8 @@ class Network:
         with self._lock:
             if connection.ended or self._by_fd.get(connection.fd) is not connection:
                 return
+            # A thread that waits reads an owned connection itself; a stalled one is not read for want of room onward. Neither
+            # may wake the background thread by level-triggered input.
             held = connection.owned or connection.stalled
             mask = (0 if held else select.EPOLLIN) | (select.EPOLLOUT if connection.relayed or connection.paused else 0)
             if connection.stalled and not mask:
@@ -302,6 +307,7 @@ class Network:
             lane = self.lane(frame.source, frame.epoch)
             with lane.lock:
                 incoming = lane.incoming(frame.key)
+                # If a receive is posted already, the payload goes straight into its memory; else into a buffer until one is.
                 place = incoming.begin(frame.nbytes, frame.total, frame.note)
             if place is not None:
                 connection.placed = incoming
@@ -320,6 +326,7 @@ class Network:
             return
         lane = self.lane(frame.source, frame.epoch)
         with lane.lock:
+            # Credit rides on frames of any kind: the peer has consumed so much of this worker's messages.
             if frame.credit:
                 lane.credit(frame.key, frame.credit)
             if connection.placed is not None:
@@ -357,6 +364,8 @@ class Network:
                 try:
                     self._offer(route)
                     return
+                # The other end listens, and is only not ready: keep asking for MEET_SECONDS. Other errors are the network's,
+                # and final.
                 except (handshake.Later, ConnectionResetError, BrokenPipeError) as error:
                     why = reason(error) if time.monotonic() >= until else ""
                     with self._changed:
@@ -398,6 +407,7 @@ class Network:
         try:
             greeting = handshake.accept(sock, self._key_of, self._mark)
             route = self._routes[greeting.source]
+            # Past this line the peer has proved the key, and no longer counts against the limit for strangers.
             if not self._strangers.remove(sock):
                 raise handshake.Later("too many connections wait for a handshake")
             handshake.welcome(sock)
@@ -414,6 +424,8 @@ class Network:
             while not self._closing:
                 route = self._routes.get(greeting.source)
                 if route is not None and route.epoch >= greeting.epoch:
+                    # Marks and epoch must be those of the world: an old process, or one of another cluster under the same
+                    # index, is refused.
                     want = Greeting(greeting.source, self.own, route.epoch, self._marks.get(greeting.source, 0), self._mark)
                     return self._key if greeting == want and self._key else None
                 left = until - time.monotonic()
@@ -445,6 +457,7 @@ class Network:
         with self._lock:
             if connection.ended or self._by_fd.get(connection.fd) is not connection:
                 return
+            # Under the lock, once: the reading, the sending and the background thread may all notice the same end.
             del self._by_fd[connection.fd]
             self._epoll.unregister(connection.fd)
             self.owned.discard(connection)
@@ -457,6 +470,8 @@ class Network:
         connection.end()
         self.relay.resume(connection)
         route = self._routes.get(connection.index)
+        # Only a broken link is reported. A process that ended is the dispatcher's to notice: it sees the end of that worker's
+        # link.
         if cut and connection.index not in self._gone and route is not None and route.epoch == connection.epoch:
             self.failed(connection.index, connection.epoch, connection.source, connection.target, reason(error))
         self._ring()
@@ -508,6 +523,7 @@ class Network:
             except OSError as error:
                 self.lost(connection, error)
                 return
+            # Half of the limit, so that reading does not stop and go for each frame.
             if connection.relayed_bytes <= PAUSE_BYTES // 2:
                 self.relay.resume(connection)
             if not free:
@@ -528,6 +544,7 @@ class Network:
                 connection.reading.release()
 
     def _tick(self) -> None:
+        # A waiting thread that has stopped reading a connection (it computes now) gives it back after one tick without a read.
         for connection in list(self.owned):
             if connection.touched:
                 connection.touched = connection.reading.locked()
@@ -546,6 +563,8 @@ class Network:
             _, connection, why = row
             if not self._closing:
                 with self._lock:
+                    # If the dispatcher has called the worker lost meanwhile, its word is the cause, and there is nothing to
+                    # report.
                     over = connection.index in self._gone
                     if self._connections.get((connection.index, connection.epoch)) is connection:
                         del self._connections[connection.index, connection.epoch]

@@ -19,6 +19,8 @@ from gt.wire import tcp
 from gt.worker.plane.net.lane import Incoming
 
 DATA, CREDIT, FAIL = 1, 2, 3
+# All frames of a pair name its epoch, so that one of an earlier connection is never taken for one of this. `note` is what
+# members of a collective compare; `key` names the channel or team.
 HEADER = struct.Struct("<BBHIHHIQQQ")  # kind, hops, credit, bytes of payload, source, target, epoch, key, total, note
 HEADER_BYTES = HEADER.size
 STAGE_BYTES = 64 << 10  # read at once while frames are small
@@ -151,6 +153,8 @@ class PeerConnection:
         if not flags and (self._wake_bytes > 1 or not self._waits):
             self._poll.poll(PATIENCE_SECONDS * 1000)  # recv itself would wait for bytes after those that it has copied
             flags = NOWAIT
+
+        # Three states: a frame passes through a pipe, the rest of a payload is awaited, or headers are.
         if self._passing is not None:
             return self._pass_on(self._passing)
         if rest:
@@ -168,6 +172,8 @@ class PeerConnection:
             self._sink.end(self, self._frame, self._payload)
             return True
         stop = self._stop
+        # After a large frame another is likely: only its header is read, so that its payload can be received in place. Else as
+        # much as there is (0: no limit).
         limit = HEADER_BYTES - (stop - self._start) if self._large else 0
         count = self.sock.recv_into(self._stage[stop:], limit, flags)
         if not count:
@@ -181,6 +187,7 @@ class PeerConnection:
 
         Much cheaper than `read`, and only for a reader that expects that frame. Errors as of `read`.
         """
+        # Fast path of small messages: one system call and one comparison of the header, without unpacking it.
         if self._rest or self._stop or self._large:
             return -1
         stage = self._stage
@@ -207,11 +214,13 @@ class PeerConnection:
             frame = Frame._make(HEADER.unpack_from(stage, start))
             start += HEADER_BYTES
             nbytes = frame.nbytes
+            # Limits before any memory is allocated: a peer's header is not trusted.
             if nbytes > MAX_FRAME_BYTES:
                 raise Ended(f"it sent a frame of {nbytes} bytes, at most {MAX_FRAME_BYTES} are taken")
             if frame.hops > MAX_HOPS:
                 raise Ended(f"it sent a frame over {frame.hops} workers, at most {MAX_HOPS} are taken")
             self._large = nbytes > LARGE_BYTES
+            # Bytes of the payload that were read along with the header.
             have = min(nbytes, stop - start)
             if self._large and have < nbytes and (passage := self._sink.passage(self, frame)) is not None:
                 self._begin_passage(passage, frame, stage[start : start + have])
@@ -230,6 +239,7 @@ class PeerConnection:
                 self._sink.end(self, frame, payload)
         left = stop - start
         if left and start:
+            # The beginning of the next header moves to the front. A copy, as the two ranges may overlap.
             stage[:left] = bytes(stage[start:stop])
         self._start, self._stop = 0, left
 
@@ -240,6 +250,7 @@ class PeerConnection:
             payload = self._sink.begin(self, part)
             payload[:] = have
             self._sink.end(self, part, payload)
+        # The credit is passed on once: with the bytes in hand, or else with the rest.
         left = frame.nbytes - len(have)
         passage.begin(frame, left, credit=0 if have else frame.credit)
         self._passing = passage
@@ -284,6 +295,7 @@ class PeerConnection:
             if self.relayed and self.relayed_bytes + sum(map(len, parts)) <= later:
                 self.queue(memoryview(b"".join(parts)))
                 return
+            # Order on the wire: relayed rests first, then these frames; a frame is never split by another.
             self._drain(check)
             if self.push_now(rest):
                 return
@@ -325,6 +337,7 @@ class PeerConnection:
                     sent = self.sock.send(first, flags)
                 else:
                     sent = self.sock.sendmsg(memories(parts), (), flags)
+                # Drop the parts that are sent whole, and cut the one that is sent in part.
                 while sent and sent >= len(parts[0]):
                     sent -= len(parts.pop(0))
                 if sent and isinstance(rest := parts[0], memoryview):
@@ -344,6 +357,7 @@ class PeerConnection:
 
     def hand_back(self, parts: Sequence[Part]) -> None:
         """Leave the rest of frames to be sent before any other frame. With `sending`."""
+        # Bytes are copied, since their owner may reuse the memory once `send` has returned.
         for part in reversed(parts):
             self._relayed_more(len(part))
             self.relayed.appendleft(memoryview(bytes(part)) if isinstance(part, memoryview) else part)

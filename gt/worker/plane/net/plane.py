@@ -114,6 +114,8 @@ class NetPlane(ShmPlane):
 
     def _stays(self, peer: Peer, row: Sequence[Any]) -> bool:
         route = self._routes.get(peer.index)
+        # A new epoch of the pair is a new lane, with new counts of credit: so it is another Peer here, though the same
+        # process.
         now = route.epoch if route is not None and route.kind != "none" else None
         before = peer.lane.epoch if isinstance(peer, FarPeer) and peer.lane is not None else None
         return super()._stays(peer, row) and now == before
@@ -208,6 +210,7 @@ class NetPlane(ShmPlane):
 
     def ended(self, stream: PairStream, connection: PeerConnection, error: OSError) -> None:
         """A connection ended while this thread used it: wait until that is certain, and why."""
+        # `lost` sets a deadline after which the lane breaks. The dispatcher may name the cause before; either ends this wait.
         self.network.lost(connection, error)
         self.wait(lambda: False, (stream,))
 
@@ -282,8 +285,11 @@ class NetPlane(ShmPlane):
         for a, b, _, kind, *_ in pairs:
             if kind == "none":
                 raise Unreachable(b, f"workers {a} and {b} are of one collective, and nothing joins their hosts")
+        # All members hash the same facts: processes in rank order, and epochs of all pairs. A change of any gives fresh
+        # streams.
         marks = [self._heap().mark if peer is None else int(peer.row[6].partition("-")[2], 16) for peer in members]
         text = f"{form['id']} {marks} {[row[2] for row in pairs]}".encode()
+        # The lowest bit is 0: the second stream of each pair, for results, has the key with 1.
         key = TEAM_KEY | int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2 << 1
         return key, all(row[3] != "via" for row in pairs)
 

@@ -114,6 +114,7 @@ class Relay:
         out = self._network.onward(frame.target) if frame.kind == DATA and frame.nbytes >= PASSED_BYTES else None
         if out is None or self._lost(frame, out):
             return None
+        # A pipe for each pair of connections, made at the first large frame and then kept.
         passage = connection.passages.get(out.index)
         if passage is None or passage.out is not out:
             try:
@@ -138,9 +139,12 @@ class Relay:
         """Pass on a frame that is in memory."""
         out = self._network.onward(frame.target)
         if self._lost(frame, out):
-            return  # the pair's ends learn that their way is over
+            # The pair's ends learn from the dispatcher that their way is over.
+            return
         if out is None:
             with self._lock:
+                # A frame may come before this worker has its own connection onward. They are kept in bounds; a frame that is
+                # dropped here ends when its pair's way is given up.
                 if sum(len(later) for _, _, later in self._early) < MAX_EARLY_BYTES:
                     self._early.append((connection, frame, whole))
             return
@@ -179,6 +183,8 @@ class Relay:
         except OSError as error:
             self._network.lost(out, error)
             return
+        # Back-pressure: the source is not read until `out` has taken its bytes, so a relay's memory stays bounded and TCP
+        # slows the sender.
         if out.relayed_bytes > limit:
             self._pause(connection, out)
         elif out.relayed:

@@ -34,6 +34,8 @@ class PairStream:
     """Messages to and from one worker under one key."""
 
     def __init__(self, plane: StreamPlane, peer: Peer, lane: Lane, key: int, slot: int, slots: int) -> None:
+        # Both ends compute the same number of slots: it is the sender's first credit, and half of it is what a receiver may
+        # owe.
         slots = max(slots, AHEAD_BYTES // slot)
         self.peer, self.key, self.slot, self._keep = peer, key, slot, slots // 2
         self._plane, self._network, self._lane = plane, plane.network, lane
@@ -83,10 +85,12 @@ class PairStream:
 
     def send(self, data: memoryview, total: int, note: int = 0) -> None:
         """Send bytes of a message of `total` bytes; several calls may send one message."""
+        # A small message may be copied and left to the background thread, so this worker computes on while it is sent.
         later = AHEAD_BYTES if total <= AHEAD_BYTES else 0
         while True:
             parts: list[memoryview] = []
             count = 0
+            # As many frames as credit and BATCH_BYTES allow go to the kernel in one system call.
             while count < BATCH_BYTES and (payload := self.next_frame(data)) is not None:
                 parts += joined(self.header(DATA, len(payload), total, note), payload)
                 data = data[len(payload) :]
@@ -113,6 +117,7 @@ class PairStream:
         """The header of a frame. It takes along the credit that is owed."""
         incoming = self.incoming
         with self._lane.lock:
+            # The field has 16 bits; the rest is owed still.
             credit = max(0, min(incoming.owed, 0xFFFF))
             incoming.owed -= credit
         source, target, epoch, key = self._about
@@ -150,6 +155,7 @@ class PairStream:
             return False
         out.used += 1
         try:
+            # Credit is kept back until half the slots are owed: until then a prepared header without credit will do.
             if self.incoming.owed < self._keep:
                 frame = (self._headers.get(size) or self._remember(size))[0] + data
             else:
@@ -184,6 +190,7 @@ class PairStream:
             or self.peer.gone is not None
         ):
             return False
+        # A buffered message is before this one in the stream.
         if not incoming.idle or not connection.reading.acquire(False):
             return False
         credit = -1
@@ -247,6 +254,8 @@ class PairStream:
         connection = self._connection if self._connection is not None else network.connection(lane.index, lane.epoch)
         if connection is not None:
             self._connection = connection
+            # Reading in this thread saves a wake-up. Once nothing has come for a while, the background thread reads and wakes
+            # it.
             while network.read(connection, lambda: ready() or self.failing, self._size > SMALL_BYTES) and not ready():
                 self.check()
         if not ready():

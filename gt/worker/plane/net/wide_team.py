@@ -27,6 +27,7 @@ class WideTeam:
             raise Unreachable(*self.failed)
         try:
             yield
+        # After this the streams are out of step: the team stays failed until the world is formed anew.
         except PeerGone as error:
             self.failed = error.index, error.reason
             for stream in self.streams.values():
@@ -45,6 +46,8 @@ class WideTeam:
     def exchange(self, sends: Sequence[memoryview], recvs: Sequence[memoryview], note: int) -> list[int]:
         """Send sends[r] to each rank, and receive recvs[r] from it; the numbers that all announced. Own entries are unused."""
         streams = self.streams
+        # Small messages fit into the kernel's buffers: send all, then wait for each. Larger ones need both directions driven
+        # at once, or two members that send to each other would block for ever.
         if max(max(len(sends[rank]), len(recvs[rank])) for rank in streams) <= SMALL_BYTES:
             for rank in self.others():
                 streams[rank].post(recvs[rank])
@@ -82,6 +85,8 @@ class Sum:
         if terms[own] is not out:
             out[:] = terms[0]
         try:
+            # Rank order for every member, whatever its own rank: terms 0 to own - 1 are summed first, then this one, then the
+            # rest.
             if own:  # the terms before it are added by themselves, and then to it: a + b is b + a to the bit
                 for term in terms[1:own]:
                     self._combine(terms[0], term)

@@ -51,6 +51,7 @@ def _write_state(out, key, relative, piece):  # type: ignore[no-untyped-def]
     at = tl.arange(0, 2)
     seed = tl.load(key + at * 0).to(tl.uint64, bitcast=True)
     counter = (tl.load(key + 1 + at * 0) + relative).to(tl.uint64, bitcast=True)
+    # The same as `mixed_seed`, on the device, for the backward pass in a graph.
     state = _mix(tl.zeros_like(seed), seed)
     state = _mix(state, counter)
     state = _mix(state, (at * 0 + piece).to(tl.int64).to(tl.uint64, bitcast=True))
@@ -81,6 +82,7 @@ class AttentionSeeds:
 
         Where torch refuses them, attention with dropout cannot be recorded, and everything else can.
         """
+        # Generators have to be registered before the capture begins, when the number of calls is not known: an upper bound.
         self._spare, self._drawn = [], []
         try:
             for _ in range(self.program_draws):
@@ -102,11 +104,13 @@ class AttentionSeeds:
         """Within: torch's generator draws by the seed of these words."""
         default = torch.cuda.default_generators[self.key.memory.device.index or 0]
         if not torch.cuda.is_current_stream_capturing():
+            # Op by op: the host seeds the default generator, and the kernel reads it when it is launched.
             default.manual_seed(_mixed(words))
             yield
             return
         if not self._spare:
             raise RuntimeError("attention with dropout has no generator in this recording")
+        # The kernel draws from torch's default generator: lend it this one's state for the time of the call.
         own = self._spare.pop()
         self._drawn.append(GraphDraw(own, self.key.relative(words), _piece(words)))
         before = default.graphsafe_get_state()

@@ -38,11 +38,13 @@ class Events:
     def note(self) -> None:
         with suppress(RuntimeError):
             self._notes.append(self._mark())
+        # Thinning keeps the oldest note and an even spread: `completed` is a sign of progress, not a count of ops.
         if len(self._notes) > MAX_NOTES and self._waiting.acquire(blocking=False):
             self._notes = deque(itertools.islice(self._notes, 0, None, 2))
             self._waiting.release()
 
     def completed(self) -> int:
+        # At most one waiting thread: it holds the lock until its notes are done, and a Query never blocks here.
         if self._notes and self._waiting.acquire(blocking=False):
             threading.Thread(target=self._wait_for_notes, name="gt-progress", daemon=True).start()
         return self._completed
@@ -140,6 +142,7 @@ class Cuda:
             torch.cuda.empty_cache()
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        # The pool's first graph, an empty one, keeps the pool's handle valid between recordings.
         pool = self._pool()
         if pool is None:
             pool = Pool()
@@ -160,8 +163,10 @@ class Cuda:
     def _record(self, run: Callable[[], Any], pool: Pool, graph: torch.cuda.CUDAGraph | None = None) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph() if graph is None else graph
         here = torch.cuda.current_stream(self.device)
+        # The capture begins behind all that was issued, as the inputs' producers may still be executing.
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream), _uncollected():
+            # thread_local: other threads may call the driver meanwhile (a copy, an event) without ending this capture.
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             self._recording = True
             try:
@@ -205,6 +210,7 @@ class Cuda:
         if not self._recording:
             run()
             return
+        # A fork and join in a capture: the event waits become edges of the graph, not waits of the host.
         self._side.wait_stream(self._stream)
         self._apart = True
         with torch.cuda.stream(self._side):
@@ -213,6 +219,7 @@ class Cuda:
 
     def join(self, count: int) -> None:
         if self._recording:
+            # The side stream is in order, so the count-th end implies all before it.
             self._stream.wait_event(self._ends[count - 1])
             self._apart = count < len(self._ends)
 
@@ -227,6 +234,8 @@ class Cuda:
         try:
             if not all(mark.query() for mark in marks):
                 return []
+            # Events know only differences. An event now, with the host's clock beside it, ties them to monotonic seconds. A
+            # stream of its own, or the event would wait behind the compute stream's queue.
             now = torch.cuda.Event(enable_timing=True)
             now.record(self._clock)
             now.synchronize()

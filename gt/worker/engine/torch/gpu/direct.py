@@ -105,6 +105,7 @@ class DirectEngine:
         if use not in self._sides:
             self._sides[use] = torch.cuda.Stream(self.device)
         stream = self._sides[use]
+        # Work issued there begins after all that compute has issued so far.
         stream.wait_stream(torch.cuda.current_stream(self.device))
         return stream.cuda_stream
 

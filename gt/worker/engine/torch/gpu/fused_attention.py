@@ -49,6 +49,7 @@ def choice(call: AttentionCall) -> Choice:
     """torch's choice for inputs of these sizes, the same in forward and backward."""
     mask = None if call.mask is None else (call.mask.shape, call.mask.dtype)
     sizes = call.q.shape, call.k.shape, call.v.shape, call.q.dtype, call.q.device
+    # torch's choice depends on these alone, and asking it costs more than a small kernel: so it is remembered.
     key = sizes, mask, call.dropout, call.causal, call.scale, call.gqa, torch.are_deterministic_algorithms_enabled()
     chosen = _choices.get(key)
     if chosen is None:
@@ -62,6 +63,7 @@ def _choose(call: AttentionCall) -> Choice:
     """The first form of the inputs that torch has a fused kernel for: as they are, or repeated, padded, or both."""
     grouped = call.gqa and call.k.shape[-3] != call.q.shape[-3]
     odd = any(tensor.shape[-1] % HEAD_MULTIPLE for tensor in call.inputs)
+    # Cheapest form first: repeating keys costs memory, padding costs a copy of all inputs.
     for repeat, wide in ((False, False), (True, False), (False, True), (True, True)):
         if (grouped or not repeat) and (odd or not wide):
             form = _padded(_repeated(call) if repeat else call) if wide else _repeated(call) if repeat else call
@@ -125,6 +127,8 @@ def backward(
         saved = out, lse.unsqueeze(-1), seed, offset
         grads = cudnn(grad, *given.inputs, *saved, _bias(given), None, None, *lengths, 0.0, given.causal, **rest)
     else:
+        # The forward kernel pads its logsumexp, which `forward` cut off. inf gives weight exp(-inf) = 0 to rows that do not
+        # exist.
         lse = pad(lse, (0, -lse.shape[-1] % LSE_MULTIPLE), value=inf)
         efficient = aten._scaled_dot_product_efficient_attention_backward
         inputs, saved = (*given.inputs, _whole_bias(given)), (_heads_within_rows(out), lse, seed, offset)
@@ -132,6 +136,7 @@ def backward(
         grads = efficient(grad, *inputs, *saved, p, wanted, given.causal, **rest)
     of_q, of_k, of_v = (part[..., :size] for part, size in zip(grads, sizes, strict=False))
     if chosen.repeat:
+        # Grouped keys were repeated for each query head of a group: their gradient is the sum over the group.
         of_k, of_v = (part.unflatten(-3, (groups, -1)).sum(-3) for part in (of_k, of_v))
     return of_q, of_k, of_v
 
@@ -191,9 +196,11 @@ def _bias(call: AttentionCall) -> torch.Tensor | None:
     bias = bias.to(call.q.dtype)
     bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
     shape = (*bias.shape[:2], call.q.shape[-2], keys)
+    # Kernels load 16 elements of a row at once, so each row and the tensor itself must begin at such a multiple.
     steps = [step for size, step in zip(bias.shape[:-1], bias.stride()[:-1], strict=True) if size > 1]
     rows = bias.shape[-1] == keys and bias.stride(-1) == 1
     if not rows or keys % BIAS_MULTIPLE or any(step % BIAS_MULTIPLE for step in steps) or bias.storage_offset() % BIAS_MULTIPLE:
+        # Copy only what has memory: a dim with stride 0 (broadcast) is taken once and expanded again below.
         small = bias[tuple(slice(None if step else 1) for step in bias.stride()[:-1])]
         room = bias.new_zeros((*small.shape[:-1], keys + -keys % BIAS_MULTIPLE))
         room[..., :keys] = small

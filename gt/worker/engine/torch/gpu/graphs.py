@@ -63,6 +63,7 @@ class Graphs:
 
     def slot(self, nbytes: int, number: int) -> torch.Tensor:
         """Memory of the number-th slot of this size. Runs share slots: each is done with them before the next fills them."""
+        # Weak values: the memory ends with the last recording that uses it.
         key = nbytes, number
         memory = self._slots.get(key)
         if memory is None:
@@ -74,6 +75,8 @@ class Graphs:
 class GraphRecording:
     """The recording of a run, and the tensors that its ids name after a replay."""
 
+    # An input is either fixed (read at its address) or in a slot (copied in before each launch). A result is in the pool, or a
+    # view of a fixed input or of a slot.
     replay: Callable[[], None]
     work: ReplayedWork  # counters that a replay advances
     fixed: Tensors  # inputs that are read where they are
@@ -95,6 +98,8 @@ class GraphRecording:
     def moved(self, tensors: Tensors) -> set[int]:
         """Fixed inputs that are elsewhere now."""
         fixed = self.fixed
+        # Identity first, which is cheap. Another object of the same memory and strides will do, and is remembered for next
+        # time.
         others = [i for i, tensor in fixed.items() if tensors.get(i) is not tensor]
         moved = {i for i in others if not is_same_view(tensors.get(i), fixed[i])}
         if not moved:
@@ -174,6 +179,8 @@ class GraphReplays:
     def begin(self, code: list, at: int) -> None:
         """The first step of the program."""
         self.runner.pending_outputs.copy_out(self._dropped)
+        # One pass records all runs anew. Results of the last replay leave the pool first, except those that this program
+        # drops.
         self.recording, self.must_record = self.must_record, False
         if self.recording:
             self.passes += 1
@@ -181,8 +188,10 @@ class GraphReplays:
             self.device.release_cache()
 
     def _forget(self) -> None:
-        if any(run.recorded for run in self.runs):  # with the last of them the pool may end; its expandable segments are
-            self.device.finish()  # given back at once, although a stream may still work on them
+        # With the last recording the pool may end. Its expandable segments are given back at once, although a stream may still
+        # work on them: so wait first.
+        if any(run.recorded for run in self.runs):
+            self.device.finish()
         self.pooled.clear()
         self.pool.clear()
         for run in self.runs:
@@ -231,6 +240,8 @@ class GraphRun:
             if recording is not None:
                 self._replay(recording)
                 return
+        # The first move may be for good (an optimizer's state that was created in the first step): record again at the new
+        # address. Ids that move once more get slots.
         except InputsMoved as error:
             replays.must_record = True
             if replays.passes > 1:  # once it may be another tensor for good
@@ -252,12 +263,15 @@ class GraphRun:
             raise InputsMoved(moved)
         for slot in recording.slots:
             slot.find(tensors)
+        # Inputs may share memory now that were apart when recorded. Copies in two slots, or in a slot and in place, would
+        # diverge once one of them is written.
         sources = {slot.source.data_ptr() for slot in recording.slots if slot.source is not None}
         if len(sources) < len(recording.slots):  # two slots have one source now: they must become one slot
             raise InputsMoved({i for slot in recording.slots for i in slot.views})
         if not recording.fixed_memory.isdisjoint(sources):
             raise InputsMoved(recording.inputs_in(sources & recording.fixed_memory))
         self._launch(recording)
+        # Only after the launch: a failure above falls back to instructions, which count themselves.
         recording.work.count_again()
         tensors.update(recording.views)
         tensors.update(recording.pooled)
@@ -266,6 +280,9 @@ class GraphRun:
         tensors = self._tensors
         for slot in recording.slots:
             slot.fill()
+
+        # Copy in, launch, copy back what the graph wrote into slots. Then bring the table of tensors to the state after the
+        # run.
         recording.replay()
         for slot in recording.slots:
             slot.copy_back()
@@ -282,6 +299,7 @@ class GraphRun:
         inputs = {i: tensors[i] for i in self._reads if i in tensors}
         slots = self._slots(inputs)
         fixed = {i: replays.without_ownership(i, t) for i, t in inputs.items() if not any(i in slot.views for slot in slots)}
+        # While capturing nothing is executed: outputs have addresses, but no values. The table is changed, read, and restored.
         before = dict(tensors)
         work: list[ReplayedWork] = []
         in_slots = {i: view_of(slot.memory, view) for slot in slots for i, view in slot.views.items()}
@@ -292,13 +310,16 @@ class GraphRun:
             results = {i: t for i, t in tensors.items() if i in makes or (before.get(i) is not t and in_slots.get(i) is not t)}
             freed = [i for i in before if i not in tensors]
         except BaseException:
-            for issued in work:  # the device refused work that was issued well: it is done again as instructions
+            # The device refused work that was issued well: it is done again as instructions, and counted then.
+            for issued in work:
                 issued.undo()
             raise
         finally:
             for i in [i for i in tensors if i not in before]:
                 del tensors[i]
             tensors.update(before)
+
+        # The capture has succeeded. Launch it once: this replay's values are still to be computed.
         recording = GraphRecording(replay, work[0], fixed, slots, freed)
         try:
             owned = self._classify_results(recording, results)
@@ -308,7 +329,8 @@ class GraphRun:
         except BaseException:
             work[0].undo()
             raise
-        tensors.update({**recording.views, **owned})  # until the program frees them the pool may not give their memory away
+        # Owning tensors until the program frees them: meanwhile later recordings must not be given their memory.
+        tensors.update({**recording.views, **owned})
         replays.pooled.update(recording.pooled)
         replays.pool.update(map(address, owned.values()))
         self._recording = recording
@@ -321,6 +343,7 @@ class GraphRun:
         last: dict[int, int] = {}  # bytes of a slot -> number of the last one
         slots = []
         for ids in groups.values():
+            # One slot for each storage, not for each tensor, so views that alias outside alias inside the slot too.
             nbytes = inputs[ids[0]].untyped_storage().nbytes()
             if self._moving.isdisjoint(ids) or not nbytes:
                 continue
@@ -336,6 +359,7 @@ class GraphRun:
         pool = self._replays.pool
         owned: Tensors = {}
         for i, tensor in results.items():
+            # Order matters: a slot first, then memory from before the pool, and all that is left was allocated in the pool.
             where = address(tensor)
             if where in slots:
                 recording.slot_views.append((i, slots[where], metadata(tensor)))
@@ -344,6 +368,8 @@ class GraphRun:
             else:
                 owned[i] = tensor
                 storage = tensor.untyped_storage()
+                # A non-owning twin of the pool's tensor. The owning one ends with the first pass, so that the pool can reuse
+                # the memory as the recording planned; replays hand out the twin.
                 if where not in storages:
                     storages[where] = torch._C._construct_storage_from_data_pointer(where, tensor.device, storage.nbytes())
                 recording.pooled[i] = view_of_storage(storages[where], metadata(tensor))
@@ -382,6 +408,8 @@ class GraphOutputs:
         copies: dict[torch.dtype, tuple[list, list]] = {torch.int64: ([], []), torch.uint8: ([], [])}
         moved: Tensors = {}
         for members in groups.values():
+            # The whole storage is copied, so views of it stay views of one memory. As int64 where possible: wide loads, and
+            # one fused kernel for all copies.
             storage = tensors[members[0]].untyped_storage()
             memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
             dtype = torch.uint8 if storage.nbytes() % 8 else torch.int64

@@ -33,6 +33,7 @@ class GpuHostLane:
 
     def run(self, call: Callable, operands: Sequence[Any], values: Sequence, outs: int) -> list[Any]:
         """An op that fails is known where its results or its targets are looked up. A later op on its targets fails too."""
+        # The lane is one thread, so earlier ops are over by then; `result()` is asked for their failures.
         before = [operand.computed for operand in operands if getattr(operand, "computed", None) is not None]
 
         def work() -> Sequence[torch.Tensor]:
@@ -43,6 +44,7 @@ class GpuHostLane:
             return results if outs > 1 else [results] * outs
 
         done = self.submit(work)
+        # Buffers of files belong to the executing thread: the op is over before that touches them again.
         if any(getattr(operand, "by_caller", False) for operand in operands):
             done.result()
         for operand in operands:
@@ -71,6 +73,7 @@ class DeviceCopy:
             self._pinned.copy_(tensor)
             return
         computing = torch.cuda.current_stream(self._lane.device)
+        # Order by events alone: the copy waits for the producer, the next writer of the tensor waits for the copy.
         stream.wait_stream(computing)
         with beside(stream, TO_HOST):
             self._pinned.copy_(tensor, non_blocking=True)
@@ -107,6 +110,7 @@ class OnItsWay:
         self.nbytes, self.computed = copy.nbytes, copy.computed
         self._sent: Future | None = None
         self._stream = copy_stream(lane.device, False)
+        # Ops issued so far still read the old value on the device: the copy back waits for them.
         self._readers = None if self._stream is None else torch.cuda.current_stream(lane.device).record_event()
         self.begin()
 

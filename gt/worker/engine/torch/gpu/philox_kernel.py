@@ -27,6 +27,7 @@ WORD, HIT, UNIFORM, NORMAL, DROPOUT = range(5)
 
 @triton.jit
 def _round(a, b, c, d, k0, k1):  # type: ignore[no-untyped-def]
+    # Multipliers of Philox4x64 (Salmon et al., 2011); `umulhi` is the upper half of the 128-bit product.
     m0 = tl.full(a.shape, 0xD2E7470EE14C6C93, tl.uint64)
     m1 = tl.full(a.shape, 0xCA5A826395121157, tl.uint64)
     return tl.umulhi(m1, c) ^ b ^ k0, m1 * c, tl.umulhi(m0, a) ^ d ^ k1, m0 * a
@@ -39,6 +40,7 @@ def _block(number, k0, k1):  # type: ignore[no-untyped-def]
     b = tl.zeros_like(a)
     c = tl.zeros_like(a)
     d = tl.zeros_like(a)
+    # Weyl constants of the key schedule: the golden ratio, and sqrt(3) - 1.
     w0 = tl.full(a.shape, 0x9E3779B97F4A7C15, tl.uint64)
     w1 = tl.full(a.shape, 0xBB67AE8584CAA73B, tl.uint64)
     k0 = k0 + tl.zeros_like(a)
@@ -52,13 +54,16 @@ def _block(number, k0, k1):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _put(out, x, kept, at, inside, word, threshold, scale, shift: tl.constexpr, kind: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913 - the kernel's arguments
+    # By kind: the word itself, a hit, a uniform number, a normal one, dropout of x.
     if kind == 0:
         tl.store(out + at, word.to(tl.int64, bitcast=True), inside)
+    # 53 bits against ceil(p * 2^53): the comparison of a float64 with p, without float64.
     elif kind == 1:
         tl.store(out + at, (word >> 11) < threshold.to(tl.uint64), inside)
     elif kind == 2:
         tl.store(out + at, (word >> shift).to(tl.float32) * scale, inside)
     elif kind == 3:
+        # Box-Muller with the word's two halves: radius in (0, 1], angle in turns of 2 pi / 2^32 (`scale`).
         radius = ((word >> 32).to(tl.uint32).to(tl.float32) + 1.0) * 2.3283064365386963e-10
         angle = (word & 0xFFFFFFFF).to(tl.uint32).to(tl.float32) * scale
         tl.store(out + at, tl.sqrt(tl.maximum(tl.log(radius) * -2.0, 0.0)) * tl.cos(angle), inside)
@@ -92,6 +97,7 @@ def _piece(  # type: ignore[no-untyped-def]  # noqa: PLR0913 - the kernel's argu
 ):  # fmt: skip
     """Elements of a box of three dims [.., n1, n2], with strides `s0, s1, s2` in the whole, from `start` on."""
     at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
+    # Elements of a piece are scattered over blocks, so each computes its own block and keeps one word of four.
     flat = start + (at // n2 // n1) * s0 + (at // n2 % n1) * s1 + (at % n2) * s2
     k0 = tl.load(key).to(tl.uint64, bitcast=True)
     k1 = (tl.load(key + 1) + relative).to(tl.uint64, bitcast=True)
@@ -124,6 +130,7 @@ class PhiloxKey:
 
     def relative(self, words: Words) -> int:
         seed, counter = map(int, words.key)
+        # A graph has `relative` baked in, and reads the key at each launch: within a recording the key cannot be changed.
         if seed != self._held[0] or not 0 <= counter - self._held[1] < MAX_RELATIVE:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("a draw that is recorded has another seed than its program")
@@ -170,6 +177,7 @@ def draw(
         if len(pieces) == 1:
             _launch(key, relative, tensors, numbers, kind, strides)
             continue
+        # Several boxes: each is drawn into a contiguous part, then put in its place.
         parts = [tensor[index(place)].contiguous() for tensor in tensors]
         _launch(key, relative, parts, numbers, kind, strides)
         for tensor, part in zip(tensors, parts, strict=True):
@@ -181,6 +189,7 @@ def _pieces(whole: tuple[int, ...], box: Box, place: Box) -> Iterator[tuple[Box,
     if len(_dims(whole, box)) <= MAX_DIMS:
         yield box, place
         return
+    # Too many strided dims: peel the outermost one off, an index at a time.
     at = next(dim for dim, (start, stop) in enumerate(box) if stop - start > 1)
     for n in range(box[at][1] - box[at][0]):
         yield from _pieces(whole, _row(box, at, n), _row(place, at, n))

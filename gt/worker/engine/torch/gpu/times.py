@@ -71,6 +71,7 @@ def look(record: Callable[[], Any], clock: Callable[[], float], count: int) -> M
         event = record()
         event.synchronize()
         after = clock()
+        # The host may be interrupted between the looks; the closest pair of looks was interrupted least.
         if after - before < shortest:
             best, shortest = Moment(event, (before + after) / 2), after - before
     assert best is not None

@@ -98,6 +98,7 @@ def _backward(words: Words, seeds: AttentionSeeds | None, grad: Tensor, *args: A
     chosen = choice(call, seeds)
     if chosen.kernel == MATH:
         kept = _kept(call, words, seeds)
+        # The same mask as in forward: it follows from the op's words, so it is drawn again and not kept.
         return _again(call, grad, lambda live: _maths(live, kept))
     if q.is_cuda:
         return fused_attention.backward(call, chosen, grad, out, lse, None if seeds is None else (seeds, words))

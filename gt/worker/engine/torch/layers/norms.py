@@ -67,6 +67,8 @@ def _rms_norm_backward(
     if not mask[0]:
         return None, of_weight
     scaled = grad if weight is None else grad * weight
+    # d rstd / d x = -rstd^3 x / n: the two terms of the product rule below are the direct one, and that by way of the mean
+    # square.
     of_mean = (scaled * wide).sum(dims, keepdim=True) * -0.5 * rstd.pow(3)
     count = math.prod(shape)
     return (scaled * rstd + of_mean.expand_as(wide) / count * (wide * 2.0)).to(x.dtype), of_weight

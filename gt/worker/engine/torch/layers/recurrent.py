@@ -55,6 +55,7 @@ def _forward(x: Tensor, states: Sequence[Tensor], params: Sequence[Tensor], *res
     if keeps:
         live = _live(leaves, count, stack)
         results = [result.detach() for result in live]
+        # An attribute of the output: it ends with the output's memory, and no table has to be kept of it.
         results[0]._gt_saved = live, leaves
     else:
         results = list(_layers(leaves[0], leaves[1 : 1 + count], leaves[1 + count :], stack))
@@ -67,6 +68,7 @@ def _backward(  # noqa: PLR0913 - the op's arguments
 ) -> list[Tensor]:  # fmt: skip
     *stack, needs = rest
     try:
+        # Used once: autograd frees the graph's buffers in this backward.
         live, leaves = out._gt_saved  # type: ignore[attr-defined]
         del out._gt_saved  # type: ignore[attr-defined]
     except AttributeError:
