@@ -340,6 +340,16 @@ def test_memory_beyond_a_storage_is_not_reached() -> None:
     assert [m.kind for m, _ in b.sent] == ["op"] * 4
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_rows_are_put_by_indices_that_are_there(accumulate: bool) -> None:
+    put, values = TABLE["aten.index_put_.default"], np.ones((2, 2), np.float32)
+    for row in (3, 5, -4):
+        with pytest.raises(IndexError):
+            put(np.zeros((3, 2), np.float32), [np.array([0, row])], values, accumulate)
+    found = put(np.zeros((3, 2), np.float32), [np.array([2, -1])], values, accumulate)
+    assert found.tolist() == [[0, 0], [0, 0], [1 + accumulate] * 2]
+
+
 def test_a_missing_op_is_unsupported_by_name() -> None:
     b = bench()
     b.put(_1=np.ones((2, 3), np.float32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import select
 import socket
@@ -288,6 +289,15 @@ def connected_line():
         for plane in world:
             plane.network.release()
         yield world
+
+
+def test_a_pipe_that_the_system_has_no_descriptors_for_is_an_error_and_nothing_else(monkeypatch):
+    def none_left(flags):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(relay.os, "pipe2", none_left)
+    with pytest.raises(OSError, match="Too many open files"):
+        relay.Pipe()
 
 
 def test_a_relay_keeps_the_bytes_of_large_frames_in_the_kernel(monkeypatch):

@@ -196,7 +196,7 @@ def test_a_budget_has_room_for_its_limit_and_no_more(budget):
     kept = bytearray(40 * MIB)
     with pytest.raises(OutOfMemory, match=r"it needs 50.0 MiB, and 2\d"):
         budget.admit(50 * MIB)
-    assert budget.used() >= len(kept)
+    assert budget.used() > 39 * MIB  # what others free meanwhile is counted too
     del kept
     budget.admit(50 * MIB)
 

@@ -30,7 +30,8 @@ def _index_put_(self: Array, indices: Sequence[Array | None], values: Array, acc
     if not accumulate:
         self[key] = values
     elif len(key) == 1 and key[0].dtype != BOOL and self.ndim > 1 and values.shape == key[0].shape + self.shape[1:]:
-        sums_by_row(self, (key[0] % len(self)).reshape(-1), values.reshape(-1, *self.shape[1:]).astype(self.dtype))
+        places = within(np.where(key[0] < 0, key[0] + len(self), key[0]), len(self), "index_put_")
+        sums_by_row(self, places.reshape(-1), values.reshape(-1, *self.shape[1:]).astype(self.dtype))
     else:
         np.add.at(self, key, values.astype(self.dtype))
     return self

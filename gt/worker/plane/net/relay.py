@@ -32,8 +32,9 @@ class Pipe:
             fcntl.fcntl(self.target, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     def __del__(self) -> None:
-        os.close(self.source)
-        os.close(self.target)
+        for descriptor in ("source", "target"):
+            if descriptor in self.__dict__:  # it has none if the system had none to give
+                os.close(self.__dict__[descriptor])
 
 
 class Piped:
