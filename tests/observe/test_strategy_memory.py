@@ -14,6 +14,7 @@ import gt
 from gt.client import current_session
 from gt.dispatcher.programs.passes import rematerialize
 from tests.dispatcher.programs.test_compile_memory import peaks  # noqa: F401 - a fixture
+from tests.helpers import longer
 from tests.helpers.serving import serving
 
 WIDE, LAYERS, ROWS = 64, 4, 512
@@ -102,7 +103,7 @@ def config_of(strategy: str) -> str:
     return f"gt: {{data_parallel: [0, 1], {STRATEGIES[strategy]}}}"
 
 
-@pytest.mark.parametrize("train", [training, eager_training])
+@pytest.mark.parametrize("train", longer([training, eager_training], [training]))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_planned_peak_is_that_of_a_step(strategy: str, train: Any, peaks: dict, tmp_path: Path) -> None:  # noqa: F811
     path = tmp_path / "strategy.yaml"

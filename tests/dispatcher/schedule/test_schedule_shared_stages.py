@@ -25,6 +25,7 @@ from gt.dispatcher.schedule import Costs, ScheduleRequest, check, make, parse, s
 from gt.dispatcher.schedule.placement import spread
 from gt.errors import ConfigError
 from tests.dispatcher.schedule.schedules import in_order, random_costs
+from tests.helpers import longer
 from tests.helpers.serving import serving, settled
 
 NAMES = ("gpipe", "1f1b", "zb-h1", "auto")
@@ -178,10 +179,13 @@ def stages(p: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("p", "groups", "clip"),
-    [
-        (2, [*stages(2), "head_colpar"], False), (2, [*stages(2), "head_colpar"], True),
-        (3, [*stages(3), "head_colpar"], False), (2, ["embed", *stages(2), "all"], False),
-    ],
+    longer(
+        [
+            (2, [*stages(2), "head_colpar"], False), (2, [*stages(2), "head_colpar"], True),
+            (3, [*stages(3), "head_colpar"], False), (2, ["embed", *stages(2), "all"], False),
+        ],
+        [(2, [*stages(2), "head_colpar"], True), (2, ["embed", *stages(2), "all"], False)],
+    ),
 )  # fmt: skip
 def test_a_step_with_shared_stages_is_plain_torchs(p: int, groups: list[str], clip: bool, connected: Callable) -> None:
     want, _ = losses(groups, None, places=False, clip=clip)

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import gt
-from tests.helpers import ROOT
+from tests.helpers import ROOT, longer
 from tests.helpers.limits import limit
 from tests.helpers.processes import unhurried
 
@@ -81,10 +81,11 @@ CASES = [
     ("d4", 4, "interleaved"), ("d4", 4, "zb-v"), ("d4", 3, "1f1b"),
     ("d4", 2, "zb-h1 --split-head"), ("d4", 4, "1f1b --split-head"),
 ]  # fmt: skip
+QUICK = [("d2", 1, "auto"), ("d2", 2, "1f1b"), ("d4", 4, "interleaved"), ("d4", 2, "zb-h1 --split-head")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "stages", "schedule"), CASES)
+@pytest.mark.parametrize(("size", "stages", "schedule"), longer(CASES, QUICK))
 def test_losses_are_plain_torchs(
     size: str, stages: int, schedule: str, run: Callable, plain: dict, capsys: pytest.CaptureFixture
 ) -> None:
@@ -371,7 +372,7 @@ def test_a_trained_checkpoint_is_what_the_model_is(run: Callable, data: Path, tm
     assert (tmp_path / "again.bin").read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", longer(["fp32", "bf16"], ["fp32"]))
 def test_resuming_is_as_not_stopping(dtype: str, run: Callable, tmp_path: Path) -> None:
     flags = ("--stages", 2, "--schedule", "1f1b", "--save-to", tmp_path)
     whole = run("-e", "d2", *flags, "--dtype", dtype, "--save-every", 4, steps=8)

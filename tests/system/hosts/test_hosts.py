@@ -33,6 +33,7 @@ def on_one_host(program: str) -> dict:
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
 
+@pytest.mark.long
 def test_on_a_switch_of_two_all_bits_are_one_hosts():
     with Lab.switch(2) as lab:
         site = Site(lab, [0, 0, 1, 1], links=False)
@@ -86,6 +87,7 @@ def four_programs(site: Site) -> None:
     assert [program.hear() for program in programs] == [{"right": 20}] * 4
 
 
+@pytest.mark.long
 def test_four_programs_share_a_line():
     with Lab.line(3, management=True) as lab:
         site = Site(lab, [0, 1, 2], backend="numpy")
@@ -93,6 +95,7 @@ def test_four_programs_share_a_line():
         site.close()
 
 
+@pytest.mark.long
 def test_four_programs_share_a_switch():
     with Lab.switch(2) as lab:
         site = Site(lab, [0, 0, 1], links=False, backend="numpy")
@@ -243,6 +246,7 @@ def test_a_cable_of_a_mesh_is_pulled_and_the_third_host_relays():
         site.close()
 
 
+@pytest.mark.long
 def test_the_only_cable_is_pulled_in_each_kind_of_transfer_and_is_used_again_once_it_is_back():
     with Lab.mesh(2, management=True) as lab:
         site = Site(lab, [0, 1], backend="numpy")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import gt
+from tests.helpers import longer
 from tests.helpers.serving import serving, settled
 
 WIDTH, LAYERS, STEPS = 128, 3, 4
@@ -63,7 +64,7 @@ SPACES = ["{optimizer: cpu, STEP}", "{optimizer: nvme, path: PATH, STEP}", "{opt
 
 
 @pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+@pytest.mark.parametrize("options", longer([{"fused": True}, {"foreach": True}, {"foreach": False}], [{"fused": True}]))
 @pytest.mark.parametrize("step", ["host", "device"])
 @pytest.mark.parametrize("offload", SPACES)
 def test_training_is_that_without_offload(session, tmp_path, offload, step, options, captured):
@@ -95,7 +96,7 @@ def test_training_is_that_without_offload(session, tmp_path, offload, step, opti
         assert list((tmp_path / "files").iterdir()) == []  # the file has no name
 
 
-@pytest.mark.parametrize("backend", ["inductor", "cudagraphs"])
+@pytest.mark.parametrize("backend", longer(["inductor", "cudagraphs"], ["cudagraphs"]))
 @pytest.mark.parametrize("offload", SPACES)
 def test_segments_are_compiled_between_what_is_evicted(graphs, tmp_path, offload, backend):
     """Their inputs may rest elsewhere, and what ends with them is freed there, too. Without a GPU there are no graphs."""

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import gt
+from tests.helpers import longer
 
 WIDTH, ROWS, MICRO, STEPS = 16, 32, 4, 5
 
@@ -90,7 +91,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("captured", longer([False, True], [True]))
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_one_process(session, case, captured):
     session(CASES[case])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import gt
+from tests.helpers import longer
 from tests.helpers.transformer_models import KINDS, hf, make
 
 pytestmark = pytest.mark.usefixtures("plain_threads")
@@ -115,7 +116,7 @@ def test_each_token_replays_a_program_with_a_static_cache(name: str, one: None) 
     assert max(counts) >= 3 * 11 - 4  # all tokens but the first of each call, less those that were recorded
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", longer(KINDS, ["gpt2", "llama", "t5", "qwen3_moe"]))
 def test_a_captured_step_has_the_bits_of_plain_torch(name: str, one: None) -> None:
     (model, batch), (moved, _) = both(name)
     plain, captured = stepping(model), gt.compile(stepping(moved))

@@ -20,7 +20,7 @@ from gt.ir.template import T, V
 from gt.wire.messages import OpError
 from gt.worker.engine.numpy import NumpyEngine
 from gt.worker.engine.torch import TorchEngine
-from tests.helpers import CONFIGS
+from tests.helpers import CONFIGS, longer
 from tests.helpers.compiled_parts import Script, inputs, program, replay, report, same
 from tests.helpers.models import GPT, accumulating, mini
 from tests.helpers.serving import serving, settled
@@ -438,7 +438,9 @@ def close(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "schedule", "optimizer"), [("tp2", None, ADAMW), ("pp2", "1f1b", MOMENTUM)])
+@pytest.mark.parametrize(
+    ("config", "schedule", "optimizer"), longer([("tp2", None, ADAMW), ("pp2", "1f1b", MOMENTUM)], [("tp2", None, ADAMW)])
+)
 @pytest.mark.usefixtures("graphs", "plain_threads")
 def test_steps_on_two_workers(config: str, schedule: str | None, optimizer: Callable) -> None:
     """The same bits, since the graphs are; and no more forms where there are more micro-batches or layers."""
