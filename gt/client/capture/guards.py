@@ -75,9 +75,10 @@ class Guard:
         named = [item for item in snapshot.items if item.attribute]
         self._named = [(item.holder, item.key) for item in named]
         self._named_values = [item.value for item in named]
-        self._filled = [thing for thing, length, _ in snapshot.lengths if length]
-        self._lengths = [length for _, length, _ in snapshot.lengths if length]
-        self._empty = [thing for thing, length, _ in snapshot.lengths if not length]
+        self._counted = [row for row in snapshot.lengths if not isinstance(row[0], tuple)]  # a tuple keeps its length
+        self._filled = [thing for thing, length, _ in self._counted if length]
+        self._lengths = [length for _, length, _ in self._counted if length]
+        self._empty = [thing for thing, length, _ in self._counted if not length]
         self._leaves = [tensor for tensor, _ in snapshot.identities.values() if tensor.requires_grad]
         self._others = [tensor for tensor, _ in snapshot.identities.values() if not tensor.requires_grad]
         self._identities = self._identities_now()
@@ -103,7 +104,7 @@ class Guard:
         if not identical and (why := _changed_item(self._items)):
             return why
         if any(self._empty) or list(map(len, self._filled)) != self._lengths:
-            path, old, new = next((path, n, len(thing)) for thing, n, path in self._snapshot.lengths if len(thing) != n)
+            path, old, new = next((path, n, len(thing)) for thing, n, path in self._counted if len(thing) != n)
             return f"{path} had {old} elements and has {new}"
         if self._identities_now() != self._identities:
             return f"{self._changed_tensor()} has other memory, requires_grad or hooks than before"

@@ -186,7 +186,7 @@ class StateWalker:
             self._visit_dict(path, thing)
         elif isinstance(thing, (list, tuple, deque)):
             self._add_length(path, thing)
-            for n, value in enumerate(list(thing)):
+            for n, value in enumerate(list(iter(thing))):  # list(thing) would call its __len__
                 self._add_item(f"{path}[{n}]", thing, n, False, value)
         elif isinstance(thing, functools.partial):
             self._queue.extend([(path, thing.func), (path, thing.args), (path, thing.keywords)])
@@ -244,7 +244,8 @@ class StateWalker:
             self.snapshot.fingerprints[f"{path}, {type(thing).__name__}"] = (thing, fingerprint(thing))
 
     def _add_length(self, path: str, thing: Any) -> None:
-        self.snapshot.lengths.append((thing, len(thing), path))
+        length = tuple.__len__(thing) if isinstance(thing, tuple) else len(thing)  # a class of tuples may refuse len()
+        self.snapshot.lengths.append((thing, length, path))
 
     def _add_item(self, path: str, holder: Any, key: Any, attribute: bool, value: Any) -> None:
         if isinstance(value, RemoteTensor):

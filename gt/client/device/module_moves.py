@@ -14,6 +14,8 @@ import torch
 
 from gt.client.device.remote_tensor import RemoteTensor
 
+_OF_VALUE = frozenset({"_ref", "_is_param", "parts", "merged"})  # attributes of remote tensors that belong to their memory
+
 
 def prepare() -> None:
     """Have Module.to exchange parameters between devices; once."""
@@ -45,7 +47,8 @@ def _exchange(module_tensor: torch.Tensor, moved: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         hooks = module_tensor._backward_hooks, module_tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
     module_tensor.__class__, moved.__class__ = moved.__class__, module_tensor.__class__
-    module_tensor.__dict__, moved.__dict__ = moved.__dict__, module_tensor.__dict__
+    names = {k: v for k, v in module_tensor.__dict__.items() if k not in _OF_VALUE}  # which the program or a library set
+    module_tensor.__dict__, moved.__dict__ = {**moved.__dict__, **names}, module_tensor.__dict__
     torch._C._swap_tensor_impl(module_tensor, moved)
     with torch._C.DisableTorchFunctionSubclass():  # autograd calls those that the new memory knows
         for name, those in zip(("_backward_hooks", "_post_accumulate_grad_hooks"), hooks, strict=True):

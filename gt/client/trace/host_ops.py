@@ -52,6 +52,11 @@ def local_scalar(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     return fetch(args[0]).item()
 
 
+def assert_async(info: OpInfo, args: tuple, kwargs: dict) -> None:
+    """torch._assert_async raises on its line, as on the CPU: it waits for the value."""
+    info.func(fetch(args[0]), *args[1:])
+
+
 def to_copy(info: OpInfo, args: tuple, kwargs: dict) -> torch.Tensor:
     """_to_copy: remote for another dtype, by a fetch for another device."""
     source, device = args[0], kwargs.get("device")

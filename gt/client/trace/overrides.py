@@ -270,6 +270,7 @@ _ROWS: dict[str, Handler | None] = {
     "aten._to_copy.default": host_ops.to_copy,
     "aten._local_scalar_dense.default": host_ops.local_scalar,
     "aten.equal.default": host_ops.equal,
+    **dict.fromkeys(("aten._assert_async.default", "aten._assert_async.msg"), host_ops.assert_async),
     "aten.allclose.default": host_ops.allclose,
     "aten._linalg_check_errors.default": host_ops.check_factorization,
     "aten.linalg_cholesky_ex.default": host_ops.checked("linalg.cholesky_ex"),

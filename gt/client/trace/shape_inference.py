@@ -6,13 +6,14 @@ Nothing here is on the hot path. Shape and dtype errors are torch's own, with th
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._prims_common import suggest_memory_format
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from gt.client import current_session
 from gt.client.device import meta as metas
@@ -104,11 +105,20 @@ def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Ten
         got = f"padding {padding}, dilation {dilation}, weight {list(weight.shape)}"
         raise RuntimeError(f"convolution got {got}, want padding of at least 0, dilation of at least 1, a weight with outputs")
     result = torch.ops.aten.convolution.default(x, weight, *rest)
-    formats = {suggest_memory_format(x), suggest_memory_format(weight)}
-    if x.dtype in (torch.float32, torch.float64):
-        formats -= {torch.channels_last_3d}
-    last = formats - {torch.contiguous_format}
-    return torch.empty_like(result, memory_format=last.pop()) if last else result
+    return torch.empty_like(result, memory_format=last.pop()) if (last := _channels_last(x, weight)) else result
+
+
+def _channels_last(x: torch.Tensor, weight: torch.Tensor) -> set[torch.memory_format]:
+    formats = {suggest_memory_format(x), suggest_memory_format(weight)} - {torch.contiguous_format}
+    return formats - {torch.channels_last_3d} if x.dtype in (torch.float32, torch.float64) else formats
+
+
+def _convolution_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple:
+    """Strides of the CPU's kernels: both gradients are laid out as the result of `_convolution` is, whatever `grad` is."""
+    *gradients, bias = torch.ops.aten.convolution_backward.default(grad, x, weight, *rest)
+    last = _channels_last(x, weight)
+    memory_format = last.pop() if last else torch.contiguous_format
+    return *(g if g is None else torch.empty_like(g, memory_format=memory_format) for g in gradients), bias
 
 
 def _as_operand(name: str, operand: int = 0) -> Callable[..., Any]:
@@ -138,7 +148,8 @@ def _batch_norm(x: torch.Tensor, weight: Any, bias: Any, mean: Any, variance: An
 def _contiguous(name: str) -> Callable[..., Any]:
     """A meta kernel whose results are contiguous, as those of the CPU's kernel are."""
     op = getattr(torch.ops.aten, name).default
-    return lambda *args: tree_map(lambda result: torch.empty_like(result, memory_format=torch.contiguous_format), op(*args))
+    laid_out = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+    return lambda *args: tree_map_only(torch.Tensor, laid_out, op(*args))
 
 
 def _nonzero_static(x: torch.Tensor, **named: Any) -> torch.Tensor:
@@ -150,6 +161,12 @@ def _eig(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Eigenvalues, and eigenvectors column by column, as LAPACK writes them."""
     values, vectors = torch.ops.aten.linalg_eig.default(x)
     return values, vectors.mT.clone(memory_format=torch.contiguous_format).mT
+
+
+def _roll(x: torch.Tensor, shifts: Any, dims: Any = ()) -> torch.Tensor:
+    """Channels last if the input is, as of the parts that the CPU's kernel joins. Without dims the input is flat."""
+    rolled = torch.ops.aten.roll.default(x, shifts, dims)
+    return torch.empty_like(rolled, memory_format=suggest_memory_format(x) if dims else torch.contiguous_format)
 
 
 def _elu_backward(grad: torch.Tensor, alpha: Any, scale: Any, rate: Any, is_result: bool, x: torch.Tensor) -> torch.Tensor:
@@ -180,14 +197,17 @@ _AS_INPUT = ("pixel_shuffle", "channel_shuffle", "max_unpool2d", *_PADS)
 _AS_SECOND = ("native_batch_norm_backward", *(f"{name}_backward" for name in _PADS))
 _MADE_CONTIGUOUS = (
     "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "glu_backward", "log_sigmoid_forward",
+    "native_layer_norm_backward", "_log_softmax_backward_data",
 )  # fmt: skip
 # Ops whose meta kernels differ from their real ones, or are missing
 _META: dict[str, Callable] = {
     "aten._grouped_mm.default": _grouped_mm,
     "aten.convolution.default": _convolution,
+    "aten.convolution_backward.default": _convolution_backward,
     "aten.native_batch_norm.default": _batch_norm,
     "aten.nonzero_static.default": _nonzero_static,
     "aten.linalg_eig.default": _eig,
+    "aten.roll.default": _roll,
     "aten._ctc_loss.default": _ctc_loss,
     "aten._weight_norm_interface.default": _weight_norm,
     **dict.fromkeys(("aten._ctc_loss_backward.default", "aten._ctc_loss_backward.Tensor"), _ctc_loss_backward),

@@ -726,6 +726,22 @@ def test_looking_at_a_dictionary_runs_none_of_its_code() -> None:
     assert step(torch.ones(1)).item() == 3.0
 
 
+class Kind(tuple):
+    """A pair that refuses to be counted, as e3nn's kinds of vectors do."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+@pytest.mark.usefixtures("plain_threads", "one")
+def test_a_tuple_that_refuses_len_is_compared() -> None:
+    held = [Kind((2.0, "even"))]
+    step = gt.compile(lambda x: x * held[0][0])
+    assert [step(torch.ones(1)).item() for _ in range(4)] == [2.0] * 4 and ": 1 program" in step.explain()
+    held[0] = Kind((3.0, "even"))
+    assert step(torch.ones(1)).item() == 3.0
+
+
 projection = torch.ones(100_000)  # a large CPU tensor, by chance with the name of an attribute
 
 

@@ -110,3 +110,16 @@ def test_hooks_of_a_parameter_are_called_where_it_has_moved_and_not_once_they_ar
         assert calls == hooks
         calls.clear()
         (older if "older" in hooks else newer).remove()
+
+
+def test_attributes_of_parameters_stay() -> None:
+    model = network()
+    model[0].weight.tag, model[0].weight.rows = "first", [1, 2]  # as sharding and privacy libraries set them
+    rows = model[0].weight.rows
+    model.to("remote")
+    assert model[0].weight.tag == "first" and model[0].weight.rows is rows
+    model[0].weight.tag = "second"
+    model(torch.randn(2, 2, 4, 4, device="remote")).sum().backward()
+    model.cpu()
+    assert vars(model[0].weight) == {"tag": "second", "rows": [1, 2]} and type(model[0].weight) is nn.Parameter
+    assert not vars(model[0].bias)

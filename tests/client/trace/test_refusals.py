@@ -277,3 +277,29 @@ def test_control_flow_by_functions_is_decided_by_python():
         assert torch.equal(got.cpu(), want)
     with pytest.raises(UnsupportedOp, match="torch's scan compiles its functions"):
         scan(lambda c, x: (c + x, c * x), torch.zeros(2, device="remote"), torch.ones(3, 2, device="remote"))
+
+
+@pytest.mark.parametrize("value", [(1.0,), (0.0,), (1.0, 2.0), ()])
+def test_an_assertion_of_a_value_is_torchs(value: tuple[float, ...], one: object) -> None:
+    """kornia, torch.export and others write assertions so; on a GPU they would end the worker."""
+    told = []
+    for device in ("cpu", "remote"):
+        x = torch.tensor(value, device=device)
+        for more in ((), ("the matrix is singular",)):
+            try:
+                told.append(torch._assert_async(x, *more))
+            except RuntimeError as failure:
+                told.append(str(failure))
+    assert told[:2] == told[2:]
+
+
+def test_an_assertion_in_a_captured_step_is_made_at_each_call(one: object) -> None:
+    @gt.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        torch._assert_async(x.sum() > 0, "not positive")
+        return x * 2
+
+    assert [step(torch.ones(2)).tolist() for _ in range(6)] == [[2.0, 2.0]] * 6
+    with pytest.raises(RuntimeError, match="not positive"):
+        step(-torch.ones(2))
+    assert step(torch.ones(2)).tolist() == [2.0, 2.0]

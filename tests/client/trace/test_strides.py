@@ -41,6 +41,10 @@ OPS: dict[str, Op] = {
     "conv1d of rows": lambda x: F.conv1d(x.flatten(2), WEIGHT[:, :, 0].to(x.device, x.dtype)),
     "cat": lambda x: torch.cat([x, x * 2], 1),
     "shuffle": lambda x: F.pixel_shuffle(torch.cat([x, x], 1), 2),
+    "roll": lambda x: x.roll((1, 2), (2, 3)),
+    "roll of all": lambda x: x.roll(1),
+    "log_softmax": lambda x: x.log_softmax(1),
+    "layer_norm of channels": lambda x: F.layer_norm(x.permute(0, 2, 3, 1), x.shape[1:2]).permute(0, 3, 1, 2),
     "gelu": F.gelu,
     "silu": F.silu,
     "softmax": lambda x: x.softmax(1),
@@ -83,3 +87,22 @@ def test_strides_are_the_cpus(name: str, kind: str) -> None:
     for want, got in zip(*made, strict=True):
         assert got.stride() == want.stride(), f"{name} of {host.stride()}: {got.stride()}, want {want.stride()}"
         assert torch.equal(got.detach().cpu(), want.detach())
+
+
+@pytest.mark.parametrize("kind", ["last", "contiguous"])
+@pytest.mark.parametrize("name", OPS)
+def test_gradients_have_the_cpus_strides_whatever_reaches_them_has(name: str, kind: str) -> None:
+    """A layer norm of channels, say, hands a contiguous gradient to a convolution whose input is channels last."""
+    host, made = INPUTS[kind](), []
+    weight = WEIGHT.clone().requires_grad_()
+    for device in ("cpu", "remote"):
+        x, w = host.detach().to(device).requires_grad_(), weight.detach().to(device).requires_grad_()
+        result = OPS[name](x) if "conv2d" not in name else F.conv2d(x, w if name == "conv2d" else w[:, :, :1, :1])
+        result = result if isinstance(result, torch.Tensor) else result[0]
+        reaching = torch.arange(float(result.numel())).view(result.shape)
+        if result.dim() == 4 and kind == "contiguous":
+            reaching = reaching.contiguous(memory_format=torch.channels_last)
+        leaves = [x, w] if "conv2d" in name else [x]
+        made.append(torch.autograd.grad(result, leaves, reaching.to(device)))
+    for want, got in zip(*made, strict=True):
+        assert got.stride() == want.stride() and torch.equal(got.cpu(), want), f"{got.stride()}, want {want.stride()}"
