@@ -19,15 +19,22 @@ Call = Callable[[Any], None]
 
 
 class _WatchingFinder(MetaPathFinder):
-    """Finds a watched module by the other finders, and has its import end with the call."""
+    """Finds a watched module by the other finders, and has its import end with the call, also if it is imported again."""
 
     def __init__(self, calls: dict[str, Call]) -> None:
         self._calls = calls
+        self._sought: set[str] = set()  # names that are being looked up by the other finders
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        call = self._calls.pop(name, None)
-        spec = importlib.util.find_spec(name) if call is not None else None
-        if call is None or spec is None or spec.loader is None:
+        call = self._calls.get(name)
+        if call is None or name in self._sought:
+            return None
+        self._sought.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._sought.discard(name)
+        if spec is None or spec.loader is None:
             return None
         loader, execute = spec.loader, spec.loader.exec_module
 
@@ -42,12 +49,10 @@ class _WatchingFinder(MetaPathFinder):
 
 def watch(calls: dict[str, Call]) -> None:
     """Call each function with the module of its name. Once, on import of GT."""
-    waiting = dict(calls)
-    for name in calls:
+    for name, call in calls.items():
         if name in sys.modules:
-            _guarded(waiting.pop(name), sys.modules[name])
-    if waiting:
-        sys.meta_path.insert(0, _WatchingFinder(waiting))
+            _guarded(call, sys.modules[name])
+    sys.meta_path.insert(0, _WatchingFinder(dict(calls)))
 
 
 def _guarded(call: Call, module: ModuleType) -> None:

@@ -43,6 +43,10 @@ def test_a_watched_module_is_called_with_after_its_import_and_at_once_if_it_is_t
 
     assert seen == [("gt_test_early", 1), ("gt_test_late", 1)]
     assert gt_test_late.__spec__.loader.get_source("gt_test_late") == "value = 1\n" and "gt_test_never" not in sys.modules
+    del sys.modules["gt_test_late"]
+    import gt_test_late
+
+    assert seen[1:] == [("gt_test_late", 1)] * 2
     with pytest.raises(ModuleNotFoundError):
         import gt_test_missing  # type: ignore[import-not-found]  # noqa: F401
 

@@ -418,7 +418,7 @@ def test_an_op_that_fails_while_it_is_recorded_is_done_as_instructions(device: P
     assert not got.sent
     del got.executor.tensors[1], got.executor.tensors[3]
     replay(got)
-    assert got.sent and all(message.kind == "op" for message, _ in got.sent)
+    assert got.sent and all(message.kind == "missing" for message, _ in got.sent)
 
 
 # ---- beside the device
