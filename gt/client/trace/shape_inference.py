@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -99,24 +100,39 @@ def _as_mul(grad: torch.Tensor, x: torch.Tensor, *rest: Any, **named: Any) -> to
 
 
 def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Strides of the CPU's kernels: channels last if the input's or the weight's are; of three dims in low precision alone."""
+    """Strides of the CPU's kernels: channels last if the input's or the weight's are; of three dims where oneDNN does it."""
     _, _, padding, dilation, *_ = rest
     if min(dilation) < 1 or min(padding) < 0 or not weight.shape[0]:
         got = f"padding {padding}, dilation {dilation}, weight {list(weight.shape)}"
         raise RuntimeError(f"convolution got {got}, want padding of at least 0, dilation of at least 1, a weight with outputs")
     result = torch.ops.aten.convolution.default(x, weight, *rest)
-    return torch.empty_like(result, memory_format=last.pop()) if (last := _channels_last(x, weight)) else result
+    return torch.empty_like(result, memory_format=last.pop()) if (last := _channels_last(x, weight, *rest)) else result
 
 
-def _channels_last(x: torch.Tensor, weight: torch.Tensor) -> set[torch.memory_format]:
+def _channels_last(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> set[torch.memory_format]:
     formats = {suggest_memory_format(x), suggest_memory_format(weight)} - {torch.contiguous_format}
-    return formats - {torch.channels_last_3d} if x.dtype in (torch.float32, torch.float64) else formats
+    return formats if _by_onednn(x, weight, *rest) else formats - {torch.channels_last_3d}
+
+
+def _by_onednn(  # noqa: PLR0913 - the op's signature
+    x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
+    output_padding: Any, groups: int,
+) -> bool:  # fmt: skip
+    """True if the CPU executes a convolution by oneDNN: ConvParams::use_mkldnn in torch's native/Convolution.cpp."""
+    padded_by_steps = transposed and any(more >= step for more, step in zip(output_padding, stride, strict=False))
+    if padded_by_steps or not torch.backends.mkldnn.enabled:
+        return False
+    if x.dtype != torch.float32:
+        return x.dtype in (torch.bfloat16, torch.float16)
+    kernel = weight.shape[-2:]
+    many = max(stride) > 1 or max(dilation) > 1 or len(x) >= 16 or any(n != 1 for n in kernel) or torch.get_num_threads() > 1
+    return many and (groups > 1 or min(kernel) > 3 or len(x) > 1 or math.prod(x.shape[:4]) > 20480)
 
 
 def _convolution_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple:
     """Strides of the CPU's kernels: both gradients are laid out as the result of `_convolution` is, whatever `grad` is."""
     *gradients, bias = torch.ops.aten.convolution_backward.default(grad, x, weight, *rest)
-    last = _channels_last(x, weight)
+    last = _channels_last(x, weight, *rest[:-1])
     memory_format = last.pop() if last else torch.contiguous_format
     return *(g if g is None else torch.empty_like(g, memory_format=memory_format) for g in gradients), bias
 

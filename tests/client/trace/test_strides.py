@@ -106,3 +106,27 @@ def test_gradients_have_the_cpus_strides_whatever_reaches_them_has(name: str, ki
         made.append(torch.autograd.grad(result, leaves, reaching.to(device)))
     for want, got in zip(*made, strict=True):
         assert got.stride() == want.stride() and torch.equal(got.cpu(), want), f"{got.stride()}, want {want.stride()}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("rows", "side", "kernel"), [(1, 5, 3), (2, 5, 3), (1, 5, 5), (1, 18, 3), (2, 5, 1), (17, 4, 1)])
+def test_a_convolution_of_three_dims_has_the_cpus_strides(
+    rows: int, side: int, kernel: int, transposed: bool, dtype: torch.dtype
+) -> None:
+    """Which library executes it depends on sizes and dtype, and one of them makes contiguous results of channels last."""
+    call = F.conv_transpose3d if transposed else F.conv3d
+    host = torch.randn(rows, 4, side, side, side).to(dtype)
+    weight = torch.randn(4, 4, kernel, kernel, kernel).to(dtype)
+    for of_input, of_weight in ((True, False), (False, True), (True, True), (False, False)):
+        made = []
+        for device in ("cpu", "remote"):
+            leaves = []
+            for value, last in ((host, of_input), (weight, of_weight)):
+                laid_out = value.contiguous(memory_format=LAST[5]) if last else value
+                leaves.append(laid_out.detach().to(device).requires_grad_())
+            result = call(*leaves, padding=kernel // 2)
+            made.append([result, *torch.autograd.grad(result.sum(), leaves)])
+        for want, got in zip(*made, strict=True):
+            assert got.stride() == want.stride(), f"{got.stride()}, want {want.stride()}"
+            torch.testing.assert_close(got.detach().cpu(), want.detach())
