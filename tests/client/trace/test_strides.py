@@ -130,3 +130,21 @@ def test_a_convolution_of_three_dims_has_the_cpus_strides(
         for want, got in zip(*made, strict=True):
             assert got.stride() == want.stride(), f"{got.stride()}, want {want.stride()}"
             torch.testing.assert_close(got.detach().cpu(), want.detach())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("of_keys", [(0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2)])
+@pytest.mark.parametrize("of_queries", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3), (0, 1, 3, 2)])
+def test_attention_is_laid_out_as_its_queries_are(of_queries: tuple, of_keys: tuple, masked: bool) -> None:
+    """So a `view` of it is possible where it is on the CPU. of_queries, of_keys: the order of dims in memory."""
+    made = []
+    host = [torch.randn(2, 3, length, 8) for length in (4, 6, 6)]
+    for device in ("cpu", "remote"):
+        leaves = []
+        for value, order in zip(host, (of_queries, of_keys, of_keys), strict=True):
+            place = [order.index(dim) for dim in range(4)]
+            leaves.append(value.permute(order).contiguous().to(device).permute(place).requires_grad_())
+        mask = torch.ones(4, 6, dtype=torch.bool).tril().to(device) if masked else None
+        made.append([F.scaled_dot_product_attention(*leaves, attn_mask=mask)])
+    for want, got in zip(*made, strict=True):
+        assert got.stride() == want.stride() and torch.equal(got.detach().cpu(), want.detach())

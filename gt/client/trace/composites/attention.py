@@ -49,15 +49,19 @@ def _outs(  # noqa: PLR0913 - the op's arguments
 ) -> tuple[Meta, ...]:
     """Metas of out [..., heads, L, Ev] and logsumexp [..., heads, L].
 
-    An out of four dims is stored as [batch, L, heads, Ev], as flash kernels leave it.
+    An out of four dims is stored as q is, since flash kernels leave it so. One whose heads have another width than q's is
+    stored as [batch, L, heads, Ev], as the memory-efficient kernel leaves it.
     """
     stand_ins: list[Any] = [x._ref.meta.stand_in() if isinstance(x, RemoteTensor) else None for x in (q, k, v, mask)]
     with torch.no_grad():
         shape = tuple(_composite(stand_ins[0], stand_ins[1], stand_ins[2], stand_ins[3], p, causal, scale, gqa).shape)
     out = metas.contiguous(shape, q.dtype)
-    if len(shape) == 4:
+    if len(shape) == 4 and min(shape):
         _, h, t, e = shape
-        out = metas.intern(shape, (h * t * e, e, h * e, 1), 0, q.dtype) if min(shape) else out
+        if shape != tuple(q.shape):
+            out = metas.intern(shape, (h * t * e, e, h * e, 1), 0, q.dtype)
+        elif all(x.stride(-1) == 1 for x in stand_ins[:3]):  # else the CPU's flash kernel does not take them
+            out = metas.of(torch.empty_like(stand_ins[0]))
     return out, metas.contiguous(shape[:-1], torch.float32)
 
 
