@@ -114,11 +114,9 @@ def _channels_last(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> set[tor
     return formats if _by_onednn(x, weight, *rest) else formats - {torch.channels_last_3d}
 
 
-def _by_onednn(  # noqa: PLR0913 - the op's signature
-    x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
-    output_padding: Any, groups: int,
-) -> bool:  # fmt: skip
+def _by_onednn(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> bool:
     """True if the CPU executes a convolution by oneDNN: ConvParams::use_mkldnn in torch's native/Convolution.cpp."""
+    _, stride, _, dilation, transposed, output_padding, groups = rest
     padded_by_steps = transposed and any(more >= step for more, step in zip(output_padding, stride, strict=False))
     if padded_by_steps or not torch.backends.mkldnn.enabled:
         return False
@@ -179,6 +177,19 @@ def _eig(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, vectors.mT.clone(memory_format=torch.contiguous_format).mT
 
 
+def _svd(x: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.Tensor, ...]:
+    """Columns of both factors' matrices are contiguous, as in LAPACK. torch's meta kernel says so of the first alone."""
+    u, s, vh = torch.ops.aten._linalg_svd.default(x, *rest, **named)
+    return u, s, vh.mT.clone(memory_format=torch.contiguous_format).mT
+
+
+def _as_product(name: str) -> Callable[..., Any]:
+    """A meta kernel that has the strides of an elementwise kernel of two operands, where torch's is a decomposition."""
+    packet, overload = name.split(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload)
+    return lambda a, b, **named: torch.empty_like(torch.mul(a, b), dtype=op(a, b, **named).dtype)
+
+
 def _roll(x: torch.Tensor, shifts: Any, dims: Any = ()) -> torch.Tensor:
     """Channels last if the input is, as of the parts that the CPU's kernel joins. Without dims the input is flat."""
     rolled = torch.ops.aten.roll.default(x, shifts, dims)
@@ -215,6 +226,10 @@ _MADE_CONTIGUOUS = (
     "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "glu_backward", "log_sigmoid_forward",
     "native_layer_norm_backward", "_log_softmax_backward_data",
 )  # fmt: skip
+_PRODUCTS = (
+    "copysign.Tensor", "floor_divide.default", "div.Tensor_mode", "heaviside.default", "logaddexp.default",
+    "logical_and.default", "logical_or.default", "logical_xor.default",
+)  # fmt: skip
 # Ops whose meta kernels differ from their real ones, or are missing
 _META: dict[str, Callable] = {
     "aten._grouped_mm.default": _grouped_mm,
@@ -223,6 +238,8 @@ _META: dict[str, Callable] = {
     "aten.native_batch_norm.default": _batch_norm,
     "aten.nonzero_static.default": _nonzero_static,
     "aten.linalg_eig.default": _eig,
+    "aten._linalg_svd.default": _svd,
+    **{f"aten.{name}": _as_product(name) for name in _PRODUCTS},
     "aten.roll.default": _roll,
     "aten._ctc_loss.default": _ctc_loss,
     "aten._weight_norm_interface.default": _weight_norm,
