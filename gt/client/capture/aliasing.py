@@ -70,11 +70,16 @@ def call_memory(tape: CallRecording, entry: StateSnapshot, arguments: list, befo
 
     entry, before: Python state and the arguments' identities before the call.
     """
+    # Memory by the id of the tensor that owns it. The ids known before the call: state, then arguments
     named = {tensor._ref.id: memory_id(tensor) for _, tensor in entry.tensors()}
     given = {k: memory_id(leaf) for k, leaf in enumerate(arguments) if isinstance(leaf, RemoteTensor)}
     of = named | {arguments[k]._ref.id: number for k, number in given.items()}
+
+    # Arguments that the call rebinds. `required` are those whose identity differs in requires_grad=True alone
     changed = {k: now for k, now in identities(arguments).items() if now != before[k]}
     required = frozenset(k for k, now in changed.items() if now == (before[k][0], True, *before[k][2:]))
+
+    # Follow the ops in order: what each writes, and whose memory its views are. A view's base has its entry by then
     written: set[int] = set()
     for op in tape.ops:
         template = op.template
@@ -95,6 +100,8 @@ def sharing_arguments(leaves: list, memory: CallMemory) -> set[int]:
     if not (memory.state or memory.arguments or memory.rebound):
         return set()
     counts = Counter(of.values())
+    # An argument that the call writes may be copied, since the copy is written back.
+    # Two that share memory may not: their copies would not see each other's writes
     changed = memory.state | {of[k] for k in memory.arguments if k in of and counts[of[k]] > 1}
     return {k for k, number in of.items() if number in changed or k in memory.rebound}
 
@@ -162,6 +169,7 @@ class Containers:
         """Give the caller's containers the entries that the function's have now. Returns whether any changed."""
         changed = False
         for given, got in self._pairs:
+            # A leaf or container that the function got in place of the caller's becomes the caller's again
             if isinstance(given, dict):
                 entries: Any = {key: self._given.get(id(value), value) for key, value in got.items()}
                 same = list(entries) == list(given) and all(map(is_, entries.values(), given.values()))
@@ -170,6 +178,8 @@ class Containers:
                 same = len(entries) == len(given) and all(map(is_, entries, given))
             if same:
                 continue
+
+            # The container stays the same object, to which the caller has references
             changed = True
             given.clear()
             (given.update if isinstance(given, dict) else given.extend)(entries)
@@ -262,6 +272,9 @@ def _place(view: torch.Tensor, copy: torch.Tensor, strides: tuple[int, ...]) -> 
 
     A step in the copy is one number of elements in each of its dims. No dim of the view may go beyond the end of one of these.
     """
+    # Example: the caller's tensor is the first 3 columns of a matrix [4, 5], with strides (5, 1). Its copy has
+    # strides (3, 1). The column copy[:, 2] has offset 2 and step 3 in the copy: that is 0 rows and 2 columns, then
+    # 1 row and 0 columns. In the caller's tensor these are offset 0 * 5 + 2 * 1 = 2 and step 1 * 5 + 0 * 1 = 5
     dims = sorted((d for d, size in enumerate(copy.shape) if size > 1), key=copy.stride, reverse=True)
 
     def steps(distance: int) -> list[int]:
@@ -274,8 +287,11 @@ def _place(view: torch.Tensor, copy: torch.Tensor, strides: tuple[int, ...]) -> 
     start = steps(view.storage_offset() - copy.storage_offset())
     moves = [steps(step) if size > 1 else [0] * len(dims) for size, step in zip(view.shape, view.stride(), strict=True)]
     for n, d in enumerate(dims):
+        # The last element of the view along this dim. A view that goes beyond the dim's end,
+        # as of view(-1), runs on in the next row, where the caller's tensor may have a gap
         last = start[n] + sum(move[n] * (size - 1) for move, size in zip(moves, view.shape, strict=True))
         if view.numel() and last >= copy.shape[d]:
             return None
+    # The same counts of elements, in the caller's strides
     there = [sum(count * strides[d] for count, d in zip(move, dims, strict=True)) for move in (*moves, start)]
     return list(view.shape), there[:-1], there[-1]

@@ -124,6 +124,7 @@ def key_of(leaf: Any) -> Any:
         return (leaf._ref.meta, leaf.requires_grad)
     if isinstance(leaf, torch.Tensor):
         return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+    # Any other object counts by identity alone: its content is compared by the program's guard
     return (type(leaf), comparable(leaf)) if is_scalar_like(leaf) else id(leaf)
 
 
@@ -170,6 +171,7 @@ def leaf_arguments(leaves: list) -> dict[str, RemoteTensor]:
 
 def names_of(entry: StateSnapshot, prepared: list, drawn: list[RemoteTensor]) -> dict[int, str]:
     """Id of a tensor from before the call -> its path in Python, its place among arguments or among drawn tensors."""
+    # Reversed, so that the first path of a tensor that has several wins. An argument's place wins over its path in state
     names = {tensor._ref.id: path for path, tensor in reversed(list(entry.tensors()))}
     names.update({t._ref.id: f"argument {k}" for k, t in enumerate(prepared) if isinstance(t, RemoteTensor)})
     names.update({t._ref.id: f"drawn tensor {k}" for k, t in enumerate(drawn)})
@@ -188,6 +190,9 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
         if not isinstance(leaf, torch.Tensor):
             continue
         if isinstance(leaf, RemoteTensor):
+            # The first recording reads every remote argument in place. In the second, an
+            # argument that is another tensor than in the first one varies: it gets a copy,
+            # which a replay can fill. One that is the same tensor is read in place by replays
             if last is None or last.had(k, leaf) or k in sharing:
                 continue
             if not leaf.requires_grad and is_leaf(leaf) and leaf.grad is not None:  # which a copy would lack
@@ -224,6 +229,7 @@ def recorded_results(results: Any, tape: CallRecording, whole: Mapping[int, Any]
         return without_graph
     tape.recorder.flush()
     for k, tensors in given.items():
+        # Without the graph, a backward pass of the caller would not reach its argument. Python then runs at each call
         if tape.detaches and (tape.loses_graph() or leads_to(results, tensors)):
             tape.refuse_program(f"results have a graph that leads to argument {k}{INSIDE}")
             return results
@@ -241,9 +247,11 @@ def returned_objects(
     found = {id(thing): thing for thing in mutable_containers(results)}
     others = [leaf for leaf in tree_leaves(results) if not is_scalar_like(leaf) and not isinstance(leaf, _COMPARED)]
     whole: dict[int, Any] = {key: ContainerArgument(containers.paths[key]) for key in found if key in containers.paths}
+    # The common case needs no second walk of Python state
     if len(whole) == len(found) and not others:
         return whole
     before, now = _objects(entry, roots), _objects(snapshot(roots), roots)
+    # State that is there after the call is returned as it is, and the loop below refuses what the call made or let go
     for key in [key for key in found if key in now and key not in whole]:
         whole[key] = found[key]
     for key, thing in found.items():
@@ -273,21 +281,30 @@ def side_effect(entry: StateSnapshot, leaving: StateSnapshot, first: int) -> Dif
     before = {item.path: item for item in entry.items}
     after = {item.path: item for item in leaving.items}
     states = {id(holder) for o in entry.optimizers for holder in (o.state, *o.state.values())}
+    # Containers that are empty before and after the call: a new empty one in its place, as of `self.hooks = {}`, is no change
     empty = {path for _, n, path in entry.lengths if not n} & {path for _, n, path in leaving.lengths if not n}
+
+    # Values: a path that appears or vanishes, then one whose value differs
     for path in [*before, *after]:
         if path not in after or path not in before:
             return Difference("", _explain_entry(path, after.get(path) or before[path], path in after, states))
         old, new = before[path], after[path]
         if isinstance(new.value, RemoteTensor):
+            # A tensor that the call has made may be left here: loop_carried and take_made see to it.
+            # To swap references to tensors from before the call is a side effect, which no replay has
             if new.value is not old.value and new.value._ref.id < first:
                 return Difference(
                     "", f"the function assigns to {path} a tensor from before the call; copy_() into the old one instead"
                 )
         elif not unchanged(old.value, new.value) and not (path in empty and type(old.value) is type(new.value)):
             return Difference("", f"the function changes {path} from {_short(old.value)} to {_short(new.value)}{OUTSIDE}")
+
+    # Objects that change in place: arrays, sets, generators
     for path, (_, then) in entry.fingerprints.items():
         if path not in leaving.fingerprints or leaving.fingerprints[path][1] != then:
             return Difference("", f"the function changes {path}{OUTSIDE}")
+
+    # Tensors that are the same object, with other memory, requires_grad or hooks
     for path, (tensor, then) in entry.identities.items():
         if tensor_identity(tensor) != then:
             text = f"the function changes memory, requires_grad or hooks of {path}{OUTSIDE}; to set values, use copy_()"
@@ -311,6 +328,7 @@ def optimizer_settings(entry: StateSnapshot) -> dict[str, tuple[dict, str, Any]]
     """Values in the param_groups of optimizers: path -> group, key and value."""
     groups = [group for optimizer in entry.optimizers for group in optimizer.param_groups]
     holders = {id(group): group for group in groups}
+    # A tuple in a group, such as Adam's betas, is a holder of its own on the walk: its items belong to the group too
     holders |= {id(value): group for group in groups for value in group.values() if isinstance(value, tuple)}  # betas
     return {
         item.path: (holders[id(item.holder)], item.key, item.value)
@@ -352,13 +370,17 @@ def loop_carried(
 
     Such a path is a loop-carried value: the made tensor takes the place of the read one. With a Difference there are none.
     """
+    # Example: `self.average = 0.9 * self.average + x` reads %5 at the path self.average and leaves
+    # %40 there, which gives the pair (5, 40). Each replay reads the last one's %40 as its %5
     reads, makers = now.tape.reads(), now.tape.makers()
     after = {path: tensor._ref.id for path, tensor in leaving.tensors()}
     pairs: dict[int, int] = {}
     for path, tensor in entry.tensors():
         old, new = tensor._ref.id, after.get(path)
+        # Gradients are carried by LeafGradient, which also knows when there is none
         if old == new or old not in reads or path.endswith(".grad"):
             continue
+        # Two paths of one tensor have to lead to one new tensor: an id that is read can be replaced by one other only
         if new is None or new not in makers or pairs.get(old, new) != new:
             text = f"the function reads {path} and leaves a tensor there that it did not make alone; copy_() into the old one"
             return [], Difference("", text)
@@ -371,6 +393,7 @@ def gradients(entry: StateSnapshot, leaving: StateSnapshot, reads: dict) -> list
     before = {id(leaf): entry.grads.get(path) for path, leaf in entry.leaves}
     rows = []
     for _, leaf in leaving.leaves:
+        # No op reads a gradient that zero_grad() has dropped: a replay does not need its values
         start = before.get(id(leaf))
         read = start if start is not None and start._ref.id in reads else None
         rows.append(LeafGradient(leaf, start is not None, memory_of(read), memory_of(leaf.grad)))
@@ -396,12 +419,13 @@ def make_capturable(optimizer: torch.optim.Optimizer) -> bool:
     """Keep step counts on the device, where the optimizer can, and not in Python. Returns whether anything changed."""
     changed = False
     for group in optimizer.param_groups:
-        remote = [p for p in group["params"] if isinstance(p, RemoteTensor)]
+        remote = [parameter for parameter in group["params"] if isinstance(parameter, RemoteTensor)]
         if not remote or group.get("capturable", True) or group.get("fused"):
             continue
+        # A step count in Python would be another number at each call, and so prevent every program of the optimizer's step
         group["capturable"] = changed = True
-        for p in remote:
-            step = optimizer.state.get(p, {}).get("step")
+        for parameter in remote:
+            step = optimizer.state.get(parameter, {}).get("step")
             if isinstance(step, torch.Tensor) and not isinstance(step, RemoteTensor):
-                optimizer.state[p]["step"] = step.to(p.device)
+                optimizer.state[parameter]["step"] = step.to(parameter.device)
     return changed

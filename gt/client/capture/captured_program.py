@@ -72,6 +72,7 @@ class CapturedProgram:
 
     def mismatch(self, leaves: list) -> str:
         """The reason why the program cannot serve a call with the same key, or "". What it draws on the CPU is drawn then."""
+        # From cheap to dear. What is drawn on the CPU comes last: a draw moves the generator, and has to be undone if refused
         for k, (tensor, number) in self.same.items():
             if leaves[k] is not tensor or tensor._ref.id != number:
                 return f"argument {k} is another tensor than in the recorded call"
@@ -87,6 +88,7 @@ class CapturedProgram:
 
         given: args and kwargs of the call; leaves: their leaves.
         """
+        # Fill the inputs of the program: arguments, random numbers of the CPU, gradients
         recorder, copy = self.recorder, _COPY
         for k, target in self.inputs.items():
             source = leaves[k]
@@ -94,9 +96,13 @@ class CapturedProgram:
         if self.host_draws is not None:
             for target, drawn in zip(self.host_draws.inputs, self.host_draws.values, strict=True):
                 call(copy, (target, upload(drawn)))
+
+        # Then leave to their holders the objects whose memory this replay writes
         self.grads.fill()
         for made in self.made:
             made.leave()
+
+        # Launch. Random ops of the program count on from the generator's state, as eager ones would
         recorder.uploaded.clear()  # the program may write to any of them
         state, seed = random._State, random.initial_seed()
         counter = state.counter
@@ -105,6 +111,8 @@ class CapturedProgram:
         self.replays += 1
         if self.replays == 1:
             recorder.session.compiles = True
+
+        # Hand the results to leaves, written arguments and the caller. These copies follow the launch in the op stream
         self.grads.set()
         if self.written or self.memory.required:
             write_back(leaves, self.inputs, self.written, self.memory.required)

@@ -188,21 +188,23 @@ class CompiledFunction(Generic[P, R]):
         key = (tree, *map(key_of, leaves), *modes())
         mismatch = viewed = ""
         with recorder.turns:
-            for n, program in enumerate(self._programs if recorder.tape is None else ()):
+            # Another thread may have begun a tape before this one had its turn: no replay within a recording
+            for place, program in enumerate(self._programs if recorder.tape is None else ()):
                 if program.recorder is not recorder or program.key != key:
                     continue
                 mismatch = program.mismatch(leaves)
                 if mismatch.startswith(VIEWED):
                     viewed = mismatch
                 if not mismatch:
-                    if n:
-                        self._programs.insert(0, self._programs.pop(n))
+                    if place:
+                        self._programs.insert(0, self._programs.pop(place))
                     if spans.current is None:
                         return program.replay(leaves, (args, kwargs))
                     with spans.span(f"replay {self._name}", program=program.number):
                         return program.replay(leaves, (args, kwargs))
         if self._programs:
             self._why = mismatch or why_key_differs(self._programs[0].key, key)
+        # One call is recorded at a time: a second thread's would be mixed into the tape
         if not recorder.capturing.acquire(blocking=False):
             return self._run_within(recorder, leaves, tree, (args, kwargs))
         try:
@@ -564,6 +566,7 @@ class CompiledFunction(Generic[P, R]):
             self._futile_calls, self._next_eager_calls = MAX_FUTILE_CALLS, MAX_EAGER_CALLS
         if self._futile_calls < MAX_FUTILE_CALLS:
             return
+        # After the pause two more calls are recorded, enough to agree, before the next pause, twice as long
         self._futile_calls, self._eager_calls = MAX_FUTILE_CALLS - 2, self._next_eager_calls
         self._next_eager_calls = min(2 * self._next_eager_calls, MAX_EAGER_CALLS)
         reason = self._reasons[-1] if self._reasons else "no two calls agreed"
@@ -578,7 +581,7 @@ class CompiledFunction(Generic[P, R]):
     def _add_reason(self, reason: str) -> None:
         """Keep a reason, the newest last. Changes of one value are one reason, not one a step."""
         kind = _CHANGE.sub("", reason)
-        others = [r for r in self._reasons if _CHANGE.sub("", r) != kind]
+        others = [text for text in self._reasons if _CHANGE.sub("", text) != kind]
         self._reasons = [*others[1 - MAX_REASONS :], reason]
 
 

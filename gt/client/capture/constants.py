@@ -56,6 +56,7 @@ class ArgumentRead:
 
     def violation(self, value_of: Callable[[int], torch.Tensor | None]) -> str:
         """The reason why a replay would differ, or "". value_of: the value of the argument at a place, None if not known."""
+        # The arguments of this call, then the recorded ops on them
         values: dict[int, torch.Tensor] = {}
         for number, place in self.arguments.items():
             value = value_of(place)
@@ -113,6 +114,7 @@ class Constants:
                 op, constants = self._makers[number]
                 for operand in op.ins:
                     need(operand)
+                # After its operands: ops are in an order in which they can be executed
                 ops[id(op)] = op, constants
 
         need(tensor)
@@ -128,6 +130,7 @@ class Constants:
                 self._forget_memory(op.ins[place])
             return
         if varies:
+            # Copied now: an op in place may write the constant later in the call
             others = {i: self._values[i].clone() for i in op.ins if not self.varies(i)}
             self._makers.update(dict.fromkeys(op.outs, (op, others)))
         self._values.update(zip(op.outs, results, strict=False))
@@ -143,6 +146,7 @@ class Constants:
         written = self._values.get(tensor)
         if written is None:
             return
+        # The folded tensors are real ones on the CPU: views of one memory are views here, too
         self._values = {i: value for i, value in self._values.items() if not _share_memory(value, written)}
         self._places = {i: place for i, place in self._places.items() if i in self._values}
         self._makers = {i: op for i, op in self._makers.items() if i in self._values}

@@ -61,6 +61,7 @@ def backend_lines(session: Session, program: int, asked: str) -> list[str]:
 
 def compilation_lines(plans: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Seconds that compiled code took on the slowest worker. plans: by name of a worker, as it reports them."""
+    # Each plan reports three times: to generate code, to compile kernels, and in first calls. Summed per worker by column
     seconds = {
         name: [sum(column) for column in zip(*(plan.get("seconds") or [0, 0, 0] for plan in of))] for name, of in plans.items()
     }

@@ -42,6 +42,8 @@ class FragmentTape:
 
     def take_batch(self, code: list, frames: list, freed: list[int]) -> tuple[list, list[int]]:
         """The batch as a fragment behind its uploads. Returns it, and the ids that may be freed behind it."""
+        # A fragment in the op stream: uploads, then FRAGMENT slot call backend seed counter length, its ops, END_FRAGMENT
+        # count ids. Seed and counter are those before its first op, so that random ops are compared from there
         uploads, self._uploads = self._uploads, []
         (seed, counter), self._random = self._random, (random.initial_seed(), random._State.counter)
         if not code:

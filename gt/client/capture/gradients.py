@@ -58,6 +58,8 @@ class NamedMemory:
 
     def leave(self) -> None:
         """Leave the object to its holders, with memory of its own that has the same values."""
+        # GT's new object takes over the memory, and the old object gets a copy: programs know the memory
+        # by its id, which must stay with GT, while whoever holds the old object must see no replay
         old = self.tensor
         self.tensor = make(old._ref.meta, old._ref)
         rebind(old, call(_CLONE, (self.tensor,)))
@@ -82,6 +84,7 @@ def _names(tensor: RemoteTensor) -> int:
 def _alone() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Counts of a tensor that nobody else has: Python's and C++'s references, and names of its memory; then as a .grad."""
     names = _names(SimpleNamespace(_ref=object()))  # type: ignore[arg-type]
+    # Measured, not written down: the number of references that an idle tensor has differs between versions of Python and torch
     memory = NamedMemory(torch.zeros(1, device="cpu"))  # type: ignore[arg-type]
     free = getrefcount(memory.tensor), memory.tensor._use_count(), names  # type: ignore[attr-defined]
     parameter = torch.zeros(1, device="cpu").requires_grad_()
@@ -111,18 +114,26 @@ class LeafGradient:
 
     def mismatch(self) -> str:
         """The reason why the gradient that the leaf has now prevents a replay, or ""."""
+        # Cases by (read, left): (None, m) a backward pass after zero_grad(); (m, m) one that adds to m in
+        # place; (m, n) the sum of m and more in a new tensor; (m, None) a step that ends with zero_grad()
         grad, read, left = self.leaf.grad, self.read, self.left
         if (grad is not None) != self.had:
             then, now = ("a gradient", "none") if self.had else ("no gradient", "one")
             return f"a parameter of shape {list(self.leaf.shape)} had {then} when the step was recorded, and has {now} now"
+
+        # The leaf may have a gradient of another program or of eager ops: fill() then copies it into the memory that is read
         filled = read is not None and grad is not read.tensor
         here = left is not None and grad is left.tensor
         grad = None  # no reference that would be counted
+
+        # The replay writes this memory anew. Its object can be left to a holder with a copy, but a view of it cannot be moved
         if left is not None and left is not read:
             holder = left.holder(here)
             if holder == VIEW:
                 return self._viewed()
             self.kept = holder == OBJECT
+
+        # fill() writes to the memory that is read. Where the replay adds in place, the leaf's own object moves there as well
         if filled and (read.holder(False) == VIEW or (left is read and self._other().holder(True) == VIEW)):  # type: ignore[union-attr]
             return self._viewed()
         return ""
@@ -145,11 +156,15 @@ class LeafGradient:
         if self.kept and left is not None:
             left.leave()
             self.kept = False
+
+        # The leaf has another gradient object than the one that the program reads: copy its values in
         if read is not None and grad is not read.tensor:
             grad = None  # no reference that would be counted
             if read.holder(False) == OBJECT:
                 read.leave()
             call(_COPY, (read.tensor, self.leaf.grad))
+            # Torch would add in place, and whoever holds the gradient
+            # would see the sum: its object moves to the memory of the sum
             if left is read and (other := self._other()).holder(True) == OBJECT:
                 _adopt(read, other)
             return left is None or self.leaf.grad is not left.tensor
@@ -172,7 +187,10 @@ class LeafGradients:
         self._leaves = [row.leaf for row in rows]
         self._left = [row.left or _NO_MEMORY for row in rows]
         self._made = [row.left for row in rows if row.left is not None and row.left is not row.read]
+        # A leaf has a gradient after a replay exactly if it had one before. Where that
+        # is already the object which the replay leaves, nothing is to be filled or set
         self._keeps = all(row.had is (row.left is not None) and row.read in (None, row.left) for row in rows)
+        # The step begins after zero_grad(): no leaf has a gradient, and the replay sets all of them
         self._begins = not any(row.had or row.read is not None for row in rows)
         self._unset = self._together = False  # which of the two mismatch() has found
         self._changed: list[LeafGradient] = []
@@ -287,6 +305,7 @@ def take_made(leaving: StateSnapshot, first: int) -> list[MadeState]:
     others = []
     for item in leaving.items:
         tensor = item.value
+        # Leaves of autograd are no such state: the guard compares their identity, and gradients() follows their .grad
         own = isinstance(tensor, RemoteTensor) and not isinstance(tensor, RemoteSparse) and id(tensor) not in leaves
         if own and item.settable() and (_ref(tensor).id >= first or find_memory(tensor)):
             items.setdefault(id(tensor), []).append(item)
@@ -295,6 +314,7 @@ def take_made(leaving: StateSnapshot, first: int) -> list[MadeState]:
     made = []
     for same in items.values():
         memory = memory_of(same[0].value)
+        # Another object names this memory already: the guard compares the place as any other
         if memory.tensor is not same[0].value:  # type: ignore[union-attr]
             others += same
             continue
@@ -352,6 +372,7 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 def _held(leaf: Any) -> Iterator[torch.Tensor]:
     """The tensors of an argument: itself, or those in the attributes of an object, such as a dataclass of a batch."""
+    # Breadth first with a limit: an object of the user may lead to the whole program
     queue, seen = deque([leaf]), 0
     while queue and seen < MAX_OBJECTS_PER_ARGUMENT:
         thing, seen = queue.popleft(), seen + 1
@@ -368,6 +389,7 @@ def _held(leaf: Any) -> Iterator[torch.Tensor]:
 
 def leads_to(results: Any, tensors: Iterable[torch.Tensor]) -> bool:
     """True if a graph leads from results to one of these tensors, and no backward pass has freed it."""
+    # A leaf ends the graph in its AccumulateGrad node, whose `variable` it is; any other tensor is known by its own node
     leaves = {id(tensor) for tensor in tensors}
     ends = {tensor.grad_fn for tensor in tensors} - {None}
     queue = [t.grad_fn for t in tree_leaves(results) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
@@ -384,6 +406,7 @@ def leads_to(results: Any, tensors: Iterable[torch.Tensor]) -> bool:
 
 def _freed(node: torch.autograd.graph.Node) -> bool:
     """True if a backward pass can no longer use what this node has saved: it is freed, or has been changed since."""
+    # Torch has no query for it; to read a saved tensor of a freed node raises RuntimeError
     try:
         for name in dir(node):
             if name.startswith("_saved_") or name == "saved_tensors":
@@ -401,6 +424,7 @@ class DifferentiatedArguments:
 
     def obstacle(self, leaves: list) -> str:
         """The reason why no program can serve a call, as an argument is a new tensor at each call; or ""."""
+        # Weak references: to keep the last call's batch would keep its memory
         places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor) and leaf.requires_grad]
         last = self._last
         self._last = {k: weakref.ref(leaves[k]) for k in places}

@@ -115,6 +115,7 @@ class HostDraws:
         if operand is None and len(self._operands) == 1 and self._operands[0].dtype != host.dtype:
             operand = self._operands[0]  # uploaded in another dtype
         name = self._name(operand)
+        # Not on the tape: a value from before the call, or computed by other means. The caller uploads it as any other
         if operand is None or type(name) is not _Result or operand.shape != host.shape:
             return None
         self._operands = [x for x in self._operands if x is not operand]
@@ -122,6 +123,7 @@ class HostDraws:
         self.rows.append(_Row(_COPY, (name,), {"dtype": host.dtype}, False, {_address(operand)}, set(), None))
         number = len(self._uploads)
         self._uploads.append(_Result(len(self.rows) - 1, 0))
+        # The call before had fewer uploads: nothing is predicted for this one, so the call is no program, but the next may be
         if number >= len(self.inputs):
             return None
         predicted, tensor = self.predicted[number], self.inputs[number]
@@ -140,6 +142,9 @@ class HostDraws:
             if depends and self._operands:
                 self.refuse(f"{op} reads {DRAWN}: draw them with device='remote', or pass them as an argument")
             return
+
+        # The row: tensors that earlier rows made by their names, others themselves. A draw from a
+        # generator of the user is no draw here: the generator is state, which the guard compares
         draws = torch.Tag.nondeterministic_seeded in op.tags and not any(isinstance(x, torch.Generator) for x in leaves)
         reads, writes = set(map(_address, operands)), set(map(_address, results))
         if op._schema.is_mutable:  # all operands: a tape that is longer than it has to be does no harm
@@ -148,12 +153,16 @@ class HostDraws:
         value = None if results or result is None else result
         names, options = tree_map(self._name, (args, kwargs))
         self.rows.append(_Row(op, names, options, draws, reads, writes, value))
+
+        # Names for the results. A result in the memory of an operand is a view, or was written in place
         before = set(reads)
         for output, tensor in enumerate(results):
             if isinstance(self._name(tensor), torch.Tensor):
                 self._made[id(tensor)] = weakref.ref(tensor), _Result(number, output)
                 if _address(tensor) not in before:
                     self._storages[_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+
+        # Values that depend on a draw may be written only to memory that the call has made: the tape writes nothing else
         if draws or depends:
             if not writes <= self._storages.keys():
                 self.refuse(f"{op} writes {DRAWN} into a tensor from before the call")
@@ -172,12 +181,17 @@ class HostDraws:
         uploaded = self._filled < len(self._uploads)  # the session may keep the memory of an upload, and the call is no program
         if not uploaded and any(not self._storages[address].expired() for address in self._drawn & self._storages.keys()):
             self.refuse(f"the function keeps {DRAWN}")
+
+        # Backward from the rows that count: draws, values that Python has read, uploads. A
+        # row stays if it writes memory that a later row needs, or makes an operand of one
         needed, makers = set(self._drawn), {name.row for name in self._uploads}
         for n, row in reversed(list(enumerate(self.rows))):
             row.value = row.value if row.reads & self._drawn else None
             if row.draws or row.writes & needed or row.value is not None or n in makers:
                 makers |= {n, *[x.row for x in row.operands() if type(x) is _Result]}
                 needed |= row.reads
+
+        # Number the rows that stay anew, in the results that they name too
         places = {n: place for place, n in enumerate(sorted(makers))}
         self.rows = [self.rows[n] for n in places]
         for row in self.rows:
@@ -188,6 +202,8 @@ class HostDraws:
         self.predicted = []
         self._made.clear()
         self._storages.clear()
+
+        # A draw of which torch saw no op would be missing on the tape, and the generator would show it
         if not self.obstacle and not self._draws_all():
             self.refuse(f"the function draws {DRAWN} by other means than ops of torch")
 
@@ -244,6 +260,7 @@ class HostDraws:
             args = [tree_map(resolved, x) if type(x) is list else resolved(x) for x in row.args]
             kwargs = {key: resolved(x) for key, x in row.kwargs.items()} if row.kwargs else {}
             result = row.op(*args, **kwargs)
+            # A value that is not equal to itself is NaN, and one NaN is like another
             if row.value is not None and result != row.value and (result == result or row.value == row.value):
                 return False
             results.append(result if isinstance(result, (tuple, list)) else (result,))

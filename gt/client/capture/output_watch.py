@@ -35,6 +35,7 @@ class OutputWatch:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        # A name that the function itself has replaced in the call stays as it is
         for owner, name, original, wrapper in reversed(self._patches):
             if vars(owner).get(name) is wrapper:
                 setattr(owner, name, original) if original is not None else delattr(owner, name)
@@ -54,6 +55,7 @@ class OutputWatch:
             self._patches.append((owner, name, original, noting))
 
     def _note(self, frame: FrameType | None, what: str, of_libraries: bool) -> None:
+        # Logger.info and others call handle(): the caller of interest is the first one outside of logging
         while frame is not None and frame.f_globals.get("__name__") == "logging":
             frame = frame.f_back
         if frame is not None and (of_libraries or not is_library(frame.f_globals.get("__name__"))):

@@ -90,6 +90,7 @@ class CallRecording:
 
     def take_batch(self, code: list, frames: list, freed: list[int]) -> tuple[list, list[int]]:
         """Parse a batch of the op stream. Returns the batch, and the ids among `freed` that may be freed now."""
+        # A row of the op stream: template, origin, ids of operands, scalars, ids of results
         before = len(self.ops)
         for template, at in client_ops(code, self.recorder.templates):
             origin, ins = code[at + 1], at + 2
@@ -97,6 +98,7 @@ class CallRecording:
             outs = scalars + template.values
             values = code[scalars:outs]
             if template.op == "gt.upload.default":
+                # The scalar numbers a frame of the batch. A negative one stands for a large upload, whose data is in no frame
                 values = [frames[values[0]] if values[0] >= 0 else b""]
                 if code[scalars] < 0:
                     self.refuse("the function uploads more than 256 KiB of data; pass the data as an argument", origin)
@@ -106,6 +108,7 @@ class CallRecording:
 
     def defer(self, freed: list[int]) -> list[int]:
         """Hold back ids from before the call, which the dispatcher may still need for it; returns the others."""
+        # Ids are handed out in order, so that a lower one is from before the call
         self._deferred += [i for i in freed if i < self.first]
         return [i for i in freed if i >= self.first]
 
@@ -139,9 +142,13 @@ class CallRecording:
         value = self._constants.value(self.ops, number)
         if value is not None and not self._constants.varies(number):
             return value
+
+        # A choice by arguments becomes a guard that each replay computes
         if value is not None and not self.strict:
             self.argument_reads.append(self._constants.read(number))
             return value
+
+        # Any other read prevents a program. A library that asks first takes another way if it may not read: record once more
         where = self.origins.where(self.origins.here())
         if self._was_asked and not self.strict:
             self.strict_next = True
@@ -169,6 +176,7 @@ class CallRecording:
     def finish(self) -> None:
         """End the call: ops of other threads prevent a program, and CPU tensors that it uploaded and that are still alive."""
         if self.shared:
+            # First of all, since it explains reasons that other threads' ops have caused
             self.prevents.insert(0, Difference("", SHARED))
         for source, where in self._sources:
             if not source.expired():
@@ -183,16 +191,16 @@ class CallRecording:
 
     def makers(self) -> dict[int, tuple[int, int]]:
         """Id of a tensor -> (op, output) that made it."""
-        return {i: (n, k) for n, op in enumerate(self.ops) for k, i in enumerate(op.outs)}
+        return {i: (number, output) for number, op in enumerate(self.ops) for output, i in enumerate(op.outs)}
 
     def reads(self) -> dict[int, int]:
         """Id of a tensor from before the call that it reads or writes -> the first op that does."""
         own: set[int] = set()
         first_uses: dict[int, int] = {}
-        for n, op in enumerate(self.ops):
+        for number, op in enumerate(self.ops):
             for i in op.ins:
                 if i not in own:
-                    first_uses.setdefault(i, n)
+                    first_uses.setdefault(i, number)
             own.update(op.outs)
         return first_uses
 
@@ -212,17 +220,19 @@ def difference(a: CallRecording, b: CallRecording, names_a: dict[int, Any], name
 
     names_a, names_b: id of a tensor from before the call -> its path, which is the same in both.
     """
+    # Ids differ in any two calls. A tensor is compared by (op, output) that made it, or by its path
     made_a, made_b = a.makers(), b.makers()
     where = b.origins.where
-    for n, (old, new) in enumerate(zip(a.ops, b.ops, strict=False)):
+    for number, (old, new) in enumerate(zip(a.ops, b.ops, strict=False)):
+        # A kind of call has one template, so that identity tells
         if old.template is not new.template or old.origin != new.origin:
-            text = f"op {n} differs from the call before: {_describe_change(old, new, b.origins)}"
+            text = f"op {number} differs from the call before: {_describe_change(old, new, b.origins)}"
             return Difference(where(new.origin), text + SAME)
-        for k, (i, j) in enumerate(zip(old.ins, new.ins, strict=True)):
+        for place, (i, j) in enumerate(zip(old.ins, new.ins, strict=True)):
             was, now = (made_a.get(i) or names_a.get(i)), (made_b.get(j) or names_b.get(j))
             if was != now:
                 names = f"{_describe_tensor(now)}, and was {_describe_tensor(was)}"
-                return Difference(where(new.origin), f"operand {k} of {new.name} is {names} in the call before")
+                return Difference(where(new.origin), f"operand {place} of {new.name} is {names} in the call before")
         changed = _changed_scalars(a, b, old, new)
         if changed is not None:
             return Difference(where(new.origin), changed)
@@ -267,6 +277,7 @@ def _changed_scalars(a: CallRecording, b: CallRecording, old: RecordedOp, new: R
     """Describe scalars or data that differ; counters of random numbers are compared from the start of each call."""
     pairs = list(zip(old.values, new.values, strict=True))
     if old.template.op in RANDOM:
+        # A random op ends with its seed and counter
         (seed_a, seed_b), (counter_a, counter_b) = pairs[-2:]
         del pairs[-2:]
         drawn = max(seed_a, seed_b) >= 0  # attention without dropout draws nothing: its seed is negative
@@ -274,10 +285,12 @@ def _changed_scalars(a: CallRecording, b: CallRecording, old: RecordedOp, new: R
             return f"{new.name} draws from a generator of its own, which a replay does not have: leave generator= out"
         if drawn and counter_a - a.counter != counter_b - b.counter:
             return f"{new.name} draws other random numbers, as the function seeds the generator: seed it outside the function"
-    for x, y in pairs:
-        if isinstance(x, bytes):
-            if x != y:
+    for was, now in pairs:
+        if isinstance(was, bytes):
+            if was != now:
                 return "the data that the function uploads here differs from call to call; pass it as an argument"
-        elif type(x) is not type(y) or repr(x) != repr(y):  # the sign of zero counts, and one NaN is like another
-            return f"a number in {new.name} was {x!r} and is {y!r}, which a replay would not see: pass it as a remote tensor"
+        elif type(was) is not type(now) or repr(was) != repr(now):  # the sign of zero counts, and one NaN is like another
+            return (
+                f"a number in {new.name} was {was!r} and is {now!r}, which a replay would not see: pass it as a remote tensor"
+            )
     return None

@@ -125,9 +125,11 @@ def snapshot(roots: dict[str, Any]) -> StateSnapshot:
     """
     used: set[str] = set()
     while True:
+        # Names grow with each walk, and are finite: the loop ends when a walk meets no code that names more
         walker = StateWalker(roots, used)
         state = walker.run()
         state.names = walker.names
+        # Code with getattr() and the like may read any attribute, so all of them count
         if walker.names & _DYNAMIC_ACCESS:
             state = StateWalker(roots, None).run()
             state.names = walker.names
@@ -177,6 +179,7 @@ class StateWalker:
         elif not self._visit_code(path, thing):
             self._visit_value(path, thing)
         if not isinstance(thing, (type, types.ModuleType, types.MethodType)):
+            # A function that functools.wraps has wrapped is user code, even if the wrapper is a library's
             wrapped = getattr(thing, "__dict__", {}).get("__wrapped__")  # lru_cache, gt.compile
             if wrapped is not None:
                 self._queue.append((path, wrapped))
@@ -186,17 +189,18 @@ class StateWalker:
             self._visit_dict(path, thing)
         elif isinstance(thing, (list, tuple, deque)):
             self._add_length(path, thing)
-            for n, value in enumerate(list(iter(thing))):  # list(thing) would call its __len__
-                self._add_item(f"{path}[{n}]", thing, n, False, value)
+            for index, value in enumerate(list(iter(thing))):  # list(thing) would call its __len__
+                self._add_item(f"{path}[{index}]", thing, index, False, value)
         elif isinstance(thing, functools.partial):
             self._queue.extend([(path, thing.func), (path, thing.args), (path, thing.keywords)])
         else:  # a set
+            # The order of a set says nothing. An empty one is compared by its length alone, as any empty container
             if thing:
                 self._add_fingerprint(path, thing)
             else:
                 self._add_length(path, thing)
-            for n, value in enumerate(list(thing)):
-                self._queue.append((f"{path}[{n}]", value))
+            for index, value in enumerate(list(thing)):
+                self._queue.append((f"{path}[{index}]", value))
 
     def _visit_code(self, path: str, thing: Any) -> bool:
         """Visit a function, method, class, module or weak reference; False for any other object."""
@@ -225,15 +229,17 @@ class StateWalker:
 
     def _visit_dict(self, path: str, thing: Any) -> None:
         self._add_length(path, thing)
+        # The order of keys decides the order of ops, but in libraries'
+        # own tables, as an optimizer's state, where code looks keys up
         if id(thing) in self._unordered:
             self._unordered.update(id(value) for value in thing.values() if isinstance(value, dict))
         elif len(thing) > 1:
             self.snapshot.orders.append((path, thing, list(map(id, thing))))
-        for n, (key, value) in enumerate(list(dict.items(thing) if isinstance(thing, dict) else thing.items())):
-            name = repr(key) if is_scalar_like(key) else str(n)
+        for index, (key, value) in enumerate(list(dict.items(thing) if isinstance(thing, dict) else thing.items())):
+            name = repr(key) if is_scalar_like(key) else str(index)
             self._add_item(f"{path}[{name}]", thing, key, False, value)
             if not is_scalar_like(key) and not isinstance(key, torch.Tensor):
-                self._queue.append((f"{path} key {n}", key))
+                self._queue.append((f"{path} key {index}", key))
 
     def _add_fingerprint(self, path: str, thing: Any) -> None:
         if isinstance(thing, np.ndarray) and thing.nbytes > MAX_COMPARED_BYTES and not thing.flags.writeable:
@@ -285,6 +291,8 @@ class StateWalker:
             except ValueError:  # empty
                 continue
         self._queue.append((f"{path or function.__qualname__}'s attributes", function.__dict__))
+
+        # A library's code is assumed not to change. Its closure was walked above: it may hold a user's function
         if is_library(function.__module__):
             return
         for name in ("__defaults__", "__kwdefaults__", "__code__"):
@@ -292,10 +300,13 @@ class StateWalker:
             self.snapshot.items.append(StateItem(f"{path or function.__qualname__}.{name}", function, name, True, value))
             if name != "__code__" and value:
                 self._queue.append((f"{path or function.__qualname__}.{name}", value))
+
+        # Globals that the code names, and the names for later walks
         names = _names(function.__code__)
         self.names |= names
         if names & _ENVIRONMENT:
             self._queue.append(("os.environ", env.every_variable()))
+        # First the cheap test by names, which include attributes; disassembly then tells which names are globals
         named = names & function.__globals__.keys()
         for name in sorted(named & _globals(function.__code__) if named else ()):
             self._add_item(name, function.__globals__, name, False, function.__globals__[name])
@@ -322,6 +333,7 @@ class StateWalker:
                 if name in ("__init__", "__new__") and self.used is not None and cls.__name__ not in self.used:
                     continue  # no user code makes instances
                 self.snapshot.items.append(StateItem(f"{path}.{name}", vars(cls), name, False, value))
+                # The functions in classmethod, property, cached_property and wrappers: descriptors hide them from the walk
                 for part in ("__func__", "fget", "fset", "func", "__wrapped__"):
                     inner = getattr(value, part, None) if not isinstance(value, (type, types.FunctionType)) else None
                     if isinstance(inner, types.FunctionType):
@@ -355,7 +367,11 @@ class StateWalker:
         module = isinstance(thing, torch.nn.Module)
         if is_installed(type(thing).__module__):
             self._library_state.update(map(id, own.values()))
+        # Library code is not walked, so it is not known which attributes it names: where it knows the object, all count
         every = self.used is None or has_library_base(type(thing)) or id(thing) in self._library_state
+
+        # A module's children are at `model.layer`, not at `model._modules['layer']`, in paths that a user reads.
+        # Its empty tables of hooks are compared by length alone: a model has a dozen of them for each module
         for name, value in list(own.items()):
             if module and name in _CHILD_FIELDS:
                 self._add_length(f"{path}.{name}", value)
@@ -393,6 +409,7 @@ def fingerprint(thing: Any) -> Any:
         return (thing.shape, thing.dtype.str, thing.tobytes() if thing.nbytes <= MAX_COMPARED_BYTES else b"")
     if isinstance(thing, torch.Tensor):
         if thing.device.type != "cpu" or thing.layout is not torch.strided or thing.nbytes > MAX_COMPARED_BYTES:
+            # Not compared by value: torch counts writes in a version. An inference tensor has none
             return (thing.shape, 0 if thing.is_inference() else thing._version)
         return (thing.shape, thing.dtype, bytes(thing.detach().contiguous().view(-1).view(torch.uint8).numpy()))
     if isinstance(thing, (set, frozenset)):

@@ -34,34 +34,39 @@ def record(name: str, args: tuple, outs: Callable[[], tuple[Meta, ...]], seeds: 
     outputs; it is called for a new kind of call only. seeds: seed and counter of a random op, drawn here if None.
     """
     recorder = Current.recorder or current_session.current()
+    # As dispatch.call makes it: metas of tensors, the type of floats, other values as they are, and lengths of lists
     key: list = [name]
     ids: list[int] = []
     values: list[float] = []
     operands = args
     if list in map(type, args):
-        key += [len(a) if type(a) is list else -1 for a in args]
-        operands = tuple(chain.from_iterable(a if type(a) is list else (a,) for a in args))
-    for a in operands:
-        if type(a) is RemoteTensor:
-            ref = a._ref
+        key += [len(argument) if type(argument) is list else -1 for argument in args]
+        operands = tuple(chain.from_iterable(argument if type(argument) is list else (argument,) for argument in args))
+    for argument in operands:
+        if type(argument) is RemoteTensor:
+            ref = argument._ref
             key.append(ref.meta)
             ids.append(ref.id)
-            if ref.pending and a.requires_grad:
-                note_first_use(a, ref)
-        elif isinstance(a, float):
+            if ref.pending and argument.requires_grad:
+                note_first_use(argument, ref)
+        elif isinstance(argument, float):
             key.append(float)
-            values.append(a)
+            values.append(argument)
         else:
-            key.append(a)
+            key.append(argument)
+
+    # A new kind of call defines a template
     entry = _entries.get(tuple(key))
     if entry is None:
-        for a in operands:
-            if isinstance(a, RemoteTensor):
-                current_session.check(a)
+        for argument in operands:
+            if isinstance(argument, RemoteTensor):
+                current_session.check(argument)
         output_metas = outs()
         number = recorder.define(_template(name, args, output_metas))
         entry = _entries[tuple(key)] = (number, output_metas)
     number, output_metas = entry
+
+    # The row, and tensors for its results
     origin = Current.origins.here()
     new = [recorder.new_id() for _ in output_metas]
     if name in RANDOM:
@@ -84,6 +89,7 @@ def _template(name: str, args: tuple, outs: tuple[Meta, ...]) -> Template:
             return T(len(ins) - 1)
         if isinstance(a, float):
             values += 1
+            # `values` begins at 2 for a random op, whose seed and counter are behind the numbers of the call
             return V(values - 1 - 2 * (name in RANDOM))
         return list(map(argument, a)) if type(a) in (list, tuple) else constant(a)
 

@@ -64,7 +64,8 @@ def dispatch(func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     recorder = Current.recorder
     if recorder is None or not args or type(first := args[0]) is not RemoteTensor:
         return call(info, args, kwargs)
-    # The signature of the call, as `call` makes it, and its operand or scalar besides the first
+    # The signature of the call, as `call` makes it, and its operand or scalar besides the first. Example: `x *
+    # 2.0` has the signature (meta of x, float), and 2.0 is a number of the row: `x * 3.0` is the same kind of call
     ref, other = first._ref, None
     if ref.pending and first.requires_grad:
         note_first_use(first, ref)
@@ -87,9 +88,11 @@ def dispatch(func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
         entry = info.cache.get((ref.meta, *args[1:]))
     else:
         return call(info, args)
+    # A new kind of call, or one whose result is more than a tensor: `call` finds out
     if entry is None or entry.mode > FIRST:
         return call(info, args)
     origins, frame, scope = Current.origins, _getframe(1), stack.scope
+    # An origin is known by code and position in it, but for the backward pass, whose ops belong to the forward op's line
     numbers = scope.numbers.get(id(frame.f_code)) if scope.owner is origins and _node() is None else None
     origin = (numbers and numbers.get(frame.f_lasti)) or origins.of_frame(frame)
     recorder.ops += 1
@@ -104,6 +107,7 @@ def dispatch(func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
             recorder.free_ended()
         row = (entry.number, origin, ref.id, number) if other is None else (entry.number, origin, ref.id, other, number)
         code.extend(row)
+        # A view is an inference tensor exactly if its base is, whatever the mode is now
         wrapper, other_kind = entry.wrapper, entry.view and first.is_inference() is not _inference()
         result = new_view(first, *wrapper) if other_kind else new_tensor(*wrapper)
         result._ref = Ref(number, meta, origin, live)
@@ -159,28 +163,30 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
     values: list = []
     put = key.append
     try:
-        for kind, a in zip(info.kinds, args):
-            if type(a) is RemoteTensor:
-                ref = a._ref
+        for kind, argument in zip(info.kinds, args):
+            if type(argument) is RemoteTensor:
+                ref = argument._ref
                 put(ref.meta)
                 ids.append(ref.id)
-                if ref.pending and a.requires_grad:
-                    note_first_use(a, ref)
+                if ref.pending and argument.requires_grad:
+                    note_first_use(argument, ref)
             elif kind == CONST:
-                put(a)
+                put(argument)
             else:
-                collect(kind, a, key, ids, values)
+                collect(kind, argument, key, ids, values)
         if kwargs:
             named = info.named
-            for name, a in kwargs.items():
+            for name, argument in kwargs.items():
                 put(name)
                 kind = named[name]
                 if kind == CONST:
-                    put(a)
+                    put(argument)
                 else:
-                    collect(kind, a, key, ids, values)
+                    collect(kind, argument, key, ids, values)
     except HostOperand:
         return call(info, *upload_operands(info, args, kwargs or {}), extra)
+
+    # The first call of a kind runs shape inference and defines a template; others find its entry
     signature = tuple(key)
     entry = info.cache.get(signature) or new_entry(info, signature, args, kwargs or {})
     if extra:
@@ -188,6 +194,8 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
     origin = Current.origins.here()
     if entry.mode <= FIRST:
         return _record(recorder, entry, args[0] if args else None, ids + values, origin)
+
+    # Ops that check their scalars by value: once for each combination of numbers, since torch's check takes long
     if entry.mode == NUMBERS:
         if (numbers := tuple(values)) not in entry.accepted:
             check_call(info, args, kwargs or {}, entry.metas, recorder.gpus)
@@ -265,11 +273,13 @@ def note_first_use(tensor: RemoteTensor, ref: Ref | Alias) -> None:
     except RuntimeError:  # a view made under no_grad whose base has changed: torch refuses to answer, and nothing needs it
         return
     if node is not None:
+        # A result of autograd: its node learns the line that made it, to which the backward pass's ops belong
         Current.origins.tag(node, ref.pending)
         ref.pending = 0
         return
     if tensor._is_view():  # of a parameter, made under no_grad: it claims to require grad and is no leaf
         return
+    # A leaf: a parameter, declared once. Its home is the line of the first use that autograd sees
     if not ref.home:
         check(tensor)
         Current.recorder.code.extend((PARAM, ref.id))  # type: ignore[union-attr]
@@ -329,6 +339,7 @@ def finish_call(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tu
     recorder.code.extend(row + numbers)
     if entry.mode == ASK:
         recorder.flush()
+        # The one wait of this module: a worker tells the shapes
         output_metas = [metas.of_spec(spec) for spec in recorder.session.describe(numbers)]
     else:
         output_metas = entry.metas
@@ -390,13 +401,14 @@ def _gather(trees: Any, tensors: list[RemoteTensor]) -> None:
 
 def _without_out(info: OpInfo) -> Any:
     """The overload that returns the result instead of writing it to out=. It may take dtype and device besides."""
-    wanted = {(a.name, str(a.real_type)) for a in info.func._schema.arguments if not a.is_out}
+    wanted = {(argument.name, str(argument.real_type)) for argument in info.func._schema.arguments if not argument.is_out}
     packet = getattr(torch.ops.aten, info.name.split(".")[1])
     candidates = []
     for overload in (getattr(packet, name) for name in packet.overloads()):
         arguments = overload._schema.arguments
-        accepted = {(a.name, str(a.real_type)) for a in arguments}
-        if not any(a.is_out for a in arguments) and wanted <= accepted:
+        # The nearest overload: it takes all arguments of this one but out=, and as few more as possible
+        accepted = {(argument.name, str(argument.real_type)) for argument in arguments}
+        if not any(argument.is_out for argument in arguments) and wanted <= accepted:
             candidates.append((len(accepted), overload))
     if not candidates:
         raise UnsupportedOp(
@@ -444,6 +456,7 @@ def _into(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> Any:
             raise as_on_cpu(info, list(args), kwargs, error)
         if target.shape != meta.shape:
             torch.ops.aten.resize_.default(target, list(meta.shape))
+            # As in torch, out= of another shape also gets the strides of a new result
             if target.stride() != meta.stride:
                 offset = target.storage_offset()
                 rebind(target, torch.ops.aten.as_strided.default(target, list(meta.shape), list(meta.stride), offset))

@@ -24,6 +24,7 @@ def fetch(tensor: RemoteTensor) -> torch.Tensor:
     current_session.check(tensor)
     recorder = current_session.current()
     tape = recorder.own_tape()
+    # A recording decides by itself which values are constants: one that is known by chance may be another at the next call
     known = recorder.known_value(tensor) if tape is None or not tape.records else None
     if known is None and tape is not None:
         constant = tape.constant(tensor)
@@ -31,6 +32,8 @@ def fetch(tensor: RemoteTensor) -> torch.Tensor:
         known = constant.clone() if constant is not None else recorder.known_value(tensor) if tape.records else None
     if known is not None:
         return known
+
+    # Wait for the workers' answer
     recorder.flush_ops(asks=True)
     recorder.note_wait()
     meta = tensor._ref.meta
@@ -40,6 +43,7 @@ def fetch(tensor: RemoteTensor) -> torch.Tensor:
         return torch.empty(shape, dtype=kind)
     values = torch.frombuffer(data, dtype=kind).reshape(shape)
     like = tensor._ref.meta
+    # Fetched bytes are in row-major order; a transposed or channels-last tensor has its strides here, too
     if values.stride() == like.stride or tuple(shape) != like.shape:
         return values
     return torch.empty_like(like.stand_in(), device="cpu").copy_(values)
@@ -143,12 +147,12 @@ def fill(info: OpInfo, args: tuple, kwargs: dict) -> Any:
 
 
 def equal(info: OpInfo, args: tuple, kwargs: dict) -> bool:
-    a, b = args
-    if not (isinstance(a, RemoteTensor) and isinstance(b, RemoteTensor)):
-        raise mixed_devices(info, b if isinstance(a, RemoteTensor) else a)
-    if a.shape != b.shape:
+    left, right = args
+    if not (isinstance(left, RemoteTensor) and isinstance(right, RemoteTensor)):
+        raise mixed_devices(info, right if isinstance(left, RemoteTensor) else left)
+    if left.shape != right.shape:
         return False
-    same = call(info_of(aten.eq.Tensor), (a, b))
+    same = call(info_of(aten.eq.Tensor), (left, right))
     return bool(fetch(call(info_of(aten.all.default), (same,))).item())
 
 
@@ -215,6 +219,7 @@ def resize(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     old = target._ref.meta
     if wanted.shape == old.shape:
         return target
+    # Torch keeps the memory where it is large enough. Else memory is new, and begins with the old elements
     keep = min(wanted.numel, old.numel)
     if old.offset + wanted.numel <= _elements_behind(target):
         view = call(info_of(aten.as_strided.default), (target, list(wanted.shape), list(wanted.stride), old.offset))
@@ -244,8 +249,11 @@ def pack(info: OpInfo, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.T
             f"{str(lengths.dtype)[6:]} tensor; try lengths.cpu(), or a list"
         )
     steps = padded.transpose(0, 1) if batch_first else padded
+    # The CPU's kernel computes batch sizes, and checks lengths, from a stand-in with one feature of 1 byte
     like = torch.empty((*steps.shape[:2], 0 if not padded.numel() else 1), dtype=torch.int8)
     sizes = aten._pack_padded_sequence.default(like, lengths, False)[1]
+    # Example: lengths (3, 2, 2) are batch sizes (3, 3, 1): of times 0 and 1 all three sequences, of time 2 the
+    # first alone. Times with one batch size are cut out together, so there are as many parts as different lengths
     parts, start, counts = [], 0, sizes.tolist()
     for time in range(1, len(counts) + 1):
         if time == len(counts) or counts[time] != counts[start]:

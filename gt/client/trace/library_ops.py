@@ -52,6 +52,7 @@ def sample(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     _warn_once("random", f"{info.name} draws on this process's CPU", "samples of normal draws stay on the workers")
     named = {**dict(zip(info.names, args)), **kwargs}
     seed, counter = draw(named.get("generator"))
+    # Mixed by the multiplier of Knuth's 64-bit generator (MMIX): draws of one seed have seeds that are far apart
     named["generator"] = torch.Generator().manual_seed((seed * 6364136223846793005 + counter) % (1 << 63))
     return _on_host(info, (), named)
 
@@ -66,6 +67,7 @@ def _on_host(info: OpInfo, args: tuple, kwargs: dict) -> Any:
             return copies[id(leaf)][1]
         return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type in Shown.types else leaf
 
+    # Execute on copies, each fetched once: an op that gets one tensor twice also gets one copy twice
     host_args, host_kwargs = tree_map(down, (args, kwargs))
     try:
         result = info.func(*host_args, **host_kwargs)
@@ -73,6 +75,8 @@ def _on_host(info: OpInfo, args: tuple, kwargs: dict) -> Any:
         raise UnsupportedOp(
             f"{info.name} has no kernel for the CPU of this process, and the workers lack it: {_advice(info)}"
         ) from error
+
+    # Copy written operands back, then upload results. A result that is an operand stays that very remote tensor
     named = dict(zip(info.names, args, strict=False)) | kwargs
     for target in tree_leaves([named[name] for name in info.writes if name in named]):
         if isinstance(target, RemoteTensor):

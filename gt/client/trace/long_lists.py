@@ -50,6 +50,7 @@ def _too_long(info: OpInfo) -> UnsupportedOp:
 def _ranges(info: OpInfo, length: int, count: int) -> Iterator[slice]:
     if length < 2:
         raise _too_long(info)
+    # Rounded up: at most `count` ranges, of one length but for the last
     step = -(-length // min(count, length))
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
@@ -86,11 +87,13 @@ def _split(info: OpInfo, count: int, self: Any, dim: int = 0, **sizes: Any) -> A
     """Divide ranges of the dim, one at a time."""
     extent = self.shape[dim]
     ((name, size),) = sizes.items() or (("", 1),)
+    # Lengths of all parts. With one size the last part may be shorter
     lengths = size if isinstance(size, (list, tuple)) else [min(size, extent - n) for n in range(0, extent, size)]
     parts: list = []
     start = 0
     for part in _ranges(info, len(lengths), count):
         stop = start + sum(lengths[part])
+        # The slice holds exactly the parts of this range, so that the op divides it at the same places
         stretch = call(info_of(aten.slice.Tensor), (self, dim, start, stop))
         rest = () if not name else (lengths[part],) if size is lengths else (size,)
         parts.extend(call(info, (stretch, *rest, dim)))

@@ -38,6 +38,7 @@ def alias(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
     # A hook of that node would be a frame between.
     if sys._getframe(2).f_code is _ENGINE and type(torch._C._current_autograd_node()) is _Accumulation:
         return args[0]
+    # The memory has two names now: an upload must no longer replace it (host_ops.copy)
     Current.fresh = None
     return make(args[0]._ref.meta, Alias(args[0]), args[0])
 
@@ -109,6 +110,7 @@ def view_in_place(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
     wanted = [str(a.real_type) for a in info.func._schema.arguments]
     packet = getattr(aten, info.name.split(".")[1].rstrip("_"))
     overloads = [getattr(packet, name) for name in packet.overloads()]
+    # The overload of the view op with the same arguments: `t_` has `t`, `squeeze_.dim` has `squeeze.dim`
     func = next(f for f in overloads if [str(a.real_type) for a in f._schema.arguments] == wanted)
     rebind(args[0], call(info_of(func), args, kwargs))
     return args[0]
@@ -139,6 +141,7 @@ def factory(overload: Any) -> Callable:
 
     def handler(info: OpInfo, args: tuple, kwargs: dict) -> Any:
         out, factory_info = kwargs["out"], info_of(overload)
+        # An empty tensor that torch made for this call is not used by anybody else: it names the result, and nothing is copied
         own = host_ops.is_new(out)
         seeds = draw(kwargs.get("generator")) if factory_info.random else ()
         result = call(factory_info, args, {"dtype": out.dtype, "device": LAZY}, seeds)
@@ -194,6 +197,7 @@ def tangent_of_zeros(info: OpInfo, args: tuple, kwargs: dict) -> torch.Tensor:
         raise UnsupportedOp("torch.func.linearize does not trace remote tensors: use torch.func.jvp(func, primals, tangents)")
     tangent, primal, *more = args
     batch = tuple(tangent.shape[: (more or [kwargs.get("self_num_batch_dims", 0)])[0]])
+    # Elements from the first to the last of a primal. A batch of tangents has one such range for each
     extent = 1 + sum((size - 1) * step for size, step in zip(primal.shape, primal.stride())) if primal.numel() else 1
     steps = [extent * math.prod(batch[n + 1 :]) for n in range(len(batch))]
     return torch.empty_strided((*batch, *primal.shape), (*steps, *primal.stride()), dtype=primal.dtype, device=LAZY).zero_()

@@ -68,6 +68,7 @@ class Origins:
 
     def of_frame(self, frame: FrameType) -> int:
         """Origin of the op that is recorded now. frame: the innermost frame that may be the user's."""
+        # In a backward pass: the origin of the forward op whose node autograd executes
         node = _node()
         if node is not None and not stack.in_backward[-1]:
             number = self._of_node(node)
@@ -76,6 +77,8 @@ class Origins:
         scope = stack.scope
         if scope.owner is not self:
             self._own(scope)
+
+        # Outward to the first frame of the user's. It is asked once per code object whether this is GT's or torch's
         user: Any = frame
         skipped = self._skipped
         code = user.f_code
@@ -86,6 +89,8 @@ class Origins:
             if user is None:
                 return self._intern("<unknown>", 0, scope.group, scope.micro, False)
             code = user.f_code
+
+        # A position in code (f_lasti) has one line, whose search costs more than an op: the number is kept by position
         numbers = scope.numbers.setdefault(id(code), {})
         number = numbers.get(user.f_lasti, 0)
         if not number:

@@ -46,6 +46,8 @@ class Recorder:
         self.library_ops: Schemas = getattr(session, "library_ops", {})  # that the workers have
         self.gpus: bool = getattr(session, "gpus", False)  # each worker has one
         self.first = self.new_id()  # tensors of sessions before this one have lower ids
+        # The flat op stream. A row: template, origin, ids of operands, scalars, ids of results, such as 1034 7
+        # 12 15 0.5 31 for %31 = op %12 %15 0.5. Numbers below FIRST begin a control row, such as FREE 2 12 15
         self.code: list = []
         self.batch = MIN_BATCH_NUMBERS  # numbers before the hand-over; few while workers are idle and would wait for all
         self.live_tensors = LiveTensors()
@@ -81,6 +83,7 @@ class Recorder:
             shapes.check_template(template)
         except ValueError as error:
             raise RuntimeError(str(error)) from None
+        # A program with ever new shapes would grow the table for ever. Everything recorded by the old numbers goes first
         if self._next_template - FIRST >= MAX_TEMPLATES:
             self.flush()
             self.on_clear()
@@ -162,6 +165,7 @@ class Recorder:
         if self.batch < SHARED_BATCH_NUMBERS and self._shares_cores and self.tape is None and self._light():
             self.batch *= 2
             return
+        # Small batches start idle workers soon; larger ones later cost less each
         self.batch = min(2 * self.batch, MAX_BATCH_NUMBERS)
         if self.tape is None or len(self.code) > self.tape.most_held:
             self.flush()
@@ -233,6 +237,7 @@ class Recorder:
         if tape is not None and tape.most_held:
             return  # workers do not start before the call ends, or a fragment: whole batches are fewer
         ended = self.live_tensors.ended and not self.session.waiting
+        # Without a wait for the lock: its holder may wait in submit() for this very thread to send
         if not (self.code or ended) or not self._lock.acquire(blocking=False):
             return
         try:
@@ -244,12 +249,16 @@ class Recorder:
 
     def _hand_over(self, asks: bool = False) -> None:
         freed = self.live_tensors.take_ended()  # before the code, which then has every op that used these ids
+        # Other threads may append meanwhile: exactly the copied numbers are removed
         code = self.code[:]
         del self.code[: len(code)]
+        # After the code: every template and origin that it names is among these
         templates, origins, frames = self._templates[:], self._origins[:], self._frames[:]
         if self.uploaded:
             self.uploaded.handed_over(code, self.templates)
         self.values.handed_over(code, freed)
+
+        # A tape of a compiled call rewrites the batch: a fragment, or a recording that holds back frees
         tape, self.ended_tape = self.ended_tape or self.tape, None
         if tape is not None:
             code, freed = tape.take_batch(code, frames, freed)
@@ -257,6 +266,8 @@ class Recorder:
             code += [FREE, len(freed[:MAX_FREED_PER_BATCH]), *freed[:MAX_FREED_PER_BATCH]]
         if not code:
             return
+
+        # A batch frees a limited number of ids, since the dispatcher works on one batch at a time; the rest follow
         del self._templates[: len(templates)], self._origins[: len(origins)], self._frames[: len(frames)]
         self._inline_bytes = 0
         last = len(freed) <= MAX_FREED_PER_BATCH

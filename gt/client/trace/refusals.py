@@ -185,6 +185,7 @@ def check_call(info: Any, args: tuple, kwargs: dict, results: list, gpus: bool) 
 @functools.lru_cache(4096, typed=True)
 def _try_numbers(func: Any, gpus: bool, kinds: tuple[tuple[torch.dtype, int], ...], *args: Any, **kwargs: Any) -> None:
     """Try an op on tensors of one element. kinds: their dtypes and dims. args, kwargs: with `...` in place of tensors."""
+    # One element is enough: the kernels refuse these numbers before they look at elements
     tensors = iter([torch.zeros([1] * dims, dtype=dtype, device="cpu") for dtype, dims in kinds])
     tried = [next(tensors) if a is ... else a for a in args]
     named = {name: next(tensors) if a is ... else a for name, a in kwargs.items()}

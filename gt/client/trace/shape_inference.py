@@ -71,7 +71,6 @@ _INDICES: dict[str, tuple[str, tuple[torch.dtype, ...]]] = {
     "aten.gather.default": ("index", (torch.int64, torch.int32)),
 }
 
-
 # Ops whose meta kernels return the statistics that GPUs save even in evaluation; the CPU saves none, and none are needed
 _SAVES_NOTHING = ("aten.native_batch_norm.default", "aten._native_batch_norm_legit.default")
 
@@ -253,7 +252,6 @@ _META: dict[str, Callable] = {
     ),
 }
 
-
 _NOT_OF_BOOL = frozenset({"sub", "rsub", "neg", "relu", "_foreach_sub", "_foreach_neg"})  # whose meta kernels accept it
 _OF_FLOATS = {"std": "std and var", "var": "std and var", "std_mean": "std_mean", "var_mean": "var_mean"}
 
@@ -305,11 +303,14 @@ def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     """
     if info.name not in TABLE and not info.outs and info.name not in current_session.current().library_ops:
         raise UnsupportedOp(f"{TABLE.refusal(info.name)}; or compute it on the CPU and move the result with .to('remote')")
+    # Two forms of each argument: of the template, as T(0) or a constant, and a stand-in on the meta device
     encoder = _Encoder()
     pairs = [encoder.encode(kind, a) for kind, a in zip(info.kinds, args, strict=False)]
     named = {k: encoder.encode(info.named[k], a) for k, a in kwargs.items()}
     for tensor in encoder.tensors:
         current_session.check(tensor)
+
+    # Checks that meta kernels lack, the meta kernel itself, then checks of its result
     stand_ins, stand_named = [p[1] for p in pairs], {k: p[1] for k, p in named.items()}
     _check_dtypes(info, args, kwargs)
     _check_kind(info, encoder.tensors, stand_ins, stand_named)
@@ -321,6 +322,8 @@ def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
         entry.mode = INTO
         entry.metas = _changed_outs(info, kwargs, stand_named) if known else []
         return entry
+
+    # Outputs: new tensors, views, and operands that are written in place, which keep their shape
     positions = _operands(info, args, kwargs)
     outs = _outs(info, entry, result, known, positions)
     entry.written = tuple(i for name in info.writes for i in positions.get(name, ()))
@@ -331,6 +334,7 @@ def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     if _takes_default(info, entry, encoder.tensors, kwargs):
         entry.mode = DEFAULTED
         return entry
+    # The template. A random op has two scalars more, seed and counter
     template = Template(
         info.name,
         tuple(p[0] for p in pairs),
@@ -468,7 +472,7 @@ def _check_target(info: OpInfo, meta: Meta, stand_in: torch.Tensor, args: list, 
     if tuple(stand_in.shape) != meta.shape:
         found = list(stand_in.shape)
         raise RuntimeError(f"output with shape {list(meta.shape)} doesn't match the broadcast shape {found}")
-    if any(n > 1 and step == 0 for n, step in zip(meta.shape, meta.stride, strict=True)):
+    if any(size > 1 and step == 0 for size, step in zip(meta.shape, meta.stride, strict=True)):
         refusals.overlapping(info, args, kwargs)
 
 
@@ -504,7 +508,7 @@ def _changed_outs(info: OpInfo, kwargs: dict, stand_named: dict) -> list[Meta]:
             before = tensor._ref.meta
             if before.shape != tuple(result.shape):
                 changed = True
-                if any(n > 1 and step == 0 for n, step in zip(before.shape, before.stride, strict=True)):
+                if any(size > 1 and step == 0 for size, step in zip(before.shape, before.stride, strict=True)):
                     raise RuntimeError(
                         f"unsupported operation: more than one element of {name} of {info.name}, of shape "
                         f"{list(before.shape)}, is the same memory; clone() it first"
@@ -532,11 +536,13 @@ def _outs(info: OpInfo, entry: Entry, result: Any, known: bool, positions: dict[
     outs: list[Out] = []
     trees = []
     single = len(schema.returns) == 1
+    # One row per declared return; a kernel that knows nothing has none for each
     values = [result] if single else (list(result) if result is not None else [None] * len(schema.returns))
     for declared, value in zip(schema.returns, values, strict=True):
         alias = declared.alias_info
         if not known and str(declared.type) != "Tensor":
             raise UnsupportedOp(f"{info.name}: the number of its results depends on values; compute it on x.cpu()")
+        # Tensor(a!): the operand itself. Tensor(a): a view of it. Tensor: new memory
         if alias is not None and alias.is_write:
             names = [n for n in info.writes if _alias_set(info, n) == alias.before_set] or info.writes
             trees.append(_in_place(outs, positions[names[0]][0]))
@@ -544,6 +550,8 @@ def _outs(info: OpInfo, entry: Entry, result: Any, known: bool, positions: dict[
         base = _base_operand(info, alias, positions) if alias is not None else -1
         entry.view = entry.view or base >= 0
         trees.append(_new_output(info, entry, outs, value, known, base))
+
+    # The mode: fast ways for one new tensor, for the first argument, and for a series of new tensors
     entry.result = trees[0] if single else tuple(trees)
     if not known:
         entry.mode = ASK

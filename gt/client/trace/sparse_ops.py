@@ -82,6 +82,7 @@ def _from_dense(x: torch.Tensor, sparse_dim: int | None = None, **options: Any) 
         raise UnsupportedOp(f"to_sparse with layout={layout}: remote has sparse_coo and sparse_csr")
     nonzero = x != 0
     if count < x.dim():
+        # Hybrid: an entry is a whole block of the dense dims, kept if any of its elements is not zero
         nonzero = nonzero.flatten(count).any(-1)
     indices = nonzero.nonzero().t().contiguous()
     made = coo(indices, x[tuple(indices)], x.shape, True)
@@ -99,6 +100,8 @@ def _as_csr(x: torch.Tensor, dense_dim: int | None = None) -> torch.Tensor:
         return x
     x = _coalesce(x)
     rows, columns = x.parts[0]
+    # Rows are sorted after coalesce, so row r of CSR begins where r would
+    # be inserted. Example: rows [0, 0, 2] of 3 have the bounds [0, 2, 2, 3]
     edges = torch.arange(x.shape[0] + 1, device=LAZY)
     return csr(torch.searchsorted(rows.contiguous(), edges), columns, x.parts[1], x.shape)
 
@@ -163,6 +166,7 @@ def _into_dense(dense: torch.Tensor, x: RemoteSparse, alpha: Any = 1) -> torch.T
     """dense += alpha * x, in place."""
     dims, values = _sparse_dims(x), x.parts[-1].to(dense.dtype)
     rest = tuple(x.shape[dims:])
+    # Sparse dims are joined in one, by which index_add_ adds the entries: view() needs dense rows
     target = dense if dense.is_contiguous() else dense.contiguous()
     target.view(prod(x.shape[:dims]), *rest).index_add_(0, _flat(x), values, alpha=alpha)
     return dense if target is dense else dense.copy_(target)
@@ -172,9 +176,11 @@ def _coalesce(x: RemoteSparse) -> RemoteSparse:
     if x.merged or x.compressed:
         return x
     dims, values = _sparse_dims(x), x.parts[1]
+    # Entries of one place have one position: `group` numbers the distinct ones, and index_add_ sums their values
     flat, group = torch.unique(_flat(x), return_inverse=True)
     merged = torch.zeros(flat.shape[0], *values.shape[1:], dtype=values.dtype, device=LAZY).index_add_(0, group, values)
     rows = []
+    # Back from positions to indices, the last dim first
     for size in reversed(x.shape[:dims]):
         rows.append(flat % size)
         flat = torch.div(flat, size, rounding_mode="floor")
@@ -212,6 +218,7 @@ def _add(x: torch.Tensor, y: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
         return _into_dense(x.clone(), y, alpha)  # type: ignore[arg-type]
     if not isinstance(y, RemoteSparse):
         return _into_dense(y * alpha if alpha != 1 else y.clone(), x)
+    # Both lists of entries, one behind the other: entries of one place are summed when the sum is coalesced
     x, y = _as_coo(x), _as_coo(y)
     values = y.parts[1] * alpha if alpha != 1 else y.parts[1]
     return coo(torch.cat([x.parts[0], y.parts[0]], 1), torch.cat([x.parts[1], values]), x.shape)
@@ -251,11 +258,13 @@ def _mm(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if isinstance(x, RemoteSparse) and isinstance(y, RemoteSparse):
         raise UnsupportedOp("the product of two sparse tensors on remote: use y.to_dense(), or compute it on the CPU")
     if not isinstance(x, RemoteSparse):
+        # Dense times sparse: by (x y)^T = y^T x^T
         return _mm(_transpose(y, 0, 1), x.t()).t()  # type: ignore[arg-type]
     if x.dim() != 2 or y.dim() != 2 or x.shape[1] != y.shape[0]:
         raise RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({_by(x)} and {_by(y)})")
     rows, columns = _places(x)
     out = torch.zeros(x.shape[0], y.shape[1], dtype=y.dtype, device=LAZY)
+    # Each entry (r, c, v) adds v * y[c] to row r of the product. This takes memory for entries times columns of y
     return out.index_add_(0, rows, x.parts[-1].unsqueeze(1) * y.index_select(0, columns))
 
 

@@ -39,6 +39,8 @@ def upload(host: torch.Tensor) -> RemoteTensor:
     data = values(host)
     number, origin = recorder.new_id(), Current.origins.here()
     row = [template, origin, -1, number]
+
+    # Values of small integer tensors are kept here too: a program that reads them back, or indexes by them, need not wait
     if host.dtype in DTYPES and data.nbytes <= MAX_BYTES:
         recorder.note_upload(number, data.copy())
     if data.nbytes <= MAX_INLINE_BYTES:
@@ -47,6 +49,7 @@ def upload(host: torch.Tensor) -> RemoteTensor:
         if recorder.tape is None and recorder.session.crowded(data.nbytes):  # a recorded call may be executed at its end
             recorder.flush_ops()
             recorder.session.wait_room(data.nbytes)
+        # The bytes stay here until a worker asks. The row says where: a place in an arena that workers read, or -1
         row[2] = recorder.session.keep(number, data)
         recorder.emit_large_upload(row)
     recorder.ops += 1
@@ -96,6 +99,7 @@ def upload_operands(info: OpInfo, args: tuple, kwargs: dict) -> tuple[tuple, dic
             return a
         if a.device.type != "cpu" or not (a.dim() == 0 or index):
             raise mixed_devices(info, a)
+        # A CPU scalar is read here, with no upload. A recorded call notes it, since it may have another value at the next one
         if a.dim() == 0 and info.name in _TAKES_NUMBER and not a.is_complex():
             tape = current_session.current().own_tape()
             if tape is not None:

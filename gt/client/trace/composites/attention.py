@@ -57,9 +57,9 @@ def _outs(  # noqa: PLR0913 - the op's arguments
         shape = tuple(_composite(stand_ins[0], stand_ins[1], stand_ins[2], stand_ins[3], p, causal, scale, gqa).shape)
     out = metas.contiguous(shape, q.dtype)
     if len(shape) == 4 and min(shape):
-        _, h, t, e = shape
+        _, heads, length, width = shape
         if shape != tuple(q.shape):
-            out = metas.intern(shape, (h * t * e, e, h * e, 1), 0, q.dtype)
+            out = metas.intern(shape, (heads * length * width, width, heads * width, 1), 0, q.dtype)
         elif all(x.stride(-1) == 1 for x in stand_ins[:3]):  # else the CPU's flash kernel does not take them
             out = metas.of(torch.empty_like(stand_ins[0]))
     return out, metas.contiguous(shape[:-1], torch.float32)
@@ -70,6 +70,7 @@ class _Attention(torch.autograd.Function):
     def forward(  # type: ignore[override]  # noqa: PLR0913 - the op's arguments
         ctx: Any, q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: Any, gqa: bool
     ) -> Any:
+        # The backward op gets the same seed and counter, and so computes the same dropout mask: the mask is not stored
         seeds = draw() if p > 0 else NO_SEED
         rest = (p, causal, scale, gqa)
         out, logsumexp = record("gt.sdpa.default", (q, k, v, mask, *rest), lambda: _outs(q, k, v, mask, *rest), seeds)

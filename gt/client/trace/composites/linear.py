@@ -107,6 +107,7 @@ def _gradients(folds: bool, mask: list[bool], x: Any, grad: Any, weight: Any) ->
             return rows.t().mm(_conjugate(flat))
         return _conjugate(flat.t()).mm(rows).t()
 
+    # Gradients in the order in which autograd would compute them: sums of gradients then have the same bits
     added = mask[2] and (x.dim() < 3 or x.is_contiguous())  # the bias is one of addmm, whose gradients have another order
     if mask[1] and not added:
         of_weight = by_weight()
@@ -115,6 +116,7 @@ def _gradients(folds: bool, mask: list[bool], x: Any, grad: Any, weight: Any) ->
             batch = torch.Size(x.shape[:-2]).numel()
             repeated = _conjugate(weight).expand(batch, *weight.shape)
             product = grad.reshape(batch, x.shape[-2], weight.shape[0]).bmm(repeated)
+        # torch's mm_mat1_backward: for a transposed x the gradient is transposed, too
         elif flat.stride() == (1, flat.shape[0]):
             product = _conjugate(weight.t()).mm(rows.t()).t()
         else:
@@ -155,6 +157,7 @@ def prepare() -> None:
     levels: list[int] = []
 
     def enter_dual_level() -> int:
+        # Levels nest; the kernel is away from the first to the last
         if not levels:
             _kernels.pop()._destroy()
         levels.append(enter())

@@ -90,6 +90,7 @@ class _Layers(torch.autograd.Function):
         needs = ctx.needs_input_grad[3:]
         operands = (x, states, params, *stack, needs, keeps and any(needs))
         outs = record("gt.rnn.default", operands, lambda: _outs(x, states, params, stack))
+        # A program seldom uses the states: a gradient that is absent stays None, where torch would make zeros
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *rest, outs[0])
         ctx.stack, ctx.count = stack, count

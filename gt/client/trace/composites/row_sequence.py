@@ -97,15 +97,17 @@ class RowSequence:
         self._count = len(rows)
         self._numbers = tuple(entry.number for entry, _ in rows)
         self._large = any(entry.metas[0].large for entry, _ in rows)
-        # of the table in `record`: the origin, operands, new ids, numbers of templates
+        # Places in the table that `record` makes: (origin, operands, new ids, numbers of templates). Example: of the
+        # function mm(t(w), x) with operands w, x the table is (origin, w, x, new0, new1, t, mm), and the rows t w,
+        # mm new0 x are picked as [5, 0, 1, 3, 6, 0, 3, 2, 4]. One itemgetter copies them without a loop in Python
         picked: list[int] = []
-        for n, (_, slots) in enumerate(rows):
-            picked += [1 + operands + self._count + n, 0, *(1 + slot for slot in slots), 1 + operands + n]
+        for row, (_, slots) in enumerate(rows):
+            picked += [1 + operands + self._count + row, 0, *(1 + slot for slot in slots), 1 + operands + row]
         self._pick = itemgetter(*picked)
         made = {slot: rows[slot - operands][0] for slot in results if slot is not None}
         self._results = [None if slot is None else (slot - operands, made[slot]) for slot in results]
         kept = {slot - operands for slot in made}
-        self._temporaries = [n for n in range(self._count) if n not in kept]
+        self._temporaries = [row for row in range(self._count) if row not in kept]
 
     def record(self, ids: tuple[int, ...]) -> list[RemoteTensor | None]:
         """Record the ops on tensors with these ids. Returns the results."""
@@ -122,11 +124,11 @@ class RowSequence:
             if result is None:
                 results.append(None)
                 continue
-            n, entry = result
+            number, entry = result
             tensor = new_tensor(*entry.wrapper)
-            tensor._ref = Ref(new[n], entry.metas[0], origin, live)
+            tensor._ref = Ref(new[number], entry.metas[0], origin, live)
             results.append(tensor)
-        live.ended.extend([Temporary(new[n]) for n in self._temporaries])  # after the rows that use them
+        live.ended.extend([Temporary(new[number]) for number in self._temporaries])  # after the rows that use them
         if len(code) > recorder.batch:
             recorder.end_batch()
         return results
@@ -138,6 +140,7 @@ def sequence_of(function: Callable[..., Any], metas: tuple[Meta | None, ...]) ->
     Raises errors of shapes and dtypes as those ops do.
     """
     recorder = current_session.current()
+    # Twice at most: a table of templates that has just been cleared has room for one function
     for _ in range(2):
         mode, before = _Inference(recorder.first), recorder.cleared
         operands = [None if meta is None else mode.operand(meta) for meta in metas]
