@@ -148,3 +148,31 @@ def test_attention_is_laid_out_as_its_queries_are(of_queries: tuple, of_keys: tu
         made.append([F.scaled_dot_product_attention(*leaves, attn_mask=mask)])
     for want, got in zip(*made, strict=True):
         assert got.stride() == want.stride() and torch.equal(got.detach().cpu(), want.detach())
+
+
+@pytest.mark.parametrize("name", ["conv1d", "strided", "depthwise", "transposed", "after a norm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_convolution_over_time_of_transposed_rows_has_the_cpus_strides(name: str, dtype: torch.dtype, rows: int) -> None:
+    """Rows [batch, time, channels] are transposed for it, and its result is transposed back and viewed."""
+    weight = torch.randn(4, 1 if name == "depthwise" else 4, 3).to(dtype)
+    host, made = torch.randn(rows, 7, 4).to(dtype), []
+    for device in ("cpu", "remote"):
+        x, w = host.to(device).requires_grad_(), weight.to(device).requires_grad_()
+        turned = (F.layer_norm(x, (4,)) if name == "after a norm" else x).transpose(1, 2)
+        if name == "transposed":
+            result = F.conv_transpose1d(turned, w)
+        else:
+            result = F.conv1d(turned, w, stride=2 if name == "strided" else 1, groups=4 if name == "depthwise" else 1)
+        made.append([result, *torch.autograd.grad(result.square().sum(), (x, w))])
+    for want, got in zip(*made, strict=True):
+        assert got.stride() == want.stride() and torch.equal(got.detach().cpu(), want.detach())
+
+
+def test_factors_and_elementwise_results_have_the_cpus_strides() -> None:
+    made, a, b = [], torch.randn(10, 10, 5).mT, torch.randn(10, 5).t().contiguous().t()
+    for device in ("cpu", "remote"):
+        x, y = a.mT.contiguous().to(device).mT, b.t().to(device).t()
+        outs = [f(x.mT, y) for f in (torch.copysign, torch.logaddexp, torch.logical_and, torch.floor_divide, torch.heaviside)]
+        made.append([*torch.linalg.svd(x), *torch.linalg.svd(x, full_matrices=False), *outs])
+    assert [t.stride() for t in made[1]] == [t.stride() for t in made[0]]
