@@ -148,12 +148,15 @@ class Core:
 
     def handle(self, event: Event) -> list[Action]:
         """The actions that follow from one event, in their order."""
+        # 1. The time of the event is the time for all that follows from it.
         self._actions = []
         self.now = event.at
         for lease in self.lending.leases:
             lease.cluster.now = event.at
         self.pace.begin()
         began = self.pace.now() if self.traces.open else -1.0
+
+        # 2. Its consequences.
         if isinstance(event, Received):
             self._receive(event)
         elif isinstance(event, PeerLost):
@@ -168,6 +171,8 @@ class Core:
             self.membership.examined(event)
         elif isinstance(event, Turn):
             self.round_robin.go_on()
+
+        # 3. What is left over: a slice of large garbage, the log's lines, and a wish for another turn.
         if self.pace.leavings:
             self.pace.leavings.clear()
         if self.page:
@@ -239,6 +244,7 @@ class Core:
 
     def _receive(self, event: Received) -> None:
         self.received += 1
+        # A worker that was told to start afresh: its last messages are of a session that has ended.
         if event.peer in self.lending.renewing:
             return
         if event.peer not in self.sessions:
@@ -304,9 +310,13 @@ class Core:
         self.log_line("ERROR", self.name(peer), str(error))
         number = self.sessions[peer].number if peer in self.sessions else -1
         self.observers.recent.add_error(self.now, number, self.name(peer), str(error))
+
+        # What its event has written so far may be half of a collective, which would leave workers waiting for one another.
         lease = self.lending.of(peer)
         for worker in lease.cluster.workers if lease is not None else ():
             worker.discard()
+
+        # A client gets the error as an exception of its next wait. Reject is for a peer that has not been welcomed.
         if peer in self.sessions:
             self.send(peer, Failed(-1, errors.to_wire(error)))
             self.send(peer, Exit(str(error)))
@@ -448,7 +458,8 @@ class Core:
         )
         if session is not None:
             session.uploads.took(worker.index, key, message.upto)
-            if session.outbox.held and not session.uploads.awaited:  # by a file that is read
+            # A worker has read its part of a file, which held back the instructions that use it.
+            if session.outbox.held and not session.uploads.awaited:
                 session.send_held()
                 self._resume(session)
 
@@ -463,10 +474,12 @@ class Core:
 
     def _done(self, peer: Peer, message: Done, frames: tuple) -> None:
         worker = self._worker(peer)
+        # Runs are executed in order, so one number acknowledges all before it. It cannot go back, nor beyond what was sent.
         if not worker.done <= message.seq <= worker.runs:
             raise ProtocolError(f"Done.seq is {message.seq}, want {worker.done} to {worker.runs}, which are done and sent")
         if len(message.pieces) != len(frames):
             raise ProtocolError(f"Done.pieces has {len(message.pieces)} keys and {len(frames)} frames, want as many of both")
+        # Small answers travel with the acknowledgement. They are taken first: `finished` may let their requests be answered.
         for key, frame in zip(message.pieces, frames, strict=True):
             self._piece(peer, Piece(key, 0, len(frame)), (frame,))
         lease = self._lease(peer)
@@ -484,10 +497,14 @@ class Core:
     def _op_error(self, peer: Peer, message: OpError, frames: tuple) -> None:
         """An instruction failed: the session that issued the op learns of it, with the op's origin."""
         worker = self._worker(peer)
+
+        # Ops that a worker skipped for a Ctrl-C. Which session's they are, the journals know.
         if message.kind == "interrupted":
             for session in list(self._lease(peer).sessions.values()):
                 self.guarded(session, "an interrupt", session.drop, {message.seq, *message.others})
             return
+
+        # Op numbers are unique over all sessions, so one journal at most has it. An answer to a client is in no journal.
         for session in self._lease(peer).sessions.values():
             row = session.journal.find(message.seq)
             if row is None:
@@ -495,22 +512,29 @@ class Core:
                     self._resume(session)
                     return
                 continue
+
+            # A peer that does not answer, or a tensor that is not there, follows from a worker's loss, which has been told.
             follows = message.kind == "peer" or (message.kind == "missing" and session.failures.missing)
-            if follows and (loss := session.failures.loss()) is not None:  # the loss itself has been told
+            if follows and (loss := session.failures.loss()) is not None:
                 self.guarded(session, "a failed op", session.failures.taint, message.seq, loss, message.others)
                 return
+
+            # The user's error: the line of the op, the worker's words, and who holds the memory if it was short.
             who = memory_report(session, worker, message.memory) if message.memory else ""
             if session.failures.dropped and message.kind == "missing":
                 who = ", since an interrupt (Ctrl-C) dropped the op that makes it: compute it again"
             error = op_failed(row, message.seq, message.kind, message.message[:MAX_ERROR_CHARACTERS] + who, worker.name)
             failed = row.at(message.seq)
             self.log_line("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)
+
             full = message.kind == "memory"
             self.observers.recent.add_error(
                 self.now, session.number, worker.name, str(error), failed.known.template.op, failed.origin
             )
             self.guarded(session, "a failed op", session.failures.trouble, message.seq, error, message.others, full)
             return
+
+        # Nobody's: its session has ended meanwhile.
         if self._sparse.allows(self.now):
             log.warning("worker %s: op %d failed: %s", worker.name, message.seq, message.message)
 
@@ -528,6 +552,7 @@ class Core:
         """Every worker has answered a Stats request."""
         if survey.session.peer in self.sessions:
             session, rows = survey.session, survey.reports
+            # Workers name tensors by id; the client wants the lines that made them.
             for index, row in rows.items():
                 if "holders" in row:
                     row["holders"] = holders(session, session.cluster.workers[index], row["holders"])

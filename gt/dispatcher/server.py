@@ -128,14 +128,19 @@ class Server:
         next_tick = time.monotonic()
         try:
             while not self._reason:
+                # 1. Look at the sockets only when everything from the last look is handled: so a peer that sends without end
+                # cannot keep others' messages waiting behind its own.
                 if not self._items:
                     wait = 0.0 if self._again else max(0.0, min(TICK_SECONDS, next_tick - time.monotonic()))
                     self._items.extend(self._router.poll(wait))
                     self._cycles.offer(idle=not self._items and wait > 0 and not self._called)
+                # 2. A thread has rung. Two may ring before one look, whose read takes both.
                 if self._called:
                     self._called = False
-                    with contextlib.suppress(BlockingIOError):  # two threads called, and the first look took both
+                    with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._call)
+
+                # 3. Messages, then a slice of long work, then a tick if one is due.
                 begin = time.monotonic()
                 self._serve(begin)
                 now = time.monotonic()
@@ -151,6 +156,7 @@ class Server:
         """Handle what came, for BUSY_SECONDS, then a slice of what takes longer; note what took longest."""
         items = self._items
         longest, last, end = 0.0, begin, begin + BUSY_SECONDS
+        # The usual case, without a look at the clock.
         if len(items) == 1:
             self._handle_item(items.popleft())
             self._busiest = self._event
@@ -160,6 +166,8 @@ class Server:
             if now - last > longest:
                 longest, self._busiest = now - last, self._event
             last = now
+
+        # Long work gets one slice a turn, even while messages arrive without pause.
         if self._again or self._background.pending:
             self._again, before = False, time.monotonic()
             self._handle(Turn(self._now()))
@@ -232,6 +240,8 @@ class Server:
             return
         if item.peer in self._parted:
             return
+
+        # Unpack and check in the order of trust: size and nesting before the body is parsed, then the sender's role and state.
         gate = self._gates.get(item.peer)
         if gate is None:
             gate = self._gates[item.peer] = Gate()
@@ -245,6 +255,8 @@ class Server:
         except ProtocolError as error:
             self._handle(Malformed(item.peer, str(error), self._now()))
             return
+
+        # A newcomer while the process lacks descriptors waits, see `_answer_held`.
         if type(message) is Hello and not self._reserve.admits():
             self._held[item.peer] = message
             return
@@ -284,7 +296,8 @@ class Server:
             if type(action) is Send:
                 try:
                     self._router.send(action.peer, action.message, action.frames)
-                except ProtocolError as error:  # larger than a body may be: the peer misses something, so it has to go
+                except ProtocolError as error:
+                    # Larger than a body may be. The peer would miss something, so it has to leave.
                     unfit.append((action.peer, str(error)))
                 if type(action.message) is Welcome:
                     self._names[action.peer] = action.message.name
@@ -303,6 +316,8 @@ class Server:
                 self._journal.write_lines(action, at)
             elif type(action) is TurnWanted:
                 self._again = True
+
+        # These make further events, whose actions must not be mixed with the ones above.
         for peer, reason in unfit:
             log.warning("%s is given up: %s", peer.hex(), reason)
             self._drop(peer, reason)

@@ -74,6 +74,7 @@ class OwnArena:
         self.nbytes = -(-(HEADER_BYTES + nbytes) // PAGE_BYTES) * PAGE_BYTES
         self._fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            # Sized once and sealed: no one can shrink it under a reader, whose access would end in SIGBUS.
             os.fchmod(self._fd, 0o600)
             os.ftruncate(self._fd, self.nbytes)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -164,6 +165,7 @@ class PeerFile:
         with _process(owner) as process:
             os.close(_open_proved(owner, process))
             descriptor = os.open(f"fd/{offer.fd:d}", os.O_PATH | os.O_CLOEXEC, dir_fd=process)
+        # An O_PATH descriptor names the file without opening it: a device or a pipe would act on, or wait at, an open.
         try:
             about = os.fstat(descriptor)
             if not stat.S_ISREG(about.st_mode) or about.st_size != offer.nbytes:
@@ -219,9 +221,11 @@ def _process(offer: OfferArena) -> Iterator[int]:
 
 def _open_proved(offer: OfferArena, process: int) -> int:
     """A descriptor of the arena that is offered, once it is proved to be this process's and the client's."""
-    # Before it is opened, even with O_PATH: a network's file system may ask its server then
+    # 1. Its name, before it is opened even with O_PATH: a network's file system may ask its server then.
     if not os.readlink(f"fd/{offer.fd:d}", dir_fd=process).startswith(f"/memfd:{NAME} "):
         raise OSError(f"descriptor {offer.fd} of process {offer.pid} is not an arena")
+
+    # 2. The descriptor may have become another file since, so the name is read again of the one in hand. Then kind and owner.
     descriptor = os.open(f"fd/{offer.fd:d}", os.O_PATH | os.O_CLOEXEC, dir_fd=process)
     try:
         own = f"/proc/self/fd/{descriptor}"
@@ -234,6 +238,8 @@ def _open_proved(offer: OfferArena, process: int) -> int:
         fd = os.open(own, os.O_RDWR | os.O_CLOEXEC)
     finally:
         os.close(descriptor)
+
+    # 3. Open: size, seals and proof. Any process of this user could make such memory, but only the client knows the proof.
     try:
         if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
             raise OSError("the arena has huge pages, of which the system may have none left at an access")

@@ -81,6 +81,7 @@ class CycleCollector:
         if now < self._next or (not idle and now < self._latest):
             return
         gc.collect()
+        # Passes take at most 1/REST_FACTOR of the time.
         took = time.monotonic() - now
         self._next = now + max(EVERY_SECONDS, took * REST_FACTOR)
         self._latest = self._next + OVERDUE_SECONDS

@@ -86,6 +86,7 @@ def options(sock: zmq.Socket, heartbeat: float, longest: int) -> None:
 
     heartbeat: seconds; 0 waits for a silent peer for ever.
     """
+    # libzmq ends a connection whose frame is longer, before it allocates memory for the frame.
     sock.setsockopt(zmq.MAXMSGSIZE, longest + SEALED_BYTES)
     if heartbeat:
         sock.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(heartbeat * 200)))

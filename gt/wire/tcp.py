@@ -95,6 +95,7 @@ def mechanism(ip: str, port: int, seconds: float = 1.0) -> str | None:
                 greeting += data
     except OSError:
         return None
+    # A ZMTP 3 greeting: signature (10 bytes, 0xff ... 0x7f), version (2), mechanism (20, padded with zeros), and 32 more.
     if len(greeting) < 32 or greeting[0] != 0xFF or greeting[9] != 0x7F:
         return "" if greeting else None
     return greeting[12:32].rstrip(b"\0").decode("ascii", "replace")

@@ -45,6 +45,7 @@ class Admission:
             )
         if len(self.waiting) + len(self.reading - {peer}) >= MAX_WAITING_CLIENTS:
             raise Refused(f"{MAX_WAITING_CLIENTS} programs wait for workers already, and no more can: try again later")
+        # Others go on meanwhile. `reading` counts such clients, and tells if this one has left when its config is read.
         try:
             with apart():
                 config = load(hello.config, hello.config_path)
@@ -116,8 +117,8 @@ def check_links(config: Config, cluster: Cluster) -> None:
     parted = {pair for pair, way in ways.items() if way.kind == "none"}
     for group in config.groups.values() if parted else ():
         hosts = cluster.hosts_of(cluster.workers[index] for index in group.flat)
-        for at, one in enumerate(hosts):
-            for other in hosts[at + 1 :]:
+        for place, one in enumerate(hosts):
+            for other in hosts[place + 1 :]:
                 if (one.home, other.home) in parted:
                     raise ConfigError(
                         f"{config.where(group.name)} spans {one.name} and {other.name}, which no link joins, and no host "

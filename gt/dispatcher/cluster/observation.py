@@ -44,6 +44,7 @@ def lease_records(lease: Lease, answers: Answers, now: float, silent: float) -> 
     """Records of a lease's workers, sessions and links. silent: seconds after which a worker that has not answered is so."""
     current: dict[int, list] = {}  # by session
     for worker in lease.cluster.workers:
+        # An answer of the process before does not speak for its successor.
         answer = answers.get(worker.name)
         if answer is not None and answer.life != worker.lives:
             answer = None
@@ -99,7 +100,8 @@ def _worker(lease: Lease, worker: Worker, answer: WorkerAnswer | None, where: li
     busy = worker.done < worker.runs
     state = "lost" if worker.lost else "silent" if age > silent else "busy" if busy else "idle"
     memory: dict[str, Any] = {"arena": 0 if worker.lost else info.get("heap_bytes", 0)}
-    if worker.lost:  # its tensors are gone; its counters are the last known
+    # A lost worker's tensors are gone; its counters are the last known.
+    if worker.lost:
         stats = {**stats, "live_tensors": 0, "live_bytes": 0}
     elif answer is not None:
         live = memory["sessions"] = _counts(stats.get("session_bytes"))
@@ -173,10 +175,11 @@ def _current(lease: Lease, position: list) -> list:
     if type(seq) is not int or type(kind) is not str:
         return []
     for session in lease.sessions.values():
+        # Rows are in order of op numbers. A replay covers many numbers, so the row may begin before `seq`.
         rows = session.journal.rows
-        n = bisect_right(rows, seq, key=lambda row: row.seq) - 1
-        if n >= 0 and rows[n].seq <= seq < rows[n].end:
-            op = rows[n].at(seq)
+        place = bisect_right(rows, seq, key=lambda row: row.seq) - 1
+        if place >= 0 and rows[place].seq <= seq < rows[place].end:
+            op = rows[place].at(seq)
             origin = op.origin
             file = plain(origin.file[-MAX_TEXT_CHARACTERS:])
             return [session.number, op.known.template.op, file, origin.line, _text(origin.group), plain(kind[:40])]

@@ -61,6 +61,7 @@ class RoundRobin:
         if type(event.message) not in DEFERRED:
             return False
         core, session = self._core, self._core.sessions[event.peer]
+        # Order within a session: nothing overtakes what waits already. `_stalled` may have ended the session.
         if session.inbox or self._stalled(event.peer, session, event.message):
             if len(session.inbox) >= MAX_DEFERRED_MESSAGES:
                 core.refuse(
@@ -78,7 +79,8 @@ class RoundRobin:
         while (session := core.sessions.get(peer)) is not None and session.inbox:
             if self._stalled(peer, session, session.inbox[0][0]):
                 break
-            if session.inbox:  # or the session has just ended
+            # `_stalled` may have refused the peer, whose inbox is empty then.
+            if session.inbox:
                 core.handle_message(peer, *session.inbox.popleft())
             if self._pace.spent:
                 break
@@ -89,6 +91,8 @@ class RoundRobin:
         self._pace.background.go_on()
         if not self._waiting:
             return
+
+        # The first in the row leaves it; `_note` puts it at the end again, if it has more to do.
         peer = next(iter(self._waiting))
         del self._waiting[peer]
         session = self._core.sessions.get(peer)
@@ -114,6 +118,7 @@ class RoundRobin:
 
     def _stalled(self, peer: Peer, session: ClientSession, message: Message) -> bool:
         """True if a message has to wait; a question ends the waiting of what was sent before it."""
+        # Ops may be held back for a decision that depends on later ones. A question wants their result, so no more can follow.
         if not session.stalled and not isinstance(message, Ops):
             self._core.attempt(peer, "Ops", session.op_stream.finish)
             if not isinstance(message, FinishCapture) and not session.op_stream.busy:

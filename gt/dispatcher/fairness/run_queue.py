@@ -70,7 +70,7 @@ class RunQueue:
         left = list(self._lines.pop(owner, ()))
         self.waiting -= len(left)
         self._long.pop(owner, None)
-        self._beside = {one for flights in self._flights.values() if len(flights) > 1 for one in flights}
+        self._beside = {session for flights in self._flights.values() if len(flights) > 1 for session in flights}
         return left
 
     def lose(self, worker: int) -> None:
@@ -114,12 +114,14 @@ class RunQueue:
 
     def done(self, worker: int, run: int) -> None:
         """A worker has executed its Runs up to this one."""
+        # A Run's number acknowledges all before it.
         for owner, flight in self._flights.get(worker, {}).items():
             units = flight.units
             while units and units[0][0] <= run:
                 seconds = units.popleft()[1]
                 flight.seconds -= seconds
                 self._count(owner, -(seconds > 0))
+            # Sums of floats drift: an empty flight has exactly none.
             if not units:
                 flight.seconds = 0.0
 
@@ -129,6 +131,8 @@ class RunQueue:
 
     def due(self) -> Iterator[Unit]:
         """Units whose turn it is, one of each session after the other. `sent` must be told before the next is asked for."""
+        # Rounds until a whole round finds nothing that fits. Who is served
+        # goes to the end of `_lines`, whose order is that of turns.
         served = self.waiting > 0
         while served:
             served = False
@@ -148,11 +152,14 @@ class RunQueue:
                     yield line.popleft()
 
     def _fits(self, unit: Unit) -> bool:
+        # It has to fit on each of its workers. Without MIN_UNITS a worker would be idle while its acknowledgement travels.
         for worker, seconds in unit.costs.items():
             flights = self._flights.get(worker, {})
             flight = flights.get(unit.owner)
             if flight is None or len(flight.units) < MIN_UNITS:
                 continue
+
+            # Alone on a worker, a session may be far ahead. With others there, their next unit waits for all that is ahead.
             contended = len(flights) > 1
             if flight.seconds + seconds > (AHEAD_SECONDS / SHARED_DIVISOR if contended else AHEAD_SECONDS) or (
                 contended and len(flight.units) >= MAX_UNITS

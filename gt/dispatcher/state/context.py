@@ -79,7 +79,7 @@ class SessionContext:
     def set_layout(self, tensor: Tensor, layout: Layout) -> None:
         """Note the layout of a tensor, which may have had another one before."""
         tensor.layout = self.intern(layout)
-        self.table.relaid += 1
+        self.table.relaid += 1  # programs that were checked against the old layouts check again
 
     def default_mesh(self) -> Mesh:
         """The mesh of ungrouped work: the first worker that is alive."""

@@ -19,6 +19,8 @@ LONG_SECONDS = 1e-4  # seconds that an instruction is estimated to take, to be c
 COMPILE_SECONDS = 0.1  # estimated seconds until a worker has compiled a program
 
 
+# Plans, programs and `_shared` hold definitions; a worker knows them by number only. When the last holder is gone, the callback
+# of this reference puts the number into `_ended`, and `forget` has workers drop it too. No plan has to be closed by hand.
 class _Life(weakref.ref):
     """Tells, on its callback, which definition has ended with the plan that held it."""
 
@@ -100,6 +102,7 @@ class Emitter:
 
     def bind(self, orders: Iterable[Order]) -> list[Bound]:
         """Definitions for orders, one shared by all workers that are told the same."""
+        # Payloads are dicts, which cannot be keys. There are few different ones among the orders of a step.
         bound: list[Bound] = []
         seen: list[tuple[str, dict, Define]] = []
         for order in orders:
@@ -116,21 +119,24 @@ class Emitter:
 
     def write_all(self, bound: Sequence[Bound], operands: Sequence) -> None:
         """Append one instruction for each of several workers, with the same operands."""
-        at, costs, kept_costs = self.seq - self.base, self.costs, self.kept
+        # An instruction is [number of the definition, seq relative to the Run's base, operands ...].
+        relative_seq, costs, kept = self.seq - self.base, self.costs, self.kept
         for worker, define in bound:
             number = define.number
+            # A Run that would not fit a message goes on in another one.
             if len(worker.code) > MAX_NUMBERS_PER_RUN or worker.weight > MAX_NUMBERS_PER_RUN:
                 worker.cut()
             if number not in worker.known:
                 worker.define(define)
                 self.used.add(worker.index)
+                # Its first launch compiles it.
                 if define.kind in PROGRAMS and define.payload["backend"] != "eager":
                     self._count(worker, COMPILE_SECONDS)
-            worker.code += (number, at, *operands)
+            worker.code += (number, relative_seq, *operands)
             if number in costs:
                 self._count(worker, costs[number])
-            if kept_costs is not None:
-                kept_costs[number] = define
+            if kept is not None:
+                kept[number] = define
         self.sent += len(bound)
 
     def _count(self, worker: Worker, seconds: float) -> None:
@@ -173,6 +179,7 @@ class Emitter:
     def end(self) -> None:
         """Have workers drop all that is this session's, whatever else was written and not sent."""
         self.begin_run()
+        # END frees the session's whole range of ids, so also temporaries that no table names.
         for worker in self.cluster.workers:
             if worker.index in self.used and not worker.lost:
                 worker.code += (END, 0, 2, self.offset, self.offset + (1 << BASE_BITS))
@@ -184,6 +191,7 @@ class Emitter:
         ended = {life.number for life in self._ended}
         self._ended.clear()
         gone = set(self.defined) if everything else ended
+
         for number in gone:
             self.defined.pop(number, None)
             self.costs.pop(number, None)

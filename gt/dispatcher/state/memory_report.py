@@ -80,16 +80,19 @@ class Holder(NamedTuple):
 
 
 def _holders(session: ClientSession, worker: Worker, top: list[list[int]]) -> Iterator[Holder]:
+    # An id on a worker is one of three: a tensor of the table, a copy of one in another layout, or a value inside of a program.
     rows, offset = session.table.rows, session.emitter.offset
     copies = {made: t for t in rows.values() for _, made in (t.copies or {}).values()}
     within: dict[int, tuple[Origin, str]] | None = None  # tensors that programs make, looked up when needed
     for name, nbytes in top:
-        i = name - offset
-        tensor, copied = rows.get(i) or copies.get(i), i in copies
+        tensor_id = name - offset
+        tensor, copied = rows.get(tensor_id) or copies.get(tensor_id), tensor_id in copies
         if tensor is not None and tensor.storage.origin is not None:
             ids = [] if copied else list(islice(tensor.storage.tensors, MAX_SHOWN_IDS))
             yield Holder(ids, nbytes, tensor.storage.origin, "a copy" if copied else "")
             continue
+
+        # Decoding all programs takes long, so it is done once, and only if some id needs it.
         if within is None:
             within = {made: origin for program in session.programs.all.values() for made, origin in _made(program, worker)}
         ids = [] if tensor is None else list(islice(tensor.storage.tensors, MAX_SHOWN_IDS))

@@ -28,7 +28,7 @@ class BufferedInstructions:
     runs: dict[int, int]
     timed: bool
     seconds: dict[int, float]  # that it takes on each worker, by estimate
-    uploads: Sequence[tuple[int, list[Worker]]] = ()  # that it takes, and of whom
+    uploads: Sequence[tuple[int, list[Worker]]] = ()  # (key, workers) of uploads that these instructions consume
     also: Sequence[dict[int, int]] = ()  # other `runs`, of what was made one with it
 
 
@@ -69,6 +69,7 @@ class Outbox:
 
     def flush(self, base: int) -> dict[int, int]:
         """Send what is written for workers, or hold it back for its uploads; the number of each one's last Run, once sent."""
+        # FORGET must not overtake instructions that are held and name the definition.
         if not (self.held or self._uploads.awaited):
             self._emitter.forget()
         written = self.written(base)
@@ -86,10 +87,13 @@ class Outbox:
         """Take what is written for workers; it is no longer theirs."""
         emitter, workers = self._emitter, self._cluster.workers
         seconds = {w.index: w.seconds for w in workers if w.seconds} if emitter.seconds else NO_SECONDS
+        # A row names the worker's life: a successor, which knows none of these definitions, is not sent it (`_transmit`).
         rows = [(w, w.lives, *part) for w in workers for part in w.take()]
         emitter.seconds = 0.0
         emitter.used.update(worker.index for worker, *_ in rows if not worker.lost)
         emitter.begin_run()
+
+        # Runs get their numbers in `_transmit`. Until then nobody has reached UNSENT, so nothing that waits for it is answered.
         runs = {index: UNSENT for index in emitter.used}
         also, self.joined = self.joined, []
         buffered = BufferedInstructions(base, rows, runs, self._context.tape is not None, seconds, also=also)
@@ -99,11 +103,14 @@ class Outbox:
 
     def dispatch(self, buffered: BufferedInstructions) -> None:
         """Send it when it is this session's turn, and not before a recording that it belongs to is over."""
-        if self.deferred is not None and buffered.timed:  # else written before the recording: its uploads were awaited
+        # Otherwise it was written before the recording, and its uploads were awaited.
+        if self.deferred is not None and buffered.timed:
             self.deferred.append(buffered)
             if self._prevents_deferral():
                 self.send_deferred()
             return
+
+        # Short work of a session that has its workers to itself takes no turn. All else queues with its costs.
         queue, number = self._cluster.queue, self._context.number
         if not buffered.seconds and queue.free(number):
             self._transmit(buffered)
@@ -145,6 +152,7 @@ class Outbox:
         for worker, life, defines, code in buffered.rows:
             if worker.lost or worker.lives != life:
                 continue
+
             if worker.index not in self.uses:
                 self.uses.add(worker.index)
                 queue.use(number, worker.index)
@@ -155,6 +163,9 @@ class Outbox:
                 sent[worker.index] = worker.runs
         for index, run in sent.items():
             queue.sent(number, index, run, buffered.seconds.get(index, 0.0))
+
+        # In place: batches and requests hold these dicts, and wait for the numbers in them. A worker has to have executed all
+        # its Runs up to now, also those without a row here.
         workers = self._cluster.workers
         reach = {index: workers[index].runs for index in self._emitter.used if not workers[index].lost}
         for runs in (buffered.runs, *buffered.also):

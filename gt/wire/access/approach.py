@@ -45,12 +45,15 @@ class Approach:
 
     def attempt(self, context: zmq.Context, bell: int, until: float, over: Callable[[], bool]) -> bool:
         """Try once, until a moment of the monotonic clock at most, or over() when the bell rings: whether it is connected."""
+        # 1. A key. With another one than last time (the server has restarted), earlier refusals mean nothing.
         self.close(0)
         key = auth.key(self._entry(), self._token, self._ip, self._port)
         if key != self._key:
             self._key, self._denied, self._broken = key, 0, 0
         if key is None:
             return False
+
+        # 2. A socket of its own: libzmq would go on trying with the old key.
         sock = self.sock = context.socket(zmq.DEALER)
         options(sock, self._heartbeat, MAX_BODY_BYTES)
         show(sock, key)
@@ -59,6 +62,8 @@ class Approach:
         sock.setsockopt(zmq.RCVHWM, 0)
         # The next attempt is ours, and a link once made is not made again. Without any, what came last would be dropped.
         sock.setsockopt(zmq.RECONNECT_IVL, NEVER_MILLISECONDS)
+
+        # 3. The monitor tells how the handshake ends.
         self.monitor = sock.get_monitor_socket(CONNECTED | MADE | CLOSED | GONE | FAILED)
         sock.connect(endpoint(sock, self._ip, self._port))
         outcome = self._outcome(self.monitor, bell, min(until, time.monotonic() + HANDSHAKE_SECONDS), over)
@@ -73,6 +78,8 @@ class Approach:
             return self._misfit()
         if self._broken < MAX_FAILED_HANDSHAKES:
             return ""
+
+        # Handshakes break without a reason: ask the port which mechanism it speaks.
         self._broken = 0
         spoken = tcp.mechanism(self._ip, self._port)
         mine = self._key.mechanism if self._key is not None else NULL
@@ -124,14 +131,16 @@ class Approach:
                     self.descriptor = value
                 if event & (MADE | CLOSED | FAILED):
                     return event
+                # The server closed the connection without a word: it may have no descriptors left.
                 if event == GONE:
                     return FAILED & ~DENIED
             left = until - time.monotonic()
             if left <= 0:
                 break
             ready = poll.poll(left * 1000)
+            # Left unread for the caller; polling it again would return at once.
             if any(descriptor == bell for descriptor, _ in ready):
-                poll.unregister(bell)  # it is read once there is something to be done
+                poll.unregister(bell)
         return 0
 
     def _misfit(self, spoken: str = "") -> str:

@@ -137,6 +137,7 @@ def opens(shown: Credentials, mechanism: str, credentials: list[bytes], client: 
     """True if ZAP's credentials are those of a key. client: the public key that belongs to its `client`."""
     if mechanism != shown.mechanism:
         return False
+    # Comparisons take the same time wherever two texts differ, so that their time tells nothing.
     if mechanism == PLAIN:
         return len(credentials) == 2 and hmac.compare_digest(credentials[1], shown.password)
     if mechanism == CURVE:
@@ -146,6 +147,7 @@ def opens(shown: Credentials, mechanism: str, credentials: list[bytes], client: 
 
 def _credentials_for(found: AccessEntry, token: str, ip: str, port: int) -> Credentials:
     """A password holds for one address only: a listener at another learns nothing from it."""
+    # HMAC(secret, "gt IP:PORT\0token"): who reads the wire, or listens in the server's place, cannot use it at another address.
     own = token if found.given else ""
     if found.mechanism == PLAIN:
         text = f"gt {ip}:{port}\0{own}".encode("utf-8", "replace")

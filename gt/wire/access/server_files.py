@@ -44,6 +44,7 @@ def publish(ip: str, port: int, text: str) -> Published:
     try:
         with _alone(folder):
             _sweep(folder)
+            # Locked before it has its name, so a reader never finds the file without the lock. The rename is atomic.
             new = folder / f".{path.name}.{os.getpid()}"
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(new)
@@ -62,6 +63,7 @@ def publish(ip: str, port: int, text: str) -> Published:
 
 def find(ip: str, port: int) -> str | None:
     """The text of this user's running server at an address, None if there is none."""
+    # A server on every address serves this one too.
     everywhere = ("0.0.0.0", "::") if ip.startswith("127.") else ("::",) if ip == "::1" else ()
     names = [_name(address, port) for address in (ip, *everywhere)]
     for folder in _folders():
