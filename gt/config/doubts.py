@@ -46,6 +46,7 @@ def _suffix(config: Config, group: Group) -> str:
 
 def _meant(name: str) -> str:
     """The suffix that the end of a name was perhaps to be, or \"\"."""
+    # The last part of the name, and the last two joined: "mlp_col_par" was meant to be "mlp_colpar".
     parts = [part.lower() for part in _SEPARATORS.split(name[-2 * MAX_SUFFIX_CHARACTERS :])]
     for end in (parts[-1], "".join(parts[-2:])):
         names = [suffix[1:] for suffix in SUFFIX_AXIS]

@@ -65,6 +65,7 @@ def load(text: str, path: str = "") -> Config:
     root = reader.compose(text)
     if root is None:
         return Config(path=path, text=text)
+    # 1. Groups, in the order of the file. `gt:` names groups, so it is read last, wherever it is written.
     groups: dict[str, Group] = {}
     reserved: yaml.Node | None = None
     for name, key, value in reader.entries(root, "the config"):
@@ -75,6 +76,8 @@ def load(text: str, path: str = "") -> Config:
                 shown = value.value[:MAX_SHOWN_CHARACTERS] if isinstance(value, yaml.ScalarNode) else "..."
                 reader.fail("", _line(key), f"{name} is no group: write it as a key of gt, `gt: {{{name}: {shown}}}`")
             groups[name] = reader.group(name, key, value)
+
+    # 2. Names of groups within groups, then the settings.
     for group in groups.values():
         if group.backward is not None and group.backward not in groups:
             unknown = f"{group.backward[:MAX_SHOWN_CHARACTERS]!r}{hint(group.backward, groups)}"
@@ -118,9 +121,11 @@ def hint(word: str, known: Iterable[str]) -> str:
 
 def common_letters(a: str, b: str) -> int:
     """Length of the longest common subsequence, all letters of `a` at once (Hyyro 2004): difflib finds no longer one."""
+    # Bit-parallel dynamic programming over the columns of the usual table: a 0 in `rest` is a step by one in its column, so the
+    # number of zeros is the length.
     places: dict[str, int] = {}
-    for n, letter in enumerate(a):
-        places[letter] = places.get(letter, 0) | 1 << n
+    for place, letter in enumerate(a):
+        places[letter] = places.get(letter, 0) | 1 << place
     whole = (1 << len(a)) - 1
     rest = whole  # bits of letters that are not in the subsequence
     for letter in b:
@@ -149,6 +154,7 @@ class _Reader:
             self.fail("", _line(node), f"the config has more than {MAX_CONFIG_VALUES} keys and values: write it shorter")
 
     def compose(self, text: str) -> yaml.Node | None:
+        # Three guards before anything recursive: dashes in one line, the depth event by event, and then the count of values.
         if deep := _NESTED.search(text):
             line = text.count("\n", 0, deep.start()) + 1
             self.fail("", line, f"nested too deep: {MAX_NESTING_LEVELS} dashes within one another in one line")
@@ -232,6 +238,8 @@ class _Reader:
         if isinstance(node, yaml.ScalarNode) and not node.value:
             self.fail(name, line, f"the group is empty, want a mapping: {WORKERS}")
         keys = self.known(node, GROUP_KEYS, "the group", name)
+
+        # `shard` may have keys of the group itself: either form is one mapping from here on.
         axis, shard = None, self.known(keys["shard"], SHARD_KEYS, "shard", name) if "shard" in keys else {}
         for both in keys.keys() & shard.keys():
             self.fail(name, _line(keys[both]), f"{both} both in the group and in its shard; keep one")
@@ -240,6 +248,8 @@ class _Reader:
         if "axis" in shard:
             axis = self.value(shard["axis"], int, "axis", SHARD_KEYS["axis"], name)
         keys = {**keys, **shard}
+
+        # A group without workers places nothing, which makes sense only for `compile`.
         workers, backward = keys.get("workers"), keys.get("backward")
         compiled, replicated = (
             key in keys and self.value(keys[key], bool, key, GROUP_KEYS[key], name) for key in ("compile", "replicated")
@@ -292,6 +302,8 @@ class _Reader:
         if any(not row for row in rows) or len({len(row) for row in rows}) > 1:
             self.fail(name, _line(node), f"workers has rows of different lengths, want {want}")
         numbers = [[self.value(item, int, "a worker", "a number from 0, as in [0, 1]", name) for item in row] for row in rows]
+
+        # A worker twice would hold two pieces of one tensor under one id.
         seen: set[int] = set()
         for number in (number for row in numbers for number in row):
             if number < 0:
@@ -303,6 +315,7 @@ class _Reader:
 
     def reserved(self, node: yaml.Node, groups: dict[str, Group]) -> dict[str, Any]:
         """The settings under `gt:`, as fields of a Config. `data_parallel` adds its group to `groups`."""
+        # data_parallel first, since it makes a group that modules may name and ZeRO may need.
         keys = self.known(node, GT_KEYS, RESERVED, RESERVED)
         schedule, rules = keys.get("schedule"), tuple[Rule, ...]()
         if "data_parallel" in keys:
@@ -415,6 +428,7 @@ class _Reader:
         stage = self.value(node, int, "zero", GT_KEYS["zero"], RESERVED)
         if stage not in STAGES:
             self.fail(RESERVED, _line(node), f"zero is {stage}, want {GT_KEYS['zero']}")
+        # An axis of data: `data_parallel`, several rows of workers, or one row that is not split by a suffix.
         split = DATA_PARALLEL in groups or any(
             len(group.workers) > 1 or _splits_data(group, groups) for group in groups.values()
         )

@@ -128,8 +128,8 @@ class Server:
         next_tick = time.monotonic()
         try:
             while not self._reason:
-                # 1. Look at the sockets only when everything from the last look is handled: so a peer that sends without end
-                # cannot keep others' messages waiting behind its own.
+                # 1. Look at the sockets only when everything from the last look is handled: so `_items` stays short, and
+                # further messages wait in libzmq's bounded queues.
                 if not self._items:
                     wait = 0.0 if self._again else max(0.0, min(TICK_SECONDS, next_tick - time.monotonic()))
                     self._items.extend(self._router.poll(wait))

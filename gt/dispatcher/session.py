@@ -152,7 +152,7 @@ class ClientSession:
         self.arenas.end()
         self.cluster.take_turns()
 
-        # 4. Its own memory: hundred thousands of rows would keep the loop for long.
+        # 4. Its own memory: hundreds of thousands of rows would keep the loop for long.
         leavings.add(self.table.rows, Tensor.leave)
         self.table.rows = {}
         large = (outbox.held, self.inbox, self.op_stream.coming, self.journal.rows, context.templates, context.origins)

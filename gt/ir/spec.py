@@ -95,7 +95,7 @@ def contiguous(shape: tuple[int, ...], dtype: str) -> Spec:
 def row_major_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of row-major memory, as torch counts them: an empty dim counts as one element."""
     stride, step = [], 1
-    for n in reversed(shape):
+    for extent in reversed(shape):
         stride.append(step)
-        step *= max(n, 1)
+        step *= max(extent, 1)
     return tuple(reversed(stride))

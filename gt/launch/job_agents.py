@@ -59,18 +59,21 @@ class Meeting:
         until = time.monotonic() + SECONDS
         try:
             sock.settimeout(SECONDS)
+            # Both prove by HMAC over both nonces that they know the token: neither sends it, and no old proof can be replayed.
             nonce = os.urandom(NONCE_BYTES)
             sock.sendall(nonce)
             rank, theirs, proof = _OFFER.unpack(host_agent.exactly(sock, _OFFER.size, until))
             if not 0 < rank < size or not hmac.compare_digest(proof, _proof(self._token, rank, nonce, theirs)):
                 raise PermissionError("its token is not the one of this job")
+            # The list of strangers is bounded: this one may have had to make room meanwhile.
             if not self._strangers.remove(sock):
                 raise ConnectionAbortedError("too many connections wait for their proof, or all ranks are here")
             sock.sendall(_proof(self._token, 0, theirs, nonce))
             sock.settimeout(None)
             tcp.watch(sock)
+            # A process that has tried again: its newest connection counts.
             older, self._socks[rank] = self._socks.get(rank), sock
-            if older is not None:  # its process has tried again
+            if older is not None:
                 older.close()
         except OSError:
             self._strangers.remove(sock)

@@ -42,6 +42,7 @@ class Launcher:
             yield from row
 
 
+# In this order: torchrun also sets RANK, and torchrun may be started by srun, whose variables its processes then have too.
 LAUNCHERS = (
     Launcher("torchrun", "TORCHELASTIC_RUN_ID", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
     Launcher(HAND, "RANK", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
@@ -103,6 +104,8 @@ def place(found: Mapping[str, str]) -> JobPlace | None:
     if launcher.name == "srun" and "SLURM_STEP_NODELIST" not in found:
         text = "this is SLURM's batch script itself, and none of its tasks"
         raise ConfigError(f"{text}: put srun before the command, as `srun gt run program.py`")
+
+    # The place in the job, then on the host. A launcher that does not tell about the host leaves local_size 0.
     size = _number(found, launcher.size, 1, MAX_PROCESSES)
     rank = _number(found, launcher.rank, 0, size - 1)
     if launcher.name == "srun":
@@ -113,9 +116,12 @@ def place(found: Mapping[str, str]) -> JobPlace | None:
     host = _first(found, launcher.host) or (LOOPBACK if local_size == size else "")
     if not host:
         raise ConfigError(f"{launcher.name} does not say where rank 0 is: set {launcher.host[0]} to its host on all of them")
+
     port = _number(found, launcher.port, 1, (1 << 16) - 1, PORT)
     store = None
-    if found.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the agent listens at MASTER_PORT itself
+    # torchrun's agent listens at MASTER_PORT itself, so rank 0 takes a free
+    # port, and tells it to the others by the agent's store.
+    if found.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         key = f"gt/{found.get('TORCHELASTIC_RUN_ID', '')}/{found.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         store, port = (host, port, key), 0
     return JobPlace(launcher.name, rank, size, local_rank, local_size, host, port, store, workers)
@@ -128,9 +134,11 @@ def _srun(found: Mapping[str, str], rank: int, size: int) -> JobPlace:
     node = _number(found, ("SLURM_NODEID",), 0, len(nodes) - 1, 0)
     local_size = counts[node] if node < len(counts) else size if len(nodes) == 1 else 0
     local_rank = _number(found, ("SLURM_LOCALID",), 0, size - 1, 0)
+
+    # All tasks compute the same port without talking. Jobs that share a node differ in it, most likely; it is no secret.
     job, step = (_number(found, (name,), 0, 1 << 32, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     first, count = JOB_PORTS
-    port = first + (job * 16 + step % 16) % count  # by job, as several jobs may share a node; it is no secret
+    port = first + (job * 16 + step % 16) % count
     if reserved := re.match(r"\d+", found.get("SLURM_STEP_RESV_PORTS", "")):
         port = int(reserved[0])
     port = _number(found, ("MASTER_PORT",), 1, (1 << 16) - 1, port)

@@ -138,6 +138,7 @@ def _wait(process: subprocess.Popen, total: int, start: Start) -> tuple[int, int
     assert process.stdout is not None
     known: dict[str, Any] = {}
     now = time.monotonic()
+    # Reports are JSON lines; `rest` is the beginning of one that is not whole yet.
     deadline, next_report, rest, published = now + start.seconds, now + REPORT_SECONDS, b"", False
     vigil = Vigil(process.pid, home(), MAX_STOPPED_LOOKS)
     while "port" not in known or (total and "ready" not in known):
@@ -147,6 +148,7 @@ def _wait(process: subprocess.Popen, total: int, start: Start) -> tuple[int, int
         if start.spoken and now >= next_report:
             next_report = now + REPORT_SECONDS
             sys.stderr.write(f"gt: {_missing(known, total)}; waiting\n")
+        # Silence may mean that the supervisor is stopped (Ctrl-Z of its job, a debugger), which no end of its pipe tells.
         if not select.select([process.stdout], [], [], min(deadline - now, LOOK_SECONDS))[0]:
             if vigil.poll():
                 how = f"process {process.pid}, which starts dispatcher and workers, is stopped by a signal or a debugger"
@@ -189,6 +191,7 @@ def _late(known: dict[str, Any], total: int, seconds: float) -> str:
 
 
 def _end(process: subprocess.Popen) -> None:
+    # The end of its stdin tells the supervisor to end its children in order.
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(OSError, ValueError):
         process.stdin.close()

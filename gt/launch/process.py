@@ -40,6 +40,7 @@ def fork(title: str, body: Callable[[], object], stderr: int = -1) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
+        # No exit handlers and no buffers of the parent's: they are the parent's to run and to write.
         with contextlib.suppress(Exception):
             sys.stderr.flush()
         os._exit(code)
@@ -48,7 +49,8 @@ def fork(title: str, body: Callable[[], object], stderr: int = -1) -> int:
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent (its forking thread) ends."""
     _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before we could ask
+    # The parent ended before we could ask: the kernel sends no signal for that.
+    if os.getppid() != parent:
         os._exit(1)
 
 

@@ -88,13 +88,15 @@ def command(host: str, ssh: Sequence[str], args: Sequence[str], python: str = ""
         return ["env", f"PYTHONPATH={env.python_path(ROOT)}", sys.executable, "-m", *args]
     line = ["env", f"PYTHONPATH={env.python_path(ROOT)}", python or sys.executable, "-m", *args]
     text = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(line)}"
-    if "ssh" in Path(ssh[0]).name:  # a shell there parses its text
+    # ssh hands one text to a shell there; another command (srun -w) takes arguments.
+    if "ssh" in Path(ssh[0]).name:
         return [*ssh, host, text]
     return [*ssh, host, "sh", "-c", text]
 
 
 def with_slots(hosts: Sequence[HostEntry], ssh: Sequence[str], python: str = "") -> list[HostEntry]:
     """The hosts with slots: those that have none are asked for their number of GPUs. SystemFailure if one does not answer."""
+    # All hosts are asked at once; the answers are collected in turn.
     asked = {
         host.name: subprocess.Popen(
             command(host.name, ssh, ["gt.launch", "--gpus"], python), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

@@ -76,16 +76,21 @@ class Supervisor:
 
     def run(self) -> int:
         """Supervise until the end; the process's exit code."""
+        # 1. The dispatcher is forked before torch is imported, which it does not need: it binds its port meanwhile. What it
+        # shares with workers is imported first.
         status = os.pipe()
         if self._order["workers"]:
             import gt.worker.loop  # noqa: F401 - half of its modules are the dispatcher's too, and NumPy and ZeroMQ
         self._dispatcher = fork("gt.server", lambda: _dispatch(self._order, status[1]))
         os.close(status[1])
         self._watch(self._dispatcher)
+
+        # 2. torch, once for all workers. Nothing here may initialise CUDA, since a process that has cannot fork workers.
         gpus = preload(self._order["backend"]) if self._order["workers"] else []
         self._select.register(0, selectors.EVENT_READ, self._on_stdin)
         self._select.register(status[0], selectors.EVENT_READ, self._on_status)
         try:
+            # 3. Workers, once the port is known; then supervision until something ends it.
             while not (self._port or self._stopping):
                 self._turn(POLL_SECONDS)
             if not self._stopping:
@@ -112,6 +117,7 @@ class Supervisor:
             self._up()
 
     def _fork_worker(self, port: int, gpus: list[str], number: int) -> None:
+        # Its stderr passes through a pipe, so that the last lines can be in the error if it dies at its start.
         end, start = os.pipe()
         gpu = gpus[number] if number < len(gpus) else ""
         pid = fork(f"gt.worker {self._order.get('first', 0) + number}", self._body(port, gpu, number), stderr=start)
@@ -172,11 +178,15 @@ class Supervisor:
         ready = self._select.select(timeout)
         # Looked at first: what workers say of a dead dispatcher, the program is told anyway.
         self._silent |= bool(ready) and not logs.asked("worker") and (not self._dispatcher or ending(self._dispatcher))
+
+        # Ends are collected before pipes are read, and handled after: so a
+        # dead worker's last words are there when it is reported.
         dead = list(_ended())
         for key, _ in ready:
             key.data(key.fd)
         if os.getppid() != self._parent:
             self._stopping = True
+
         for pid, code in dead:
             if pid == self._dispatcher:
                 self._dispatcher, self._stopping = 0, True
@@ -209,6 +219,8 @@ class Supervisor:
         """End workers that the dispatcher has given up, even if they could continue. RuntimeError at the start."""
         now = time.monotonic()
         if self._vigils and now >= self._next_poll:
+            # A worker that is stopped this long was given up by the dispatcher, which waits one heartbeat. Its end lets a
+            # successor start.
             self._next_poll = now + self._order["heartbeat"] / POLLS_PER_HEARTBEAT
             for pid, vigil in self._vigils.items():
                 if not vigil.poll():
@@ -230,6 +242,8 @@ class Supervisor:
             self._select.unregister(0)
         if self._terminated:
             self._report(ended=f"process {os.getpid()}, which started dispatcher and workers, received SIGTERM")
+
+        # The dispatcher's Exit ends its workers; ssh ends with its standard input. Who is left gets signals.
         left = {self._dispatcher, *self._workers, *self._hosts} - {0}
         stop = STOP_SIGNAL if self._patient else signal.SIGTERM
         _signal(self._dispatcher, stop)
@@ -350,9 +364,12 @@ def work(order: dict[str, Any], host: str, port: int, gpu: str, number: int, wai
     from gt.worker.loop import WorkerOptions, run
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A job's SIGTERM goes to every process. It is blocked, so that the program can save a checkpoint with its workers' help.
     if order.get("patient"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         signal.signal(STOP_SIGNAL, _terminate)
+
+    # Set before the first use of CUDA: the worker sees its own GPU alone, as number 0.
     if gpu:
         env.export(CUDA_VISIBLE_DEVICES=gpu)
     device = "cuda:0" if gpu else "cpu"

@@ -58,6 +58,8 @@ class BoundedServer(ThreadingHTTPServer):
             if self._asking.pop(connection, None) is None:
                 return
             self._admitted[connection] = owner
+
+            # One too many: somebody's oldest connection ends.
             owned = Counter(self._admitted.values())
             if owned[owner] <= MAX_OWNED and len(self._admitted) <= MAX_ADMITTED:
                 return
@@ -85,7 +87,8 @@ class BoundedServer(ThreadingHTTPServer):
                 _end(oldest)
             if not full or oldest is not None:
                 self._asking[request] = time.monotonic()
-        if full and oldest is None:  # all are admitted
+        # All are admitted: there is none to make room, and the new one is refused.
+        if full and oldest is None:
             self.shutdown_request(request)
         else:
             super().process_request(request, client_address)

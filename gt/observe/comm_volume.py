@@ -19,6 +19,8 @@ def all_reduce(payload: dict[str, Any], nbytes: int) -> Traffic:
     team = payload["team"]
     members, rank = team["workers"], team["rank"]
     sent, received = [0] * len(members), [0] * len(members)
+    # Part by part, as the plane does. To each member goes its share of this worker's term, and this worker's reduced share
+    # comes back to all: so to member r go r's share and the own one.
     for start, stop in parts(nbytes, team["bytes"]):
         total = stop - start
         share = total if total <= DIRECT_BYTES else aligned(-(-total // len(members)))

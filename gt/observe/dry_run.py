@@ -73,6 +73,8 @@ class PlannedStep:
         return self.intervals[worker].shapes.get(tensor)
 
 
+# Three places of the real dispatcher are replaced, and nothing else: the emitter (writes for followed workers only), the upload
+# of bytes, and the release of tensors (which notes weights before they go). All decisions are the dispatcher's own.
 class _Emitter(Emitter):
     """Writes instructions of followed workers only; counts lines of the plan."""
 
@@ -158,6 +160,7 @@ class Dry:
     # ---- messages of the dispatcher
 
     def _handle(self, event: Received) -> None:
+        # Each Run is executed and acknowledged at once: the core never waits, and never has more than one batch under way.
         pending: list[Received] = [event]
         while pending:
             for action in self.core.handle(pending.pop(0)):
@@ -187,6 +190,7 @@ class Dry:
 
     def _ask(self) -> None:
         """Plan everything that has been sent, as before any request of a client."""
+        # Ops may be held back for a decision that depends on later ones; any question ends that.
         if self.state.op_stream.coming:
             self._handle(Received(CLIENT, Stats(2)))
 
@@ -199,6 +203,8 @@ class Dry:
     def submit(self, templates: list, origins: list, code: list, frames: Sequence[Any] = (), asks: bool = False) -> None:
         self._handle(Received(CLIENT, Ops(self._batch, templates, origins, code), tuple(frames)))
         self._batch += 1
+
+        # The tape is a new object for each recording: its change marks the begin or the end of one.
         self.tick(self.state.op_stream.ops - self._ops)
         self._ops = self.state.op_stream.ops
         tape = self.state.context.tape
@@ -282,6 +288,7 @@ class Dry:
                 note = f"{row.spec.nbytes} B {name}".strip()
                 line = PlanLine(tensor, row.spec.text(), str(row.layout), "weight", (), row.layout.mesh.workers, note)
                 found.append((line, name, row.layout))
+        # An optimizer names its own weights, and the client all that are alive: the longest list is kept.
         if len(found) >= len(self.weights):
             self.weights = found
 
@@ -316,6 +323,8 @@ def _alike(state: ClientSession, workers: int) -> dict[int, list[int]]:
     """The followed workers, each with the workers that it represents."""
     if workers <= ALL_FOLLOWED:
         return {index: [index] for index in range(workers)}
+    # Workers are alike if exactly the same groups name them. What a group
+    # does depends on a worker's rank only in sizes of pieces.
     named: dict[int, list[str]] = {index: [] for index in range(workers)}
     for name, group in state.config.groups.items():
         for index in group.flat:

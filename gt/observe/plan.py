@@ -64,6 +64,7 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
     step = dry.steps[kind]
     pipe = pipeline_report.describe(dry, step)
     lines = sorted(step.moves.items(), key=lambda item: -_nbytes(item[0]) * item[1])
+    # Lines of local changes (LOCAL) move nothing between workers.
     moves = [(line, count) for line, count in lines if not line.op.startswith(LOCAL)]
     body: dict[str, Any] = {
         "program": about, "workers": len(dry.workers), "step": STEP[kind], "values": dry.values,
@@ -111,7 +112,7 @@ def _theory(dry: Dry) -> dict[int, dict[str, int]]:
     theory: dict[int, Counter[str]] = {}
     for line, _, layout in dry.weights:
         use = zero.used(layout)
-        split = prod(n for n, p in zip(use.mesh.sizes, use.placements, strict=True) if isinstance(p, Shard))
+        split = prod(extent for extent, place in zip(use.mesh.sizes, use.placements, strict=True) if isinstance(place, Shard))
         for index in use.mesh.workers:
             rows = table(dry.state.config.zero, _nbytes(line) // split, parts(use))
             theory.setdefault(index, Counter()).update(rows)
@@ -192,6 +193,7 @@ def _scheduled(body: dict[str, Any], pipe: dict[str, Any], dry: Dry) -> None:
     """Add activations and peak of the schedule to those of the order as written."""
     if not pipe.get("activations") or pipe["schedule"] == "as written":
         return
+    # `places` has the rows of the schedule that execute each stage. Shared stages, with several rows, are left out.
     where = {some[0]: stage for some, stage in zip(pipe["places"], pipe["stages"]) if len(some) == 1}
     for place, peak in enumerate(pipe["activations"]):
         members = pipeline_report.members(dry, where[place])
@@ -204,6 +206,7 @@ def _scheduled(body: dict[str, Any], pipe: dict[str, Any], dry: Dry) -> None:
 
 def _warnings(dry: Dry, step: PlannedStep, body: dict[str, Any]) -> list[str]:
     found = []
+    # 1. Gathers of activations, by the line that causes them.
     gathers: dict[str, list[dict[str, Any]]] = {}
     for row in body["collectives"]:
         sharded = "zero" in body and row["kind"] == "all_gather" and row["axis"] == DATA_AXIS  # a weight before its use
@@ -216,12 +219,16 @@ def _warnings(dry: Dry, step: PlannedStep, body: dict[str, Any]) -> list[str]:
             f"{where}: {count} x {kinds}, {size(nbytes)}: an op there needs whole what is split: put it into the group that "
             "ends the split (_rowpar after _colpar), split another dim, or say how many weights are fused (parts)"
         )
+
+    # 2. Large weights that each worker of a tensor-parallel axis has whole.
     total = sum(row["bytes"] for row in body["weights"])
     for line, name, layout in dry.weights:
         whole = [a for (a, n), p in zip(layout.mesh.axes, layout.placements) if a == "tp" and isinstance(p, Replicate)]
         nbytes = _nbytes(line)
         if whole and nbytes >= max(LARGE, PART * total):
             found.append(f"{name or line.spec}, {size(nbytes)}, is whole on each tp worker: use it in a _colpar group")
+
+    # 3. Limits of the plan itself.
     if dry.values:
         found.append(
             f"{counted(dry.values, 'read')} of values gave 0 while planning: a real run may differ where the program decides "
@@ -307,6 +314,7 @@ def _some(names: list[str], most: int = 12) -> str:
 
 
 def _range(workers: list[int]) -> str:
+    # Runs of consecutive numbers: [0, 1, 2, 5] is "worker 0-2,5".
     runs: list[list[int]] = []
     for worker in workers:
         if runs and runs[-1][1] == worker - 1:

@@ -57,6 +57,7 @@ def samples(state: dict[str, Any]) -> Iterator[Sample]:
     for metric in METRICS:
         rows = state[metric.part] if metric.part != "server" else [state["server"]]
         for row in rows:
+            # A worker that has never answered (age -1) has counters of 0, which are not known.
             if metric.field in row and row.get("age", 0.0) >= 0:
                 yield metric, tuple(str(row[name]) for _, name in metric.labels), float(row[metric.field])
     for worker in state["workers"]:

@@ -110,7 +110,9 @@ class RecordStream:
                 self._subscribe(0)
         elif isinstance(message, RecordsMessage):
             with self._changed:
+                # Acknowledged on receipt, not when taken: a slow reader skips Records, and the server does not drop it.
                 self._subscribe(message.number)
+                # Records that nobody took are replaced; of them only rows that are sent once are kept.
                 if self._newest is not None and self._fresh():
                     self._kept.extend(row for row in self._newest.rows if type(row) is list and row[:1] in ONCE_ROWS)
                 self._newest = message

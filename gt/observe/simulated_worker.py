@@ -65,6 +65,7 @@ class SimulatedInterval:
 
     def peak(self, but: Sequence[str] = (), eager: bool = False) -> int:
         """Peak of the bytes alive, without blocks of the kinds `but`."""
+        # A block is alive from `born` to its last use; in eager mode until the program drops it.
         blocks = [block for block in (*self.start, *self.made) if block.kind not in but]
         ends = [max(block.last, block.freed - 1) if eager else block.last for block in blocks]
         lifetimes = ((max(b.born, 0), end if b.dead else None, b.nbytes) for b, end in zip(blocks, ends, strict=True))
@@ -94,6 +95,7 @@ class SimulatedWorker:
 
     def end_interval(self) -> SimulatedInterval:
         """End an interval. Blocks that are alive are the start of the next."""
+        # The ended interval keeps its blocks as they were. Those that live on get copies with numbers of the new interval.
         ended, self.now = self.now, SimulatedInterval()
         self._names.clear()
         blocks = {id(held.block): held.block for held in self.tensors.values()}
@@ -141,6 +143,8 @@ class SimulatedWorker:
         outs = self._outs.get(define.number)
         if outs is None:
             outs = self._outs[define.number] = _outs(payload["outs"])
+
+        # Views take the block of the operand that they view; other outputs get one of their own.
         views, made = True, []
         for name, (shape, itemsize, of) in zip(names, outs):
             if of >= 0:
@@ -149,6 +153,8 @@ class SimulatedWorker:
                 held, views = self._make(name, shape, itemsize), False
             made.append(held)
         self._touch(ins)
+
+        # An op that makes nothing but views moves no bytes.
         if made and views:
             return
         nbytes = sum(held.nbytes for held in (*ins, *made))
@@ -168,6 +174,8 @@ class SimulatedWorker:
             self._make(names["dst"], self._shape(define, source), itemsize)
         if source is not None:
             self._touch([source])
+
+        # comm_volume has a function for each kind that moves bytes between workers; local changes of layout have none.
         count = getattr(comm_volume, kind, None)
         if count is not None:
             size = source.nbytes if kind == "all_reduce" and source is not None else itemsize
@@ -190,6 +198,7 @@ class SimulatedWorker:
             self._add(name, SimulatedTensor(Block(0, self.now.rows), shape, itemsize, away=True))
 
     def _evict(self, define: Define, operands: Sequence) -> None:
+        # Memory that other tensors view stays where it is.
         held = self.tensors.get(operands[0])
         if held is not None and not held.away and held.block.refs == 1:
             held.block.dead, held.block.last = True, max(held.block.last, self.now.rows)
@@ -224,6 +233,7 @@ class SimulatedWorker:
         return self._add(name, SimulatedTensor(block, shape, itemsize))
 
     def _add(self, name: int, held: SimulatedTensor) -> SimulatedTensor:
+        # Counted before the old tensor of this name is freed, which may be of the same block.
         held.block.refs += 1
         self._free(name)
         self.tensors[name] = held

@@ -46,6 +46,8 @@ def _predicted(order: dict[str, Any]) -> list[tuple[str, list[tuple[str, float, 
     rows = schedule.parse(order["rows"])
     line = schedule.simulate(rows, schedule.Costs.from_wire(order["costs"]))
     ran = order["measured"]
+    # Predicted times have the unit of their costs. The unit is chosen so that
+    # workers are busy as long as measured: then only the waits differ.
     unit = ran["makespan"] * (1 - ran["idle"]) / (line.makespan * (1 - line.idle))
     found = []
     for n, row in enumerate(rows):

@@ -95,6 +95,7 @@ class SessionRecording:
 
     def workers(self) -> list[WorkerTrace]:
         """The workers, by index."""
+        # Each worker's times are of its own clock, which is `ahead` of the client's by so many seconds.
         ahead = self.answer.get("ahead", [])
         workers = [WorkerTrace(name) for name in self.answer.get("workers", [])]
         for row in self.rows:
@@ -121,9 +122,10 @@ class SessionRecording:
                 lines[seq] = Line(op, origins[origin], layout)
             elif tag == "program":
                 programs[rest[0]] = rest[1]
+            # A replay's ops have consecutive numbers from the launch's own.
             elif tag == "launch":
-                for n, (op, origin, layout) in enumerate(programs.get(rest[1], ())):
-                    lines[rest[0] + n] = Line(op, origins[origin], layout)
+                for place, (op, origin, layout) in enumerate(programs.get(rest[1], ())):
+                    lines[rest[0] + place] = Line(op, origins[origin], layout)
         return lines
 
 
@@ -155,8 +157,8 @@ def events(recording: SessionRecording, number: int = 0, since: float | None = N
     for event in recording.schedule:
         yield {**event, "pid": base + event["pid"]}
     workers, lines = recording.workers(), recording.lines()
-    for n, worker in enumerate(workers):
-        yield from _worker(worker, base + WORKERS + n, since, lines, workers)
+    for index, worker in enumerate(workers):
+        yield from _worker(worker, base + WORKERS + index, since, lines, workers)
     yield from _arrows(workers, base, since)
 
 
@@ -182,6 +184,7 @@ def _client(recording: SessionRecording, pid: int, since: float) -> Iterator[dic
 
 def _gaps(rows: list[Span], begin: float, end: float) -> Iterator[tuple[float, float]]:
     """The times of the main thread without a wait or a call: Python, and the recording of ops."""
+    # Spans are sorted by start and may be nested: `at` is the end of what is covered so far. Spans without length are marks.
     at = begin
     for span in rows:
         if span.end > span.start and span.start > at:
@@ -241,17 +244,19 @@ def _described(worker: WorkerTrace, row: Slice, line: Line | None, workers: list
 
 def _arrows(workers: list[WorkerTrace], base: int, since: float) -> Iterator[dict[str, Any]]:
     """An arrow from each send to the receive of the same op. An end without the other has none."""
+    # (number of the op, sender, receiver) -> its sends and its receives, in order. Chunks of one transfer are joined in pairs.
     ends: dict[tuple[int, int, int], tuple[list[Slice], list[Slice]]] = defaultdict(lambda: ([], []))
-    for n, worker in enumerate(workers):
+    for index, worker in enumerate(workers):
         for row in worker.host:
             kind, _, _, peers = worker.names.get(row.number, ("", "", 0, []))
             for peer in peers if kind == "send" or kind in RECEIVES else ():
-                ends[(row.seq, n, peer) if kind == "send" else (row.seq, peer, n)][kind != "send"].append(row)
+                ends[(row.seq, index, peer) if kind == "send" else (row.seq, peer, index)][kind != "send"].append(row)
     number = 0
     for (_, source, target), (sends, receives) in ends.items():
         for send, receive in zip(sends, receives):
             number += 1
             flow = {"cat": "transfer", "name": "transfer", "id": base + (number << 20)}
+            # An arrow ends inside of the receive's slice, or Perfetto would bind it to another; and not before the send.
             middle = (max(receive.start, min(send.start, receive.end)) + receive.end) / 2
             yield {**flow, "ph": "s", "pid": base + WORKERS + source, "tid": HOST, "ts": _micros(send.start - since)}
             yield {**flow, "ph": "f", "bp": "e", "pid": base + WORKERS + target, "tid": HOST, "ts": _micros(middle - since)}
@@ -284,6 +289,7 @@ def _by_stream(row: TraceRows) -> dict[str, list[float]]:
 
 
 def _sections(numbers: list, size: int = SECTION) -> Iterable[tuple]:
+    # A flat list of rows: `size` slices with this step are its columns. Rows with numbers that are no times are dropped.
     rows = zip(*(numbers[n::size] for n in range(size)))
     return (row for row in rows if all(abs(number) < MAX_NUMBER for number in row))
 

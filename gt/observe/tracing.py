@@ -45,6 +45,7 @@ class Tracing:
             return
         buffer, self._buffer = self._buffer, None
         end = monotonic()
+        # Whatever fails below, the program's own spans are written.
         answer, rows, stats = {}, [], {}
         try:
             self._wait_for_ops(session, flush)
@@ -62,9 +63,11 @@ class Tracing:
             answer, rows, list(buffer.spans), self._began, end, threading.current_thread().name,
             spans_dropped=buffer.count - len(buffer.spans), ident=threading.get_ident(),
         )  # fmt: skip
+
+        # The last replay's schedule is shown only if that replay was within the trace.
         if stats.get("schedule") is not None:
             began = min(start for row in stats["workers"] for _, start, _ in row["actions"])
-            if began >= self._began:  # the replay was within the trace
+            if began >= self._began:
                 first = (self._recordings or [recording])[0].begin
                 recording.schedule = timeline.events(stats, first, trace_file.SCHEDULE)
                 self.report["schedule"] = stats["schedule"]

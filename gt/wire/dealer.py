@@ -204,7 +204,7 @@ class Dealer:
             if done() or self._over or now > end:
                 break
 
-            # Sleep until a message or a call, for STEP_SECONDS at most: a signal handler has to run now and then.
+            # Sleep until a message or a call, for STEP_SECONDS at most: `_aside` has to be renewed in time.
             ready = poller.poll(0)
             while not (ready or more) and time.monotonic() < spin:
                 os.sched_yield()

@@ -41,7 +41,7 @@ class DeferredModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if (loader := _loader(self)) is not None and self.__name__ not in _executing and name in loader.stand_ins:
-            # Only the importing module at its import statement gets the stand-in: the frame that asks is its own.
+            # `from x import y` reads the attribute in a frame of the importing module.
             stand_in = loader.stand_ins[name]
             if sys._getframe(1).f_globals.get("__name__") in stand_in.importers:
                 return stand_in.value

@@ -114,7 +114,6 @@ class Cable:
     """Watches one connection: it counts as cut after `seconds`, at two polls in a row at least."""
 
     def __init__(self, fd: int, seconds: float) -> None:
-        # Two polls: the first after a long sleep of this process sees old silence.
         self._fd, self._limit, self._before = fd, max(seconds, SHORTEST_SECONDS), False
 
     def poll(self) -> str:

@@ -277,7 +277,7 @@ class Router:
                 peer = sock.recv(NOW)
             except zmq.Again:
                 return True
-            # A message of no parts, which no peer of GT sends.
+            # A message without a body, which no peer of GT sends.
             if not sock.getsockopt(zmq.RCVMORE):
                 continue
 

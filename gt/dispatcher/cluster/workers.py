@@ -318,7 +318,7 @@ class Cluster:
         return self.next_key
 
     def _allocate(self, nbytes: int, members: tuple[int, ...]) -> int:
-        # Symmetric: an offset has one meaning on all workers. Nothing is ever given back, since Runs under way may use it.
+        # Symmetric: an offset has one meaning on all workers. Nothing is given back: channels and teams are kept for good.
         offset = self.heap_used
         limit = min(self.workers[i].info.get("heap_bytes", 0) for i in members)
         if offset + nbytes > limit:

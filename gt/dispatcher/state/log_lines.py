@@ -47,7 +47,7 @@ class Scribe:
 
     def received(self, known: OpSchema, origin: Origin, ins: Sequence[int]) -> None:
         """An op has come."""
-        # An example of a form: "\0       %8d RECV        client0    op=aten.mm.default group=mlp %%%d %%%d @ train.py:12".
+        # An example of a form: "\0 %8d RECV        client0    op=aten.mm.default group=mlp %%%d %%%d @ train.py:12".
         key = known.template.op, len(ins), origin
         form = self._received.get(key)
         if form is None:

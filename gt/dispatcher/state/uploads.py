@@ -152,7 +152,6 @@ class Uploads:
             self.awaited += 1
             self.moved = self._cluster.now
         elif self._arenas.shared(upload.place, upload.workers):
-
             spec, (arena, offset) = upload.spec, upload.place
             block = UseBlock(upload.key, arena.offer.arena, offset, list(spec.shape), spec.itemsize, upload.boxes, False)
             for index in upload.workers:

@@ -70,8 +70,8 @@ class Definitions:
             raise UnsupportedOp(f"Ops.templates: template {number}: {error}") from None
         except (TypeError, ValueError, KeyError) as error:
             raise ProtocolError(f"Ops.templates: template {number}: {error}") from error
-        # The client's table of templates is full and starts again: numbers
-        # get new meanings, from FIRST on. Weights count anew then.
+        # The client's table of templates is full and starts again: numbers from FIRST on get new meanings, and their parts
+        # count anew.
         if number in self._templates:
             self._templates[number].plans.clear()
             self._template_parts = 0 if number == FIRST else self._template_parts

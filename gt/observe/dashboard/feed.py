@@ -149,6 +149,7 @@ class Feed:
                 with self._connect(self._log_wanted()) as stream:
                     with self._changed:
                         self._stream = stream
+                    # Rates and schedules begin anew: the server may be another one.
                     self._view, self._predicted = LiveView(), PredictedSchedules()
                     while self._wanted(LINGER_SECONDS):
                         stream.log = self._log_wanted()
@@ -180,6 +181,7 @@ class Feed:
         if life != self._life:
             with self._changed:
                 self._life, self._schedules = life, {}
+        # A simulation is repeated only for another replay. All of this is done without the lock, as it takes a while.
         schedules = {
             s["number"]: self._predicted.beside(s["number"], s["schedule"])
             if s["number"] not in self._schedules or _mark(self._schedules[s["number"]]) != _mark(s["schedule"])
@@ -193,6 +195,7 @@ class Feed:
             self._history.add(state)
             for record in records:
                 if isinstance(record, LogRecord):
+                    # Another server counts its lines from 0: ours goes on, since open pages have its numbers.
                     self._next_line = record.number if record.number > self._next_line else self._next_line + len(record.lines)
                     self._lines.extend(record.lines)
             self._bump()

@@ -42,6 +42,7 @@ class PredictedSchedules:
         unit = row["measured"]["makespan"] * (1 - row["measured"]["idle"]) / busy if busy else 0.0
         planned = {}
         for name, actions in ran.items():
+            # Rows of a schedule do not name workers: a worker's row is the one that has all of its actions.
             names = {action for action, _, _ in actions}
             line = next((line for line in lines if names and names <= {action for action, _, _ in line}), None)
             if line is not None:
