@@ -109,6 +109,8 @@ def check_workers(config: Config, names: list[str]) -> None:
 
 def hint(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'workers'?`, or the known names where none is similar."""
+    # difflib takes time with the square of the lengths, and a hostile config has many long names. So long names are left out,
+    # the rest is ranked by a cheap similarity, and only the best few are compared.
     names = list(islice(known, MAX_HINT_NAMES))
     near = [name for name in names if len(name) <= MAX_HINT_CHARACTERS] if len(word) <= MAX_HINT_CHARACTERS else []
     likely = sorted(near, key=lambda name: common_letters(word, name) / (len(word) + len(name) or 1), reverse=True)
@@ -172,7 +174,7 @@ class _Reader:
             raise ConfigError(f"{self.file}: not YAML: {' '.join(str(error).split()):.200}; {BROKEN}") from error
 
     def check_depth(self, text: str) -> None:
-        """Refuse what is nested deep, event by event: libyaml needs time with the square of the depth, and stack to compose."""
+        """Refuse deep nesting, event by event: libyaml's time grows with the square of the depth, and composing needs stack."""
         depth = 0
         for event in yaml.parse(text, Loader=_COMPOSER):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -187,6 +189,8 @@ class _Reader:
             space = ", with a space after the colon" if ":" in shown and ": " not in shown else ""
             ready = LAYOUTS if group in DEGREES else ""
             self.fail(group, _line(node), f"{what} is {shown}, want a mapping{EXAMPLES.get(what, '')}{space}{ready}")
+        # YAML takes the last of two equal keys silently; here that is an
+        # error. A merge key (<<) has another tag, and is refused too.
         seen: dict[str, int] = {}
         rows: list[tuple[str, yaml.Node, yaml.Node]] = []
         for key, value in node.value:
@@ -204,6 +208,7 @@ class _Reader:
         """The values of a mapping, which may have only these keys."""
         values = {}
         for name, key, value in self.entries(node, what, group):
+            # The most helpful advice first: a key of another tool, a similar key of ours, or a key of `shard`.
             if name not in keys:
                 ready = LAYOUTS if name in DEGREES else ""
                 other = OTHER_NAMES.get(name)
@@ -218,6 +223,7 @@ class _Reader:
         """A scalar of exactly this type: true is not 1."""
         value = None
         self.count_entry(node)
+        # Most values are small numbers, which need no constructor.
         if kind is int and _plain_number(node):
             return int(node.value)
         if isinstance(node, yaml.ScalarNode):
@@ -281,6 +287,7 @@ class _Reader:
                 f"axis is {axis}, want a dim from 0 to {MAX_AXIS}: 0 splits a batch over the workers, which is the default; "
                 "a _colpar group has 1, a _rowpar group 0",
             )
+        # The suffix decides; a written axis may only agree with it.
         for suffix, want in SUFFIX_AXIS.items():
             if name.endswith(suffix):
                 if axis is not None and axis != want:
@@ -358,6 +365,8 @@ class _Reader:
         if "compute" not in keys:
             self.fail(RESERVED, _line(node), "precision has no compute, want the dtype in which modules compute")
         given = {key: self.dtype(value, key, PRECISION_KEYS[key]) for key, value in keys.items()}
+
+        # Sums in less than the compute dtype would lose what compute had; fp16 sums overflow under loss scaling.
         compute, reduce = given["compute"], given.get("reduce", "fp32")
         if reduce not in ("fp32", compute):
             self.fail(
@@ -453,6 +462,8 @@ class _Reader:
                 parts = self.value(keys["parts"], int, "parts", RULE_KEYS["parts"], where)
                 if parts < 1:
                     self.fail(where, _line(keys["parts"]), f"parts is {parts}, want {RULE_KEYS['parts']}")
+
+        # A list of stages, a suffix (the group of the stage around the module), or the name of one group.
         if isinstance(named, yaml.SequenceNode):
             stages = tuple(self.named(node, where, groups) for node in named.value)
             if not stages:

@@ -273,7 +273,7 @@ class Core:
                 self.round_robin.resume(event.peer)
 
     def handle_message(self, peer: Peer, message: Message, frames: tuple) -> None:
-        """Deal with a message; whatever is wrong with it, its sender alone has the harm."""
+        """Handle a message. A bad one disconnects its sender, and no other."""
         handler = self._on.get(type(message))
         if handler is None:
             self.refuse(peer, ProtocolError(f"{type(message).__name__} is not for the dispatcher"))
@@ -281,7 +281,7 @@ class Core:
             self.attempt(peer, type(message).__name__, handler, peer, message, frames)
 
     def attempt(self, peer: Peer, what: str, call: Callable, *args: object) -> None:
-        """Do what a peer asked; it alone has the harm."""
+        """Call this for a peer. An error disconnects this peer, and no other."""
         try:
             call(*args)
         except GTError as error:
@@ -290,21 +290,21 @@ class Core:
             self.fault(peer, what, error)
 
     def fault(self, peer: Peer, what: str, error: Exception) -> None:
-        """A fault of ours, or of a message in a way that nobody thought of: it ends the one peer that it came with."""
+        """An unexpected exception: disconnect the peer whose message raised it. Others are unaffected."""
         if self._sparse.allows(self.now):
             log.exception("%s: %s failed", self.name(peer), what)
         text = f"internal error of the server: {type(error).__name__}: {error!s:.500}"
         self.refuse(peer, SystemFailure(f"{text} (at {what})"))
 
     def guarded(self, session: ClientSession, what: str, call: Callable, *args: object) -> None:
-        """Do something for one of several sessions: its faults are its own."""
+        """Call this for one of several sessions. An error ends this session, and no other."""
         try:
             call(*args)
         except Exception as error:
             self.fault(session.peer, what, error)
 
     def refuse(self, peer: Peer, error: GTError) -> None:
-        """Tell the peer what was wrong, and part from it: what it sends afterwards means nothing any more."""
+        """Tell the peer what was wrong, and disconnect it: its later messages are dropped."""
         if self._sparse.allows(self.now):
             log.warning("%s: %s", self.name(peer), error)
         self.log_line("ERROR", self.name(peer), str(error))
@@ -438,7 +438,7 @@ class Core:
             self._resume(session)
 
     def _resume(self, session: ClientSession) -> None:
-        """A session goes on, which may have what it has waited for."""
+        """Resume a session whose wait may be over."""
         if session.inbox:
             self.round_robin.resume(session.peer)
 

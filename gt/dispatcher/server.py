@@ -153,7 +153,7 @@ class Server:
             self._close()
 
     def _serve(self, begin: float) -> None:
-        """Handle what came, for BUSY_SECONDS, then a slice of what takes longer; note what took longest."""
+        """Handle events for BUSY_SECONDS, then a slice of long work; note the event that took longest."""
         items = self._items
         longest, last, end = 0.0, begin, begin + BUSY_SECONDS
         # The usual case, without a look at the clock.
@@ -189,7 +189,7 @@ class Server:
             self._journal.flush()
 
     def _blame(self) -> str:
-        """The event that took longest in the last turn, and whom it came from."""
+        """The event that took longest in the last turn, and its peer."""
         event = self._busiest
         peer = getattr(event, "peer", b"")
         what = type(event.message if isinstance(event, Received) else event).__name__
@@ -225,7 +225,7 @@ class Server:
         return self._gates.pop(peer, None) is not None
 
     def _part(self, peer: bytes) -> None:
-        """Take nothing more from a peer, not even what has come already."""
+        """Take nothing more from a peer, not even messages that are received already."""
         if self._forget(peer):
             self._parted.add(peer)
         self._router.disconnect(peer)
@@ -266,7 +266,7 @@ class Server:
         self._handle(Received(item.peer, message, frames, self._now()))
 
     def _answer_held(self) -> None:
-        """Let in who came while descriptors were short, or refuse them where no connection is left whose end makes room."""
+        """Admit peers that connected while descriptors were short; refuse them if no other connection can make room."""
         for peer, hello in list(self._held.items()):
             if self._reserve.admits():
                 del self._held[peer]

@@ -25,7 +25,7 @@ from gt.wire.messages import Data, Message
 
 
 class ClientSession:
-    """One client between its messages. While it is `stalled`, whoever feeds it keeps its messages in `inbox`."""
+    """One client between its messages. While it is `stalled`, round_robin.py keeps its messages in `inbox`."""
 
     def __init__(self, context: SessionContext) -> None:
         self.context = context
@@ -71,7 +71,7 @@ class ClientSession:
     # ---- lost workers, and the end
 
     def lose(self, worker: Worker) -> None:
-        """A worker is gone: what it held is failed for good, and so is what waits for it."""
+        """A worker is lost: tensors with pieces there have failed for good, and requests get the cause as their answer."""
         # 1. Work that waits for its turn was planned with the old process in mind: it is sent before anything new.
         self.cluster.queue.lose(worker.index)
         self.cluster.send_all()
@@ -106,7 +106,7 @@ class ClientSession:
         self.op_stream.acknowledge()
 
     def drop(self, seqs: set[int]) -> None:
-        """Ops and questions of these numbers were not begun, for an interrupt."""
+        """An interrupt dropped the ops and questions of these numbers."""
         self.failures.drop(seqs)
         self.fetches.drop(seqs)
         # Copies and sums are cached results of ops, and of dropped ops nobody knows whether they made them. All are freed.
@@ -118,7 +118,7 @@ class ClientSession:
             tensor.copies = tensor.sums = None
 
     def regain(self, worker: Worker) -> None:
-        """A new process has a lost worker's place; what the old one held stays lost."""
+        """A new process has a lost worker's place; tensors of the old one stay lost."""
         self.cluster.send_all()
         self.failures.regain(worker)
         self.emitter.used.discard(worker.index)
@@ -126,7 +126,7 @@ class ClientSession:
         self.op_stream.regain(worker)
 
     def close(self) -> None:
-        """The client is gone: nothing of it stays on any worker. What is large is left to be freed in slices."""
+        """The client is gone: nothing of it stays on any worker. Large tables are left to be freed in slices."""
         context, outbox, leavings = self.context, self.outbox, self.pace.leavings
         # 1. Nothing more of it is sent; `takes`: uploads of instructions that are not sent.
         takes = [buffered.uploads for buffered in (*outbox.take_deferred(), *outbox.held)]

@@ -35,21 +35,21 @@ class OpArguments:
         return [self._shown(part) for part in arg] if isinstance(arg, (list, tuple)) else arg
 
     def dtype(self, name: str) -> str:
-        """A given tensor's dtype; TypeError for a missing one."""
+        """The dtype of a tensor; TypeError if it is missing."""
         arg = self.given[name]
         if not isinstance(arg, T):
             raise TypeError(f"{name} is no tensor")
         return self.specs[arg.index].dtype
 
     def same(self, *names: str) -> bool:
-        """True if those of these tensors that are given have one shape."""
+        """True if the present ones of these tensors have one shape."""
         return len({shape for name in names if (shape := self[name]) is not None}) <= 1
 
     def one_dtype(self) -> bool:
         return len({spec.dtype for spec in self.specs}) <= 1
 
     def each(self, shape: Shape, *names: str) -> bool:
-        """True if those of these tensors that are given have this shape."""
+        """True if the present ones of these tensors have this shape."""
         return all(self[name] in (None, shape) for name in names)
 
 

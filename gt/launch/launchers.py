@@ -96,6 +96,7 @@ def place(found: Mapping[str, str]) -> JobPlace | None:
 
     ConfigError names a variable that is wrong or missing.
     """
+    # Its sign says which launcher it is; a job script of SLURM has the signs of srun without being a task.
     launcher = next((row for row in LAUNCHERS if row.sign in found), None)
     if launcher is None:
         if "WORLD_SIZE" in found:
@@ -147,6 +148,7 @@ def _srun(found: Mapping[str, str], rank: int, size: int) -> JobPlace:
 
 def hostnames(text: str) -> list[str]:
     """Names of SLURM's short form: "h[0-2,7],gpu-a01" has five. ConfigError for another text."""
+    # Commas within brackets belong to a range.
     names: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         names += _expanded(part, text)
@@ -166,6 +168,7 @@ def _expanded(part: str, text: str) -> list[str]:
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if match is None or not first <= last < first + MAX_PROCESSES:
             raise ConfigError(f"SLURM_STEP_NODELIST is {text!r}, want names of nodes such as h[0-2]")
+        # SLURM pads with zeros: "h[08-10]" is h08, h09, h10. What follows the bracket may have ranges of its own.
         numbers = (f"{number:0{len(match[1])}}" for number in range(first, last + 1))
         names += [f"{begin}{number}{more}" for number in numbers for more in _expanded(end, text)]
     return names

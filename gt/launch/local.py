@@ -113,6 +113,8 @@ def launch(order: dict[str, Any], start: Start) -> Local:
         start_new_session=True,  # a Ctrl-C in the terminal is for the user's program alone
     )
     total = order.get("total") or order["workers"]
+
+    # By stdin, because the token must not show in `ps`, nor in the environment that children inherit.
     try:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has died: `_wait` learns how
@@ -124,6 +126,7 @@ def launch(order: dict[str, Any], start: Start) -> Local:
     except BaseException:
         _end(process)
         raise
+
     usable = min(gpus, order["workers"]) if order["gpu"] else 0
     local = Local(f"127.0.0.1:{port}", order["token"], total, usable, "total" in order, process)
     atexit.register(local.stop)

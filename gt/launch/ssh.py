@@ -41,6 +41,7 @@ class HostEntry:
 
 def entry(text: str, where: str) -> HostEntry:
     """Parse `host`, `host slots=N` or `host:N`. ConfigError, which begins with `where`, for another text."""
+    # A name that begins with "-" would be an option of ssh, such as one that executes a command here.
     name, *rest = text.split()
     if not rest and (match := re.fullmatch(r"([^:]+):(\d+)", name)):
         name, rest = match[1], [f"slots={match[2]}"]
@@ -136,6 +137,7 @@ class RemoteHost:
         self._command = command(self.name, order["ssh"], ["gt.launch"], order["python"])
         keys = ("token", "gpu", "backend", "heartbeat", "libraries", "path", "wait", "variables")
         address = order["own"] if is_this_host(self.name) else order["address"]
+        # The host's own part of the order replaces the job's. "" as the address: the one that ssh comes from.
         own = {"workers": about["slots"], "first": about["first"], "server": [address, port]}
         self._order = json.dumps({**{key: order[key] for key in keys}, **own}).encode() + b"\n"
         self._words: deque[str] = deque(maxlen=KEPT_LINES)

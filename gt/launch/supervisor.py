@@ -70,6 +70,8 @@ class Supervisor:
         self._total = order.get("total") or order["workers"]
         self._hosts: dict[int, RemoteHost] = {}  # by pid of ssh
         self._patient = bool(order.get("patient"))
+        # Ctrl-C and a job's signals go to the whole group of processes. They are
+        # for the program, which tells this one to end by closing its stdin.
         signal.signal(signal.SIGTERM, signal.SIG_IGN if self._patient else self._on_sigterm)
         for number in (signal.SIGINT, *(SIGNALS_OF_JOBS if self._patient else ())):
             signal.signal(number, signal.SIG_IGN)
@@ -146,6 +148,7 @@ class Supervisor:
 
     def _lost_host(self, host: RemoteHost, code: int) -> None:
         """Reach it again, some times: it may have restarted. RuntimeError while the job starts."""
+        # While a job starts, a host that is not reached is an error of the user's; later it may only have restarted.
         if not self._ready:
             self._drain()
             raise RuntimeError(host.ended(code))
@@ -159,6 +162,7 @@ class Supervisor:
 
     def _up(self) -> None:
         """Report that all have started. From here on the program watches the dispatcher."""
+        # Workers get new vigils, since a running process may be stopped for longer than a starting one.
         self._ready = True
         self._vigils.clear()
         for pid in self._workers:
@@ -166,6 +170,7 @@ class Supervisor:
 
     def _lost_worker(self, number: int) -> None:
         """Start another worker in its place, unless it keeps dying. The dispatcher reports lost tensors to sessions."""
+        # `times` has at most MAX_RESTARTS entries: if the oldest is recent, all are.
         now, times = time.monotonic(), self._again.setdefault(number, deque(maxlen=MAX_RESTARTS))
         if len(times) == MAX_RESTARTS and now - times[0] < RESTARTS_SECONDS:
             often = f"{MAX_RESTARTS + 1} times within {RESTARTS_SECONDS:g} s"
@@ -278,6 +283,7 @@ class Supervisor:
         if not data:
             self._select.unregister(fd)
             return
+        # The dispatcher's reports, one JSON object a line: {"port"}, then {"workers": names} at each change, or {"failed"}.
         *lines, self._status = (self._status + data).split(b"\n")
         for row in map(json.loads, lines):
             if "failed" in row:
@@ -312,6 +318,7 @@ def read_order() -> dict[str, Any]:
     """The order: one JSON line on stdin, as its token must not show in `ps`. Empty if stdin has ended."""
     line = b""
     while not line.endswith(b"\n"):
+        # One byte at a time: what follows the line is not ours to take from the pipe.
         data = os.read(0, 1)
         if not data:
             return {}

@@ -89,6 +89,7 @@ class WorkerHost(Supervisor):
             self._due[number] = now
 
     def _unreached(self, number: int, now: float) -> None:
+        # No server at the start, or a server that does not come back, ends this process. The job's launcher may start it again.
         self._lost_at = self._lost_at or now
         if not self._connected or now - self._lost_at > RETURN_SECONDS:
             self._finish(1)
@@ -128,6 +129,7 @@ class WorkerHost(Supervisor):
         if self._deadline or not self._patient:
             self._stopping = True
             return
+        # The first SIGTERM: the program may want to save a checkpoint, for which it needs its workers.
         grace = env.seconds("GT_GRACE")
         self._deadline = time.monotonic() + grace
         os.write(2, f"gt: SIGTERM: workers end with the program, or in {grace:g} s, or at a second SIGTERM\n".encode())

@@ -79,6 +79,8 @@ class BoundedServer(ThreadingHTTPServer):
     # ---- called by the base classes
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        # A new connection may be a person's, and the oldest that asks is
+        # most likely a stranger's that says nothing: it makes room.
         with self._lock:
             full = len(self._asking) + len(self._admitted) >= MAX_CONNECTIONS
             oldest = next(iter(self._asking), None)
@@ -126,6 +128,7 @@ class BoundedRequest:
         self.close = stream.close
 
     def readline(self, most: int = -1) -> bytes:
+        # One byte more than is left, to tell a request of exactly the limit from a longer one.
         line = self._stream.readline(min(most, self._left + 1) if most >= 0 else self._left + 1)
         self._left -= len(line)
         if self._left < 0:

@@ -48,6 +48,7 @@ def all_to_all(payload: dict[str, Any], itemsize: int) -> Traffic:
     rank = team["rank"]
     have, want = [[as_boxes(b) for b in payload[key]] for key in ("have", "want")]
 
+    # Bytes that both have and want: boxes of the source that intersect those which the target wants.
     def crossing(source: int, target: int) -> int:
         return itemsize * sum(volume(box) for box, _ in shared(have[source], want[target]))
 

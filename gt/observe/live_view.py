@@ -104,7 +104,7 @@ class LiveView:
     def _rates(
         self, key: tuple, row: dict[str, Any], at: float, rates: dict[str, str], mute: bool = False
     ) -> dict[str, float | None]:
-        """at: time of the row's counters. Where it is that of the row before, whoever counts has not answered in time."""
+        """at: time of the row's counters. If it equals that of the row before, the process has not answered in time."""
         unknown: dict[str, float | None] = dict.fromkeys(rates.values())
         before, old, last = self._before.get(key, (at, row, unknown))
         # The same counters again keep their last rate: a worker whose answer is late has not stopped. A clock that goes back

@@ -44,6 +44,8 @@ def describe(dry: Dry, step: PlannedStep) -> dict[str, Any]:
         return {}
     except CannotReorder as error:
         return {"schedule": step.schedule or "as written", "why": str(error)}
+
+    # Bytes of activations: those of a stage count on every row that executes it.
     stages, costs = pipe.stages, _costs(pipe, step)
     count = 1 + max(map(max, pipe.places))
     report: dict[str, Any] = {"stages": stages.names, "places": [*map(list, pipe.places)], "micro_batches": stages.micro}

@@ -109,6 +109,7 @@ def _ways(dry: Dry) -> list[dict[str, Any]]:
 
 def _theory(dry: Dry) -> dict[int, dict[str, int]]:
     """By worker, bytes of each kind in the table of the ZeRO paper, for these weights with AdamW."""
+    # Rajbhandari et al., 2020: of each weight, the bytes of its part that the worker computes with.
     theory: dict[int, Counter[str]] = {}
     for line, _, layout in dry.weights:
         use = zero.used(layout)
@@ -130,6 +131,7 @@ def _theory_lines(theory: dict[int, dict[str, int]]) -> list[str]:
 
 def _times(body: dict[str, Any]) -> dict[str, float]:
     """Nominal seconds of a step: the schedule's makespan; without schedule all work and all transfers in a row."""
+    # Without a schedule nothing overlaps: the worker with most work and transfers bounds the step.
     rows, pipe = body["memory"], body["pipeline"]
     took = max(row["seconds"] + row["link_seconds"] for row in rows)
     if pipe.get("makespan"):
@@ -169,7 +171,8 @@ def _move(line: PlanLine, count: int) -> dict[str, Any]:
 def _worker(dry: Dry, step: PlannedStep, index: int, eager: bool) -> dict[str, Any]:
     interval, known = step.intervals[index], (WEIGHTS, GRADIENTS, OPTIMIZER)
     held: Counter[str] = Counter(step.held.get(index))
-    if not step.held:  # no optimizer: weights of all blocks
+    # Without an optimizer nobody has told what is held: the kinds of all blocks are added up.
+    if not step.held:
         for block in (*interval.start, *interval.made):
             held[block.kind] += block.nbytes
     found: dict[str, Any] = {
@@ -199,13 +202,14 @@ def _scheduled(body: dict[str, Any], pipe: dict[str, Any], dry: Dry) -> None:
         members = pipeline_report.members(dry, where[place])
         for row in body["memory"]:
             if row["workers"][0] in members:
-                beside = max(0, row["activations"] - round(pipe["micro_batch"][place]))  # temporaries within an action
+                # The schedule counts what micro-batches keep between actions; an action's temporaries come on top.
+                beside = max(0, row["activations"] - round(pipe["micro_batch"][place]))
                 row["activations_scheduled"] = round(peak) + beside
                 row["peak_scheduled"] = row["activations_scheduled"] + sum(row[k] for k in (WEIGHTS, GRADIENTS, OPTIMIZER))
 
 
 def _warnings(dry: Dry, step: PlannedStep, body: dict[str, Any]) -> list[str]:
-    found = []
+    warnings = []
     # 1. Gathers of activations, by the line that causes them.
     gathers: dict[str, list[dict[str, Any]]] = {}
     for row in body["collectives"]:
@@ -215,7 +219,7 @@ def _warnings(dry: Dry, step: PlannedStep, body: dict[str, Any]) -> list[str]:
     for where, rows in gathers.items():
         count, nbytes = sum(row["count"] for row in rows), sum(row["count"] * row["bytes"] for row in rows)
         kinds = " and ".join(sorted({f"{row['kind']} over {row['axis']}" for row in rows}))
-        found.append(
+        warnings.append(
             f"{where}: {count} x {kinds}, {size(nbytes)}: an op there needs whole what is split: put it into the group that "
             "ends the split (_rowpar after _colpar), split another dim, or say how many weights are fused (parts)"
         )
@@ -226,17 +230,17 @@ def _warnings(dry: Dry, step: PlannedStep, body: dict[str, Any]) -> list[str]:
         whole = [a for (a, n), p in zip(layout.mesh.axes, layout.placements) if a == "tp" and isinstance(p, Replicate)]
         nbytes = _nbytes(line)
         if whole and nbytes >= max(LARGE, PART * total):
-            found.append(f"{name or line.spec}, {size(nbytes)}, is whole on each tp worker: use it in a _colpar group")
+            warnings.append(f"{name or line.spec}, {size(nbytes)}, is whole on each tp worker: use it in a _colpar group")
 
     # 3. Limits of the plan itself.
     if dry.values:
-        found.append(
+        warnings.append(
             f"{counted(dry.values, 'read')} of values gave 0 while planning: a real run may differ where the program decides "
             "by a value"
         )
     if len(dry.followed) < len(dry.workers):
-        found.append("workers of the same groups are taken to be alike: the first, which has the largest pieces, is shown")
-    return found
+        warnings.append("workers of the same groups are taken to be alike: the first, which has the largest pieces, is shown")
+    return warnings
 
 
 # ---- text

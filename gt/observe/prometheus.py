@@ -50,7 +50,7 @@ Sample = tuple[MetricRow, tuple[str, ...], float]  # metric, values of its label
 
 
 def samples(state: dict[str, Any]) -> Iterator[Sample]:
-    """Samples of a state; none of what is not known. {}: of a server that does not answer."""
+    """Samples of a state, without unknown values. {}: the state of a server that does not answer."""
     yield UP, (), float(bool(state))
     if not state:
         return

@@ -75,6 +75,7 @@ class RecordStream:
         Raises what has ended the link.
         """
         with self._changed:
+            # Records that are here are handed out even if the link has failed since; the failure is raised at the next call.
             self._changed.wait_for(lambda: self._fresh() or self._nudged or self._failure is not None, seconds)
             self._nudged = False
             if self._newest is None or not self._fresh():

@@ -112,15 +112,16 @@ class SimulatedWorker:
 
     def held(self, tensors: Sequence[int]) -> dict[str, int]:
         """Bytes by kind of the memory of these tensors. Other weights, gradients and optimizer state count as freed."""
+        # Views share a block, which counts once.
         blocks = {id(held.block): held.block for i in tensors if (held := self.tensors.get(i)) is not None}
         for block in self.now.start:
             if block.kind != OTHER and id(block) not in blocks:
                 block.dead = True
-        found: Counter[str] = Counter()
+        by_kind: Counter[str] = Counter()
         for block in blocks.values():
-            found[block.kind] += block.nbytes
-        found[OFFLOADED] = sum(held.nbytes for held in map(self.tensors.get, tensors) if held is not None and held.away)
-        return dict(found)
+            by_kind[block.kind] += block.nbytes
+        by_kind[OFFLOADED] = sum(held.nbytes for held in map(self.tensors.get, tensors) if held is not None and held.away)
+        return dict(by_kind)
 
     def run(self, defines: Sequence[list], code: Sequence) -> None:
         self.defines.update((row[0], Define.from_wire(row)) for row in defines)
@@ -145,20 +146,20 @@ class SimulatedWorker:
             outs = self._outs[define.number] = _outs(payload["outs"])
 
         # Views take the block of the operand that they view; other outputs get one of their own.
-        views, made = True, []
+        views, results = True, []
         for name, (shape, itemsize, of) in zip(names, outs):
             if of >= 0:
                 held = self._add(name, SimulatedTensor(ins[of].block, shape, itemsize))
             else:
                 held, views = self._make(name, shape, itemsize), False
-            made.append(held)
+            results.append(held)
         self._touch(ins)
 
         # An op that makes nothing but views moves no bytes.
-        if made and views:
+        if results and views:
             return
-        nbytes = sum(held.nbytes for held in (*ins, *made))
-        operations = cost.flops(payload["op"], [held.shape for held in ins], [held.shape for held in made])
+        nbytes = sum(held.nbytes for held in (*ins, *results))
+        operations = cost.flops(payload["op"], [held.shape for held in ins], [held.shape for held in results])
         self.now.flops += operations
         self.now.seconds += cost.seconds(operations, nbytes)
 
@@ -214,6 +215,7 @@ class SimulatedWorker:
 
     def _replace(self, held: SimulatedTensor, nbytes: int) -> None:
         """Give a tensor, and no other, memory of its own."""
+        # Moving it is a new lifetime: the bytes on the device end or begin at this row.
         before, held.block = held.block, Block(nbytes, self.now.rows)
         held.block.kind, held.block.name, held.block.refs = before.kind, before.name, 1
 
@@ -266,9 +268,9 @@ class SimulatedWorker:
 
 def _outs(outs: Sequence) -> list[tuple[tuple[int, ...], int, int]]:
     """Shape, itemsize and viewed operand (or -1) of each output of an op."""
-    found = []
+    results = []
     for kind, spec, of in outs:
         if kind in ("new", "view"):
             shape, dtype = (tuple(spec[0]), spec[3]) if spec else ((), "uint8")
-            found.append((shape, DTYPES[dtype][0], of if kind == "view" else -1))
-    return found
+            results.append((shape, DTYPES[dtype][0], of if kind == "view" else -1))
+    return results

@@ -136,19 +136,21 @@ def _limit(w: Row) -> str:
 def _sessions(sessions: Sequence[Row], width: int) -> list[str]:
     wide = width >= WIDE
     rows = [f"{'session':8}{'user':9}{'program':18}" + f"{'ops/s':>8}{'steps/s':>9}  {'waits for':10} logged" * wide]
-    for s in sessions:
-        values = " ".join(f"{name}={_number(value)}" for name, value in s["values"].items()) or UNKNOWN
-        ops, steps, waits = _rate(s["ops_per_second"]), _rate(s["steps_per_second"]), s["waits"] or UNKNOWN
-        row = f"{s['number']:<8}{column(s['user'], 9)}{column(s['program'], 18)}"
+    for session in sessions:
+        values = " ".join(f"{name}={_number(value)}" for name, value in session["values"].items()) or UNKNOWN
+        ops, steps, waits = _rate(session["ops_per_second"]), _rate(session["steps_per_second"]), session["waits"] or UNKNOWN
+        row = f"{session['number']:<8}{column(session['user'], 9)}{column(session['program'], 18)}"
         if wide:
             rows.append(f"{row}{ops:>8}{steps:>9}  {waits:10} {values}")
         else:
             rows += [row, *_under(f"ops/s {ops}, steps/s {steps}, waits for {waits}, logged {values}", width)]
-        if s["memory"] is not None:
-            held = "holds " + ", ".join(f"{use} {_size(nbytes)}" for use, nbytes in s["memory"].items())
+        if session["memory"] is not None:
+            held = "holds " + ", ".join(f"{use} {_size(nbytes)}" for use, nbytes in session["memory"].items())
             rows += wrapped(held, width, 8, 14)
-        if s["current"]:
-            rows += _under(f"at {_op(s['current']['op'])} {_place(s['current'])} {s['current']['group']}", width)
+        if session["current"]:
+            rows += _under(
+                f"at {_op(session['current']['op'])} {_place(session['current'])} {session['current']['group']}", width
+            )
     return rows
 
 

@@ -132,6 +132,7 @@ class SessionRecording:
 def write(path: str | Path, recordings: list[SessionRecording]) -> int:
     """Write a Chrome trace; the number of its slices. Times in the file are microseconds since the trace began."""
     count, first = 0, True
+    # Written event by event: a trace may be larger than memory has room for twice.
     with os.fdopen(private_file(path), "w", encoding="utf-8") as out:
         out.write('{"displayTimeUnit": "ms", "otherData": ')
         out.write(json.dumps({"dropped": sum(r.dropped for r in recordings), "clock": [_clock(r) for r in recordings]}))
@@ -151,6 +152,7 @@ def _clock(recording: SessionRecording) -> dict[str, Any]:
 
 def events(recording: SessionRecording, number: int = 0, since: float | None = None) -> Iterator[dict[str, Any]]:
     """The events of one session's trace. number: of the session among those of the file; since: seconds of time 0."""
+    # Processes of the trace, by pid: the program, the dispatcher, the schedule, then workers. Each session has its own range.
     base, since = number * PIDS_PER_SESSION, recording.begin if since is None else since
     yield from _client(recording, base + CLIENT, since)
     yield from _dispatcher(recording, base + DISPATCHER, since)
@@ -184,14 +186,15 @@ def _client(recording: SessionRecording, pid: int, since: float) -> Iterator[dic
 
 def _gaps(rows: list[Span], begin: float, end: float) -> Iterator[tuple[float, float]]:
     """The times of the main thread without a wait or a call: Python, and the recording of ops."""
-    # Spans are sorted by start and may be nested: `at` is the end of what is covered so far. Spans without length are marks.
-    at = begin
+    # Spans are sorted by start and may be nested: `covered` is the end of
+    # what is covered so far. Spans without length are marks.
+    covered = begin
     for span in rows:
-        if span.end > span.start and span.start > at:
-            yield at, span.start
-        at = max(at, span.end) if span.end > span.start else at
-    if end > at:
-        yield at, end
+        if span.end > span.start and span.start > covered:
+            yield covered, span.start
+        covered = max(covered, span.end) if span.end > span.start else covered
+    if end > covered:
+        yield covered, end
 
 
 def _dispatcher(recording: SessionRecording, pid: int, since: float) -> Iterator[dict[str, Any]]:
@@ -213,6 +216,7 @@ def _worker(
 ) -> Iterator[dict[str, Any]]:
     yield _meta("process_name", pid, 0, name=f"worker {worker.name}")
     yield _meta("process_sort_index", pid, 0, sort_index=pid)
+    # Thread 0 has the instructions as the host executed them; each stream of its GPU has a thread with its kernels' times.
     streams = ((f"GPU stream: {stream}", rows) for stream, rows in sorted(worker.device.items()))
     for tid, (title, slices) in enumerate((("instructions", worker.host), *streams), HOST):
         yield _meta("thread_name", pid, tid, name=title)
@@ -281,11 +285,11 @@ def _meta(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
 
 def _by_stream(row: TraceRows) -> dict[str, list[float]]:
     """Sections of a device's slices, by the name of their stream."""
-    found: dict[str, list[float]] = {}
+    by_stream: dict[str, list[float]] = {}
     for *section, stream in _sections(row.device, SECTION + 1):
         if 0 <= stream < len(row.streams) and isinstance(name := row.streams[int(stream)], str):
-            found.setdefault(name, []).extend(section)
-    return found
+            by_stream.setdefault(name, []).extend(section)
+    return by_stream
 
 
 def _sections(numbers: list, size: int = SECTION) -> Iterable[tuple]:
@@ -296,6 +300,7 @@ def _sections(numbers: list, size: int = SECTION) -> Iterable[tuple]:
 
 def _slices(numbers: list, clock: float, begin: float) -> list[Slice]:
     """clock: seconds that it is ahead of the client's; begin: of the trace, by the client's."""
+    # Compared by the worker's clock, then moved to the client's: a slice that began before the trace is cut at its begin.
     begin += clock
     return [
         Slice(int(n), int(seq), max(start, begin) - clock, end - clock)

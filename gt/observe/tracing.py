@@ -35,6 +35,7 @@ class Tracing:
         begin = getattr(session, "begin_trace", None)
         if begin is None:
             raise ProgramError("a program that is only planned has no trace: see gt.plan")
+        # Workers record before the client does, so no span of the client lacks its instructions.
         begin()
         self._buffer, self._began = spans.SpanBuffer(), monotonic()
         spans.add_sink(self._buffer)

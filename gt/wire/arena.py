@@ -92,6 +92,7 @@ class OwnArena:
 
     def populate(self, end: int) -> None:
         """Allocate the pages up to byte `end`; OSError, and no signal at a later access, if there is no memory."""
+        # Blocks are given out from the front, so pages are allocated as far as they are needed, and never twice.
         end = min(-(-end // PAGE_BYTES) * PAGE_BYTES, self.nbytes)
         if end <= self._populated:
             return
@@ -257,6 +258,7 @@ def _open_proved(offer: OfferArena, process: int) -> int:
 
 def tensor(memory: np.ndarray, offset: int, shape: tuple[int, ...], itemsize: int) -> np.ndarray:
     """The row-major tensor at this offset of an arena's bytes, as words of its element size; ProtocolError outside of it."""
+    # Offsets are another process's word: checked here, once, for every access.
     nbytes = prod(shape) * itemsize
     if itemsize not in WORDS or min(shape, default=0) < 0 or not HEADER_BYTES <= offset <= len(memory) - nbytes:
         raise ProtocolError(f"a tensor {list(shape)} of {itemsize} bytes each at {offset} is not within {len(memory)} bytes")

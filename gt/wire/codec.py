@@ -65,6 +65,7 @@ class RowTypes(Generic[T]):
         accepted, name = self._accepted[code], self.classes[code].__name__
         if len(row) != len(accepted) + 1:
             raise ProtocolError(f"{name} has {len(row) - 1} fields, want {len(accepted)}: {[*self.names[code]]}")
+        # type(), not isinstance: a bool is an int, and would pass as one.
         for value, (field, kinds) in zip(row[1:], accepted, strict=True):
             if type(value) not in kinds:
                 raise ProtocolError(f"{name}.{field} is a {type(value).__name__}, want {kinds[0].__name__}")
@@ -115,6 +116,7 @@ _local = _Local()
 
 def pack(message: Message) -> bytes:
     """The body of a message; ProtocolError for a type that msgpack lacks, or a body above MAX_BODY_BYTES."""
+    # A Run may carry a program whose payload is packed already: its bytes are put into the body as they are.
     try:
         if type(message) is Run and any(map(_has_packed_payload, message.defines)):
             body = _joined(_ROWS.row(message), message.defines)

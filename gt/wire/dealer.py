@@ -135,7 +135,7 @@ class Dealer:
         tcp.watch_descriptor(self._approach.descriptor)
 
     def close(self) -> None:
-        """Send what is queued (for at most LINGER_SECONDS), then leave no thread and no socket behind."""
+        """Send queued messages (for at most LINGER_SECONDS), then leave no thread and no socket behind."""
         if self._pid != os.getpid():
             return  # a fork's copy: the link is the parent's
         self._closing = True

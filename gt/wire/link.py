@@ -147,6 +147,7 @@ class Gate:
         if type(message) not in MAY_SEND.get(self.role, (frozenset(), frozenset()))[0]:
             article = "an" if self.role == "observer" else "a"
             raise ProtocolError(f"{article} {self.role} may not send {name}")
+        # A gap or a repeated batch would make the dispatcher's tensors others than the client's.
         if isinstance(message, Ops):
             if message.seq != self._next_batch:
                 raise ProtocolError(f"Ops.seq is {message.seq}, want {self._next_batch}")

@@ -179,7 +179,7 @@ class Router:
         self._connections.disconnect(peer, time.monotonic())
 
     def close(self) -> None:
-        """Send what is queued, for at most LINGER_SECONDS, and free the port."""
+        """Send queued messages, for at most LINGER_SECONDS, and free the port."""
         self._shut(int(LINGER_SECONDS * 1000))
 
     # ---- opening and closing

@@ -51,6 +51,7 @@ def end(fd: int) -> None:
 
 def watch(sock: socket.socket) -> None:
     """Have the kernel end a connection to a host that answers nothing for UNANSWERED_SECONDS. Busy processes do not matter."""
+    # Probes each second while the connection is idle; TCP_USER_TIMEOUT bounds how long probes or data may go unacknowledged.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         sock.setsockopt(socket.IPPROTO_TCP, option, 1)

@@ -38,6 +38,7 @@ class Admission:
 
         ConfigError, Refused or ProtocolError if no workers can make it good.
         """
+        # 1. Limits, before the config is read: reading takes time with its length.
         _switches(hello.switches)
         if len(hello.config) > MAX_CONFIG_CHARACTERS:
             raise ConfigError(
@@ -51,6 +52,8 @@ class Admission:
                 config = load(hello.config, hello.config_path)
         except RecursionError:
             raise ConfigError(f"{hello.config_path or 'config'} is nested too deep") from None
+
+        # 2. Errors that no wait can mend are raised now: a worker that this server will never have, or more than are allowed.
         self.reading.discard(peer)
         if self.most:
             check_workers(config, [f"w{n}" for n in range(self.most)])
@@ -83,6 +86,7 @@ def _switches(switches: dict[str, Any]) -> None:
         "stall_timeout": lambda v: type(v) in (int, float) and 0 <= v <= MAX_STALL_SECONDS,
     }
     for name, value in switches.items():
+        # A list or dict may not be hashable, as `v in PRECISIONS` needs.
         if name not in allowed or isinstance(value, (list, dict)) or not allowed[name](value):
             raise ProtocolError(f"Hello.switches.{name:.40} is {value!r:.40}, want a known setting with a value that it allows")
 
@@ -103,6 +107,7 @@ class SharedThreads:
         threads = self._switches.get("threads", 0)
         if not threads:
             return self._switches
+        # The count holds until a worker is replaced, which may bring it to another host.
         if self._lives.get(worker.index) != worker.lives:
             workers = self._cluster.workers
             self._lives = {one.index: one.lives for one in workers}

@@ -124,7 +124,7 @@ class Watch:
     # ---- whether they get on
 
     def poll(self, now: float) -> tuple[list[tuple[bytes, Query]], list[Examine]]:
-        """Queries to busy workers, which ask how far each is, and the processes to examine."""
+        """Queries to busy workers about their progress, and the processes to examine."""
         # The dispatcher itself had no turn, as on a suspended machine: all clocks of blame begin again.
         if now - self._ticked > JUMP_SECONDS:
             self.awake = now

@@ -125,7 +125,7 @@ class Shared:
         return ""
 
     def join(self, peer: bytes, info: dict) -> tuple[str, Lease | None]:
-        """A worker comes: its name, and the lease that it is of from now on. Refused if its name is taken."""
+        """A worker joins: its name, and its lease from now on. Refused if the name is taken."""
         cluster = self.common.cluster
         holder = cluster.named(info["name"]) if info["name"] else None
         if holder is not None and not holder.lost:
@@ -146,14 +146,14 @@ class Shared:
             if not late:
                 return False
             raise few(len(names), wanted)
-        everyone = [w.name for w in self.common.cluster.workers]
+        everyone = [worker.name for worker in self.common.cluster.workers]
         try:
             check_workers(client.config, everyone)
         except ConfigError:
             if late or wanted:
                 raise
             return False
-        gone = [w for w in self.common.cluster.workers if w.lost and w.index in client.used]
+        gone = [worker for worker in self.common.cluster.workers if worker.lost and worker.index in client.used]
         if gone and late:
             lost = f"worker {gone[0].name} is lost ({gone[0].lost:.200}), and {len(names)} are here"
             raise Refused(f"{lost}: start another one with `gt worker`, or name others in the config")
@@ -229,7 +229,7 @@ class Exclusive:
     # ---- workers
 
     def join(self, peer: bytes, info: dict) -> tuple[str, Lease | None]:
-        """A worker comes: as the one that starts afresh, in place of a lost one, or new. Its lease is that of the lost one."""
+        """A worker joins: restarted, in place of a lost one, or new. In place of a lost one it has that one's lease."""
         # A nameless worker first takes the place of a lost one, whose session waits for it.
         slot = self.slots.get(info["name"]) if info["name"] else self._vacant()
         if slot is None:

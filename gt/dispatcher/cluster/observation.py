@@ -81,6 +81,7 @@ def queue_records(waiting: list[Waiting]) -> Iterator[QueueRecord]:
 def schedule_record(session: ClientSession, answers: Answers) -> ScheduleRecord | None:
     """The last replay in a schedule, from answers about this session's programs; None if there was none."""
     names = [worker.name for worker in session.cluster.workers if not worker.lost and worker.name in answers]
+    # Actions first, then text: what does not fit a body is left out, and the record says the rest.
     report = schedule_report(session, [answers[name].stats for name in names])
     if report is None:
         return None
@@ -98,6 +99,7 @@ def _worker(lease: Lease, worker: Worker, answer: WorkerAnswer | None, where: li
     stats, info = answer.stats if answer is not None else {}, worker.info
     age = now - answer.at if answer is not None else -1.0
     busy = worker.done < worker.runs
+    # Silent is a worker whose newest answer is old, whatever it has to do.
     state = "lost" if worker.lost else "silent" if age > silent else "busy" if busy else "idle"
     memory: dict[str, Any] = {"arena": 0 if worker.lost else info.get("heap_bytes", 0)}
     # A lost worker's tensors are gone; its counters are the last known.
@@ -171,6 +173,7 @@ def _waits(session: ClientSession) -> str:
 
 def _current(lease: Lease, position: list) -> list:
     """[session, op, file, line, group, kind] of a worker's position, [] if its op is no longer known."""
+    # Report.body["at"] has five parts, of which the third is the op's number and the fourth the instruction's kind.
     seq, kind = position[2:4] if len(position) == 5 else (None, "")
     if type(seq) is not int or type(kind) is not str:
         return []
@@ -192,7 +195,7 @@ def _about(info: dict) -> tuple[str, int, str, str]:
 
 
 def _text(value: Any) -> str:
-    """A text of a peer on one line, "" for what is none."""
+    """A text of a peer on one line, "" for a value that is no text."""
     return plain(value[:MAX_TEXT_CHARACTERS]) if isinstance(value, str) else ""
 
 

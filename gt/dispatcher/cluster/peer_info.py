@@ -15,6 +15,8 @@ MAX_TEXT_CHARACTERS = 255
 MAX_RANK = (1 << 12) - 1
 MAX_LINKS, MAX_ROUTES = 64, 128
 MAX_MBPS = 1 << 30
+# Every field with its default, whose type a peer's value must have
+# exactly. What they mean is said in gt.wire.messages.handshake.
 WORKER: dict[str, Any] = {
     "name": "", "pid": 0, "host": "", "backend": "", "device": "", "heap_fd": -1, "heap_bytes": 0, "doorbell": "",
     "unique_id": "", "home": "", "proof": "", "ops": [], "rank": -1, "gpu": -1, "port": 0, "links": [], "nccl": "", "rates": [],
@@ -51,7 +53,7 @@ def _are_rates(rates: list) -> bool:
 
 def _link(row: Any) -> bool:
     """True for [address, prefix, device, mbps, routed]."""
-    match row:
+    match row:  # by patterns, which check length and types at once
         case [str(address), int(prefix), str(device), int(mbps), bool()]:
             return _network(address, prefix, device) and 0 <= mbps <= MAX_MBPS
     return False
@@ -70,6 +72,7 @@ def _network(address: str, prefix: int, device: str) -> bool:
         most = ipaddress.ip_address(address).max_prefixlen
     except ValueError:
         return False
+    # "%" begins a scope, which names a device of another host.
     return len(device) <= MAX_NAME_CHARACTERS and device.isprintable() and "%" not in address and 0 <= prefix <= most
 
 

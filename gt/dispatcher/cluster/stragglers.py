@@ -111,7 +111,7 @@ class Stragglers:
         for request in list(session.fetches.open.values()):
             waits, waited = self._waits(request.runs), now - max(request.since, self.watch.awake)
             # Seen while the question waited: a worker that was let go on since it was last looked at is not stopped.
-            stopped = {i: halted[i].how for i in waits & set(halted) if halted[i].seen > request.since}
+            stopped = {index: halted[index].how for index in waits & set(halted) if halted[index].seen > request.since}
             if stopped or (stalled and waits and waited >= session.stall_timeout):
                 reason = self._says(session, self._blamed(waits), now)
                 session.fetches.give_up(request, self._error(session, stopped, reason))
@@ -120,7 +120,7 @@ class Stragglers:
         pending = session.op_stream.pending
         if pending and self._without_credit(session):
             waits = self._waits(pending[0].runs)
-            stopped = {i: halted[i].how for i in waits & set(halted)}
+            stopped = {index: halted[index].how for index in waits & set(halted)}
             if stopped or (stalled and waits):
                 reason = self._says(session, self._blamed(waits), now)
                 self._report_stuck(session, self._error(session, stopped, reason))

@@ -127,7 +127,7 @@ class Reserve:
         self._room = ended or self._room
 
     def _accepted(self, descriptor: int) -> bool:
-        """True for a connection that came to the server's port."""
+        """True for a connection that was accepted at the server's port."""
         connection = socket.socket(fileno=descriptor)
         try:
             if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:

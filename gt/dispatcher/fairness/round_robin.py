@@ -33,7 +33,7 @@ class SessionHost(Protocol):
 
 
 class RoundRobin:
-    """One core's. `pending`: somebody has more to do, though nothing comes."""
+    """The turns of one core's sessions. `pending`: work is left, even if no message arrives."""
 
     def __init__(self, core: SessionHost, pace: Pace) -> None:
         self._core, self._pace = core, pace
@@ -57,7 +57,7 @@ class RoundRobin:
         self._pace.background.begin(done)
 
     def waits(self, event: Received) -> bool:
-        """True if a session's message is kept for later, or means nothing any more as what came before it was refused."""
+        """True if a session's message is kept for later, or is dropped because an earlier one was refused."""
         if type(event.message) not in DEFERRED:
             return False
         core, session = self._core, self._core.sessions[event.peer]
@@ -74,7 +74,7 @@ class RoundRobin:
         return event.peer not in core.sessions
 
     def resume(self, peer: Peer) -> None:
-        """Take what waits for a session, as far as it can be and the turn lasts."""
+        """Handle a session's waiting messages, until it stalls or the turn is over."""
         core = self._core
         while (session := core.sessions.get(peer)) is not None and session.inbox:
             if self._stalled(peer, session, session.inbox[0][0]):

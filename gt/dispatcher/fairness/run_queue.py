@@ -23,7 +23,7 @@ SHARED_DIVISOR = 8
 
 @dataclass(slots=True)
 class Unit:
-    """Work of one session for some workers. costs: estimated seconds on each; uploads: what is dropped if it is not sent."""
+    """Work of one session for some workers. costs: estimated seconds on each; uploads: dropped if it is not sent."""
 
     owner: int
     costs: dict[int, float]
@@ -64,7 +64,7 @@ class RunQueue:
                 self._beside.update(flights)
 
     def leave(self, owner: int) -> list[Unit]:
-        """The session is over: what it had waiting, which is not to be sent."""
+        """The session is over: its waiting units, which must not be sent."""
         for flights in self._flights.values():
             flights.pop(owner, None)
         left = list(self._lines.pop(owner, ()))
@@ -74,7 +74,7 @@ class RunQueue:
         return left
 
     def lose(self, worker: int) -> None:
-        """A worker is gone, and with it what it had under way."""
+        """A worker is lost: nothing is under way there."""
         for owner, flight in self._flights.get(worker, {}).items():
             self._count(owner, -sum(seconds > 0 for _, seconds in flight.units))
             flight.units.clear()
@@ -144,7 +144,7 @@ class RunQueue:
                     yield line.popleft()
 
     def all(self) -> Iterator[Unit]:
-        """Every unit, whoever's turn it is: workers are to meet what was planned until now before what comes next."""
+        """Every unit regardless of turns, so that workers execute all earlier plans before the next one."""
         while self.waiting:
             for line in self._lines.values():
                 if line:

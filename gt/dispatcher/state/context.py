@@ -97,7 +97,7 @@ class SessionContext:
         return row
 
     def note_planned(self, known: OpSchema, reads: tuple[Storage, ...], makes: tuple[Storage, ...]) -> None:
-        """Journal what is done beside ops, under a number of its own; the op that is being planned gets the next."""
+        """Journal work beside the client's ops under a number of its own; the op in hand gets the next."""
         self.journal.add(Planned(self.emitter.seq, known, self.emitter.origin, reads, (), makes))
         self.emitter.end_op()
 
@@ -110,7 +110,7 @@ class SessionContext:
         self.emitter.end_op()
 
     def apart(self) -> AbstractContextManager[None]:
-        """Let other sessions go on during long work that touches nothing but what is this session's.
+        """Let other sessions go on during long work, which may touch this session's state alone.
 
         Nothing may be written for workers and not be sent. Numbers of ops are others' afterwards: begin a Run.
         """

@@ -60,7 +60,7 @@ class Emitter:
     # ---- numbers of ops
 
     def begin_run(self) -> None:
-        """Number what is written from here on after all that any session has planned."""
+        """Begin a Run: its ops get numbers behind all that any session has planned."""
         self.base = self.seq = self.cluster.seq
 
     def resume_run(self, base: int) -> None:
@@ -68,11 +68,11 @@ class Emitter:
         self.base = self.seq = base
 
     def begin_op(self) -> None:
-        """Give what is written next a number that no session has used."""
+        """Give the next op a number that no session has used."""
         self.seq = self.cluster.seq
 
     def end_op(self) -> None:
-        """The op that was being planned has its number for good; what is written next has another."""
+        """The op in hand keeps its number for good; the next op gets another."""
         self.seq = self.cluster.seq = self.cluster.seq + 1
 
     @contextmanager
@@ -101,7 +101,7 @@ class Emitter:
         return self._shared[kind]
 
     def bind(self, orders: Iterable[Order]) -> list[Bound]:
-        """Definitions for orders, one shared by all workers that are told the same."""
+        """Definitions for orders; workers with equal orders share one."""
         # Payloads are dicts, which cannot be keys. There are few different ones among the orders of a step.
         bound: list[Bound] = []
         seen: list[tuple[str, dict, Define]] = []
@@ -144,7 +144,7 @@ class Emitter:
         self.seconds = max(self.seconds, worker.seconds)
 
     def estimate(self, define: Define, seconds: float) -> None:
-        """Have a definition count for what it takes."""
+        """Note the estimated seconds of a definition, which count towards a worker's time from now on."""
         if seconds > max(LONG_SECONDS, self.costs.get(define.number, 0.0)):
             self.costs[define.number] = seconds
 

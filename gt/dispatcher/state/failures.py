@@ -1,4 +1,4 @@
-"""Failed ops, and the ops that fail with them: taint spreads over the ops planned since, as far as values flow.
+"""Failed ops, and the ops that fail with them: taint spreads over later ops along the flow of values.
 
 Workers run every op, with placeholders where one failed; only here is it known whose value is then worthless.
 """
@@ -34,7 +34,7 @@ class Planned:
 
     @property
     def end(self) -> int:
-        """Sequence number of what came after it."""
+        """The number behind its last op."""
         return self.seq + 1
 
     def at(self, seq: int) -> Planned:
@@ -341,7 +341,7 @@ class Failures:
                     self._journal.set_cause(row.seq, storage, None)
 
     def trouble(self, seq: int, error: GTError, others: Sequence[int] = (), full: bool = False) -> None:
-        """A worker reported that op `seq` failed. One that was given a placeholder fails of that, which is no news."""
+        """A worker reported that op `seq` failed. An op may fail because its operand is a placeholder, which is no news."""
         # A report with `others` stands for the failures of a Run beyond the first few, which were reported one by one. Its
         # text says nothing, so the last error is the cause here too.
         older = self._journal.earlier(seq)
@@ -415,7 +415,7 @@ class Failures:
         return self._losses[worker.index]
 
     def loss(self) -> Cause | None:
-        """The cause for which a worker misses a peer: another is lost, or was until its successor came."""
+        """The cause for which a worker misses a peer: another one is lost, or was until its successor joined."""
         lost = next((w for w in self._cluster.workers if w.lost), None)
         return self._lost if lost is None else self.cause_of_loss(lost)
 

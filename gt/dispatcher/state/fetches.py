@@ -41,7 +41,7 @@ MAX_STORED_TENSORS = 256  # tensors in one Store
 # parts [[7, [[[0, 2], [0, 6]]]], [8, [[[2, 4], [0, 6]]]]].
 @dataclass(slots=True)
 class Request:
-    """One fetch or describe under way. runs: how far workers must come before it may be answered; since: when it came."""
+    """One request under way. runs: by worker, the Run that must be done before the answer; since: time of the request."""
 
     number: int
     kind: str
@@ -193,7 +193,7 @@ class Fetches:
         return block if block is not None and self._arenas.shared(block, workers) else None
 
     def _synchronize(self, number: int) -> None:
-        """A byte made by each worker of the session, which its device comes to after all that was issued."""
+        """Fetch a byte from each worker of the session, which its device makes behind all that was issued."""
         emitter = self._emitter
         if self._refused(number, []):
             return
@@ -292,7 +292,7 @@ class Fetches:
         self.answer_ready()
 
     def _refused(self, number: int, tensors: list[Tensor]) -> bool:
-        """Answer at once what is already known to have failed."""
+        """Fail a request at once if its tensors, or ops before it, are known to have failed."""
         for tensor in tensors:
             if tensor.storage.failed is not None:
                 self._fail(number, tensor.storage.failed)
@@ -397,7 +397,7 @@ class Fetches:
             self._drop(request)
 
     def failed(self, seq: int, worker: str, how: str) -> bool:
-        """A worker could not answer: whoever asked is told. False if nobody asked under this number."""
+        """A worker could not answer: fail the request. False if no request has this number."""
         request = next((r for r in self.open.values() if r.seq == seq or seq in r.named), None)
         if request is None:
             return False
@@ -414,7 +414,7 @@ class Fetches:
         return True
 
     def drop(self, seqs: Collection[int]) -> None:
-        """Questions of these numbers were not begun, for an interrupt."""
+        """An interrupt dropped the questions of these numbers."""
         for request in list(self.open.values()):
             name = next((name for seq, name in request.named.items() if seq in seqs), "")
             if name or request.seq in seqs:
@@ -466,7 +466,7 @@ class Fetches:
         return acknowledged
 
     def _answer_value(self, request: Request, acked: int) -> None:
-        """Announce a value that is good, with what is here of it; one that is here whole and small is one message."""
+        """Announce a good value and send the pieces that are here. A whole small one is sent within the announcement."""
         request.verified = True
         buffered, request.held = request.held, []
         value = Value(request.number, list(request.shape), request.dtype, request.parts, acked)
@@ -510,13 +510,13 @@ class Fetches:
         self._context.send(Failed(number, errors.to_wire(cause.error)))
 
     def give_up(self, request: Request, error: GTError) -> None:
-        """Nobody knows when this will be answered: the client may ask again."""
+        """End a request whose answer may take for ever; the client may ask again."""
         self._cluster.send_all()  # a worker forgets the piece once it has handled the Runs before
         self._drop(request)
         self._context.send(Failed(request.number, errors.to_wire(error)))
 
     def fail_all(self, cause: Cause) -> None:
-        """A worker is lost: whoever waits is told."""
+        """A worker is lost: fail all requests."""
         for request in list(self.open.values()):
             self._drop(request)
             self._fail(request.number, cause)

@@ -23,7 +23,7 @@ COUNTS = ("limit", "session_limit", "used", "session", "others")
 
 
 def memory_report(session: ClientSession, worker: Worker, memory: dict[str, Any]) -> str:
-    """Lines of an error, from OpError.memory; "" for what is no such thing: what a worker says is not trusted."""
+    """Lines of an error, from OpError.memory; "" if that is malformed, since a worker's word is not trusted."""
     top = memory.get("top")
     if any(type(memory.get(name)) is not int for name in COUNTS) or type(top) is not list or not all(map(_named, top)):
         return ""

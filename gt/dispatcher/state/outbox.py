@@ -1,4 +1,4 @@
-"""A session's way to workers: what is written for them is sent when its uploads are here and its turn has come."""
+"""A session's way to workers: instructions are sent once their uploads are here, and it is the session's turn."""
 
 from __future__ import annotations
 
@@ -48,27 +48,27 @@ class Outbox:
         self._cluster.queue.enter(context.number)
 
     def cut(self) -> None:
-        """Send what is written so far apart from what follows."""
+        """Send the instructions written so far, apart from those that follow."""
         self.flush(self._emitter.base)
 
     @property
     def joins(self) -> bool:
-        """True if what is written may be sent with what is written next."""
+        """True if the instructions written so far may be sent together with later ones."""
         return self._context.tape is None and self.deferred is None and not (self.held or self._uploads.awaited)
 
     def join(self) -> dict[int, int]:
-        """Leave what is written for the next flush; the number of each worker's last Run, once sent."""
+        """Leave the instructions for the next flush; returns each worker's last Run, filled in once they are sent."""
         runs = dict.fromkeys((worker.index for worker in self._cluster.workers), UNSENT)
         self.joined.append(runs)
         return runs
 
     def begin_run(self) -> None:
-        """Number what is written from here on, unless it is sent with what was written before."""
+        """Begin a Run, unless its instructions are sent together with earlier ones."""
         if not self.joined:
             self._emitter.begin_run()
 
     def flush(self, base: int) -> dict[int, int]:
-        """Send what is written for workers, or hold it back for its uploads; the number of each one's last Run, once sent."""
+        """Send the instructions, or hold them for their uploads; returns each worker's last Run, filled in once sent."""
         # FORGET must not overtake instructions that are held and name the definition.
         if not (self.held or self._uploads.awaited):
             self._emitter.forget()
@@ -84,7 +84,7 @@ class Outbox:
         return written.runs
 
     def written(self, base: int) -> BufferedInstructions:
-        """Take what is written for workers; it is no longer theirs."""
+        """Take the instructions that are written for workers."""
         emitter, workers = self._emitter, self._cluster.workers
         seconds = {w.index: w.seconds for w in workers if w.seconds} if emitter.seconds else NO_SECONDS
         # A row names the worker's life: a successor, which knows none of these definitions, is not sent it (`_transmit`).

@@ -121,7 +121,7 @@ class Tensor:
         storage.tensors[tensor_id] = self
 
     def leave(self) -> None:
-        """Its session is over: what it names goes without the help of the collector of cycles."""
+        """Its session is over: break its reference cycles, so that memory is freed without the collector."""
         self.storage.tensors.clear()
         self.base = self.via = self.copies = self.sums = None
 

@@ -222,7 +222,7 @@ class Uploads:
     # ---- in messages
 
     def expect(self, key: int, tensor: int, boxes: list, total: int, workers: Iterable[int]) -> None:
-        """Ask the client for a region, and for as much of it now as there is room for."""
+        """Ask the client for a region, of which it may send now as much as the window has room for."""
         upload = self.open[key] = Upload(key, total, dict.fromkeys(workers, 0))
         self.awaited += 1
         self.moved = self._cluster.now
@@ -302,7 +302,7 @@ class Uploads:
         self.pump()
 
     def waits(self) -> set[int]:
-        """Workers that have still to take in what came of uploads, or to tell whether they share an arena."""
+        """Workers that have not taken in all received bytes of uploads, or not told whether they share an arena."""
         waits = {index for upload in self.open.values() for index, upto in upload.taken.items() if upto < upload.received}
         return waits.union(self._arenas.asked, *(upload.workers for upload in self.reads.values() if upload.awaited))
 

@@ -101,6 +101,7 @@ class Feed:
             self._changed.wait_for(lambda: self._closed or self._version > page.version, ALIVE_SECONDS)
             if self._closed:
                 return None
+            # The time is over: the page gets a sign of life, which also finds out whether it is still open.
             if self._version <= page.version:
                 return []
             page.version = self._version
@@ -110,6 +111,7 @@ class Feed:
         events: list[Event] = []
         if self._state is not None:
             samples = self._history.samples
+            # While samples are only added, a page needs the new ones alone; after a merge, or with another server, all of them.
             if page.epoch != self._history.epoch:
                 page.epoch = self._history.epoch
                 events.append(("history", samples))
@@ -177,6 +179,7 @@ class Feed:
 
     def _take(self, records: list[Record]) -> None:
         state = self._view.update(records)
+        # Another server at the same address: its sessions have the same numbers, and nothing else in common.
         life = state["server"].get("life", "")
         if life != self._life:
             with self._changed:

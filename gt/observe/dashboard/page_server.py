@@ -125,6 +125,7 @@ class PageHandler(BoundedHandler):
         self._begin(200, "text/event-stream", {})
         if self.command == "HEAD":
             return
+        # From here on the connection has no deadline; its owner is the cookie, that is, one browser.
         self.server.admit(self.connection, self._cookie())
         page = self.server.feed.open(log)
         try:

@@ -146,13 +146,13 @@ class Approach:
     def _misfit(self, spoken: str = "") -> str:
         """Words for what does not agree. spoken: the server's mechanism, "" for ours."""
         mine = self._key.mechanism if self._key is not None else NULL
-        spoken, at = spoken or mine, f"the server at {self.address}"
+        spoken, server = spoken or mine, f"the server at {self.address}"
         if spoken == mine == NULL:
-            return f"{at} refused this process"
+            return f"{server} refused this process"
         if spoken == mine:
-            return f"{at} has another token: {BOTH}" if self._token else f"{at} wants a token: {BOTH}"
+            return f"{server} has another token: {BOTH}" if self._token else f"{server} wants a token: {BOTH}"
         if spoken == CURVE:
-            return f"{at} wants a token: {BOTH}" if not self._token else f"{at} encrypts, and its file says otherwise"
+            return f"{server} wants a token: {BOTH}" if not self._token else f"{server} encrypts, and its file says otherwise"
         if spoken == PLAIN:
-            return f"{at} lets in its own user's processes only: start it with --encrypt for all who have its token"
-        return f"{at} lets anybody in, so it cannot show that it has the token: unset GT_TOKEN, or give the server one"
+            return f"{server} lets in its own user's processes only: start it with --encrypt for all who have its token"
+        return f"{server} lets anybody in, so it cannot show that it has the token: unset GT_TOKEN, or give the server one"

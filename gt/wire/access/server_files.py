@@ -31,6 +31,7 @@ class Published:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
+        # Compared by inode: a server that has taken the port since has replaced the file, and keeps its own.
         with contextlib.suppress(OSError), _alone(self.path.parent):
             if os.path.samestat(os.fstat(descriptor), os.lstat(self.path)):
                 os.unlink(self.path)
@@ -83,6 +84,7 @@ def find(ip: str, port: int) -> str | None:
 
 def _text(descriptor: int) -> str | None:
     """Text of a file, if it is ours and its server has the port, of this network."""
+    # Checks are of the open descriptor, so nobody can swap the file behind them.
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077 or not _held(descriptor):
         return None
