@@ -391,6 +391,8 @@ class _Reader:
             self.fail(RESERVED, _line(keys["step"]), f"step is {self.show(keys['step'])}, want {OFFLOAD_KEYS['step']}")
         if not path.startswith("/") or "\0" in path:
             self.fail(RESERVED, _line(keys["path"]), f"path is {self.show(keys['path'])}, want {OFFLOAD_KEYS['path']}")
+
+        # Below stage 3 each worker keeps whole parameters for its use, so moving them out would save nothing.
         spaces = {key: None if space == "none" else space for key, space in given.items()}
         if spaces.get("params") and zero < STAGES[-1]:
             self.fail(

@@ -26,6 +26,7 @@ def specificity(pattern: str) -> tuple[bool, bool, int]:
 
 def match(rules: Sequence[Rule], name: str) -> Rule | None:
     """The most specific rule whose pattern the name matches, or None."""
+    # The place is the last part of the key, so that of equal patterns the later rule wins.
     found = [(specificity(rule.pattern), at, rule) for at, rule in enumerate(rules) if matches(name, rule.pattern)]
     return max(found, key=lambda row: row[:2])[2] if found else None
 
@@ -58,6 +59,7 @@ def assign(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, Rule]:
         if rule.stages:
             group = next(runs[rule.pattern][module] for module in (name, *around(name)) if module in runs[rule.pattern])
         elif group in SUFFIX_AXIS:
+            # A suffix means a group of the stage around: of the nearest module around this one that has a group.
             outer = next((placed[module] for module in around(name) if module in placed), None)
             if outer is None:
                 hint = f"give {name.partition('.')[0]!r} a stage, or name a whole group"

@@ -87,6 +87,7 @@ def _given(config: str | Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _group(config: SignalConfig) -> dict[str, Any]:
+    # As the YAML would have it: keys at their defaults are left out, so that `load` checks both forms alike.
     group: dict[str, Any] = {}
     if config.shard is not None:
         said = dataclasses.asdict(config.shard).items()

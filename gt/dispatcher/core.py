@@ -102,22 +102,29 @@ class Core:
         pace: Pace | None = None,
         context: Callable[..., SessionContext] = SessionContext,
     ) -> None:
+        # Terms of the server.
         self.heartbeat, self.process = heartbeat, list(process)
         self.terms = terms or Terms()
         self.logging = logging
         self.pace = pace or Pace()
         self.context = context  # makes a session's
+
+        # Who is connected, and which workers each session has.
         self.sessions: dict[Peer, ClientSession] = {}
         home = self.process[1] if self.process else ""
         lend = self.terms.exclusive
         self.lending = Exclusive(heartbeat, home, self.terms) if lend else Shared(heartbeat, home, self.sessions)
         self.workers: dict[Peer, Worker] = {}
         self.received = self.sent = self.relayed = 0
+
+        # Parts, each with the messages that it handles itself (below).
         self.admission = Admission(self.lending, most=self.terms.most)
         self.round_robin = RoundRobin(self, self.pace)
         self.observers = Observers(self)
         self.traces = Traces(self, self._lease)
         self.membership = Membership(self)
+
+        # The event in hand: its actions so far, and its time.
         self._sparse = Sparse(log, MAX_LOGGED_REFUSALS)
         self._actions: list[Action] = []
         self.page: list[str] = []  # lines of the instruction log that are not written yet
@@ -185,6 +192,7 @@ class Core:
 
     def check(self) -> None:
         """Assert the invariants that hold between events; tests call it after each."""
+        # The parts by themselves, then what they must agree on: each session and worker is in exactly one lease.
         for session in self.sessions.values():
             session.table.check()
             session.programs.check()
@@ -204,6 +212,7 @@ class Core:
     def send(self, peer: Peer, message: Message, frames: tuple = ()) -> None:
         self.sent += 1
         self._actions.append(Send(peer, message, frames))
+        # Runs are logged by their plan lines, one for each op; Records would make a line for each look of an observer.
         if (self.logging or self.observers.recent.wanted) and not isinstance(message, (Run, Records)):
             self.log_line("SEND", self.name(peer), type(message).__name__, bytes=sum(len(f) for f in frames))
 
@@ -260,6 +269,7 @@ class Core:
         if len(fetch) != 3 or any(type(number) is not int for number in fetch):
             self.refuse(event.peer, ProtocolError(f"Ops.fetch is {fetch!r:.60}, want three integers, or nothing"))
             return
+        # The batch may have been refused, and its session ended: then the question has nobody to answer.
         with session.op_stream.asked():
             self._receive_of_client(event)
             if event.peer in self.sessions:
@@ -268,6 +278,7 @@ class Core:
     def _receive_of_client(self, event: Received) -> None:
         if not self.round_robin.waits(event):
             self.handle_message(event.peer, event.message, event.frames)
+            # The message may have ended a stall, or begun work that takes several turns.
             session = self.sessions.get(event.peer)
             if session is not None and (session.inbox or session.op_stream.busy):
                 self.round_robin.resume(event.peer)

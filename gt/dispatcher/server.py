@@ -83,11 +83,15 @@ class Server:
             terms = replace(terms or Terms(), link_secret=auth.made(), life=secrets.token_hex(8))
             core = Core(heartbeat, logged, liveness.process(), terms, self._pace)
         self._core = core
+
+        # Bound here, so that whoever makes a Server learns of a port in use before `run`.
         self._journal = _journal(env.get("GT_INSTRUCTION_LOG"))
         self._router = Router(host, port, heartbeat, access)
         if access is not None and (weak := weakness(access.token)):
             log.warning("%s", weak)
         self.host, self.port = host, self._router.port
+
+        # Peers by the identity of their connection: one has a gate from its first message on, a name once it is welcomed.
         self._gates: dict[bytes, Gate] = {}
         self._workers: set[bytes] = set()
         self._names: dict[bytes, str] = {}  # names of peers that were welcomed
@@ -101,6 +105,8 @@ class Server:
         self._again = False  # the core wants a turn
         self._event: Event | None = None  # the last that was handled
         self._busiest: Event | None = None  # the event that took longest in the last turn
+
+        # `stop` rings the bell from any thread or signal handler; threads of long passes ring `_call`. Both wake `poll`.
         self._ringing = threading.RLock()  # a signal may come while the bell is closed
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._router.watch(self._bell)

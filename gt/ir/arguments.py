@@ -48,6 +48,7 @@ def match(schemas: Sequence[Schema], args: Sequence[Arg], kwargs: Mapping[str, A
 
 
 def _matched(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> Schema:
+    # As Python binds a call: by position, then by name; none twice, and no required one missing.
     positional = schema.positional
     if len(args) > len(positional):
         raise ValueError(f"args has {len(args)} values, {schema.op} takes at most {len(positional)}")

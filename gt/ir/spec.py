@@ -70,6 +70,7 @@ class Spec:
         if type(shape) is not list or type(stride) is not list or len(shape) != len(stride) or len(shape) > MAX_DIMS:
             both = f"shape {shape!r:.80} and stride {stride!r:.80}"
             raise ValueError(f"{both} differ in length, or have more than {MAX_DIMS} dims")
+        # Bounded, or products of a hostile shape would be numbers without end.
         numbers = [*shape, *stride, offset]
         if any(type(n) is not int or not 0 <= n < LARGEST for n in numbers):
             raise ValueError(

@@ -153,6 +153,7 @@ def own_address(host: str = "") -> str:
 
     host: a name of this host, which it may itself resolve to loopback.
     """
+    # /etc/hosts often maps a host's own name to 127.0.1.1; then the address of its first link is taken.
     with contextlib.suppress(DispatcherLost):
         if host and not auth.loopback(address := resolve(host)):
             return address
@@ -161,6 +162,7 @@ def own_address(host: str = "") -> str:
 
 def _own_gpu(at: JobPlace) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES for one of several processes on a host that all see all GPUs."""
+    # torchrun and mpirun show all GPUs to each process, of which each takes its own. srun may have divided them already.
     gpus = machine.gpus()
     if at.local_size == 1 or len(gpus) < 2:
         return {}

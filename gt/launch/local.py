@@ -58,7 +58,8 @@ class Local:
         deadline, text = time.monotonic() + seconds, b""
         while select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
             data = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not data:  # it has ended, or was killed and its children with it
+            # It has ended, or was killed and its children with it.
+            if not data:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(seconds)
                 return _last_report(text, self._process)

@@ -74,6 +74,7 @@ def how_ended(code: int) -> str:
 
 def rename(title: str) -> None:
     """Set the title in `ps` and `top`, by overwriting this process's argument area, which limits its length."""
+    # The kernel shows the bytes between arg_start and arg_end of this process's memory as its command line.
     stat = _stat(os.getpid())
     start, end = stat[47], stat[48]  # fields 48 and 49 of proc(5), counted from 1
     room = end - start

@@ -341,12 +341,15 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
         with contextlib.suppress(OSError):
             os.write(status, json.dumps(facts).encode() + b"\n")
 
+    # In a job SIGTERM is the program's to answer, so the supervisor ends this process by another signal.
     logs.setup("dispatcher", "gt.server")
     more_descriptors()
     stop: int = signal.SIGTERM
     if order.get("patient"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stop = STOP_SIGNAL
+
+    # Without `listen` the token is a secret of this start on loopback; a job's token was given by people.
     listen = order.get("listen")
     host, port = listen or ("127.0.0.1", 0)
     try:
@@ -356,6 +359,8 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
     except errors.GTError as error:
         announce(failed=str(error))
         return
+
+    # The supervisor learns the port, then each change of the workers that are connected.
     signal.signal(stop, lambda *_: server.stop("the process that started it has ended"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server.on_workers = lambda count: announce(workers=server.worker_names)
@@ -406,9 +411,10 @@ def preload(backend: str) -> list[str]:
     """Import the modules that all workers share, and return the usable GPUs."""
     from gt.worker.engine.registry import ENGINES, import_torch_engine, open_engine
 
+    # An engine is opened for its modules alone, which the forked workers then share.
     if backend != "torch":
         if backend in ENGINES:
-            open_engine(backend, "cpu")  # for its modules, which the workers then share
+            open_engine(backend, "cpu")
         return []
     import_torch_engine()
     import torch

@@ -86,6 +86,7 @@ class LiveView:
         return state
 
     def _worker(self, row: dict[str, Any]) -> dict[str, Any]:
+        # Each look at a busy worker is a sample of the line that it is at: over many looks, a profile of the program.
         current = row["current"] = dict(zip(WHERE, row["current"]))
         if current and len(self._samples) < MAX_LINES:
             self._samples[current["session"], current["file"], current["line"], current["op"]] += 1

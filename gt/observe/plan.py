@@ -94,6 +94,7 @@ def _hosts(dry: Dry) -> dict[str, list[int]]:
 
 def _ways(dry: Dry) -> list[dict[str, Any]]:
     """The way of each two hosts: of all transfers and collectives between workers of theirs."""
+    # Each pair of hosts once, in the order of their workers.
     cluster = dry.core.cluster
     names = {host.home: host.name for host in cluster.hosts_of(cluster.workers)}
     pairs = [(pair, way) for pair, way in cluster.ways().items() if list(names).index(pair[0]) < list(names).index(pair[1])]

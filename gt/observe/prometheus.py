@@ -24,6 +24,8 @@ class MetricRow:
 _WORKER = (("worker", "name"), ("host", "host"))
 _SESSION = (("session", "number"), ("user", "user"), ("program", "program"))
 _LINK = (("source", "source"), ("target", "target"))
+# Names follow Prometheus: gt_, the subject, the unit. Labels of a worker
+# are its name and host, so a restart goes on with its row.
 METRICS: tuple[MetricRow, ...] = (
     MetricRow("gt_server_seconds", COUNTER, "seconds since the server's start", "server", "at"),
     MetricRow("gt_server_loop_lag_seconds", GAUGE, "99th percentile of the loop's last turns", "server", "loop_lag"),

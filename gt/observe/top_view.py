@@ -157,6 +157,7 @@ def _sessions(sessions: Sequence[Row], width: int) -> list[str]:
 def _links(links: Sequence[Row], of: str, width: int) -> list[str]:
     if not links:
         return wrapped(f"links: no worker{of} has sent tensors to another", width)
+    # Busiest first; links without a rate by their bytes.
     most = sorted(links, key=lambda link: -(link["bytes_per_second"] or 0.0) or -link["bytes"])
     wide = 18 if width >= WIDE else 14
     rows = [f"{'link':{wide}}{'sent':>10}{'a second':>12}"]
@@ -176,6 +177,7 @@ def _lines(samples: Sequence[Row], of: str, width: int) -> list[str]:
 
 def _pipeline(session: Row, width: int) -> list[str]:
     """The last step: a row for each worker, a letter for what it did at that time, `.` for nothing."""
+    # All bars have one scale, from the first action of any worker to the last.
     schedule = session["schedule"]
     measured, predicted = schedule["measured"], schedule["predicted"]
     title = (

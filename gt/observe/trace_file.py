@@ -175,6 +175,7 @@ def _client(recording: SessionRecording, pid: int, since: float) -> Iterator[dic
         threads.setdefault((span.thread, span.ident), []).append(span)
     for tid, (thread, rows) in enumerate(threads.items()):
         yield _meta("thread_name", pid, tid, name=thread[0])
+        # An outer slice before the slices within it, as nesting needs.
         rows.sort(key=lambda s: (s.start, -s.end))
         if thread == main:
             for start, end in _gaps(rows, recording.begin, recording.end):

@@ -49,6 +49,7 @@ class Tracing:
         # Whatever fails below, the program's own spans are written.
         answer, rows, stats = {}, [], {}
         try:
+            # The wait for the last ops is the program's time too, and is recorded; the questions below are not.
             self._wait_for_ops(session, flush)
             spans.remove_sink(buffer)
             end = monotonic()

@@ -137,6 +137,7 @@ class PeerArena:
 
         No other pages: the client may have allocated none of them, and mapping a page allocates it.
         """
+        # One madvise for the pages of a block; those that are mapped already cost little.
         pages = slice(start // PAGE_BYTES, -(-end // PAGE_BYTES))
         if all(self._populated[pages]):
             return
@@ -175,6 +176,8 @@ class PeerFile:
                 )
             if offer.write and about.st_uid != os.geteuid():
                 raise OSError(f"the file belongs to user {about.st_uid}, want {os.geteuid()} to write it")
+            # Opened by the descriptor in hand, whose kind was checked: a path could lead elsewhere by now. O_NONBLOCK and
+            # O_NOCTTY matter only if it is no regular file after all.
             how = os.O_WRONLY if offer.write else os.O_RDONLY
             self.fd = os.open(f"/proc/self/fd/{descriptor}", how | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
         finally:

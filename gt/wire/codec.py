@@ -141,6 +141,7 @@ def _has_packed_payload(definition: Any) -> bool:
 
 def _joined(row: tuple, defines: list) -> bytes:
     """The body of a Run's row, whose definitions may have packed payloads."""
+    # The same bytes as `pack` would make. A msgpack list is a header with its length, then its items.
     packer = _local.packer
     parts = [packer.pack_array_header(len(row))]
     for field in row:

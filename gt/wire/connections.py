@@ -124,6 +124,7 @@ class Connections:
 
     def collect_ended(self) -> list[bytes]:
         """Peers whose connections have ended, after all of their messages were received."""
+        # Ended connections without a peer never sent a message: nobody has to be told.
         ended = [connection for row in self._ended.values() for connection in row if connection.peer]
         self._ended.clear()
         for connection in ended:

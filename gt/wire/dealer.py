@@ -136,8 +136,9 @@ class Dealer:
 
     def close(self) -> None:
         """Send queued messages (for at most LINGER_SECONDS), then leave no thread and no socket behind."""
+        # A fork has a copy of this object, and neither its threads nor a right to its socket.
         if self._pid != os.getpid():
-            return  # a fork's copy: the link is the parent's
+            return
         self._closing = True
         self.wake()
         if threading.current_thread() is not self._thread:
@@ -169,6 +170,7 @@ class Dealer:
 
         Returns at once if another thread leads, before there is a connection, and after its end. A signal interrupts it.
         """
+        # One thread leads. Others sleep, and are woken by the callback that has what they wait for.
         if self._sock is None or self.inside or not self._leading.acquire(blocking=False):
             return done()
         try:
@@ -216,6 +218,7 @@ class Dealer:
 
     def _turn_here(self) -> bool | None:
         """Take a turn in the calling thread: True if work is left; None if no turn could be taken."""
+        # A KeyboardInterrupt within a turn would leave half a message at the socket, or the lock held.
         with uninterrupted():
             if not self._using.acquire(blocking=False):
                 return None
@@ -258,7 +261,9 @@ class Dealer:
             body = sock.recv(NOW)
             frames = frames_of(sock)
             message = codec.unpack(body)
-            self._deaf |= type(message) is Exit  # the server reads no more, so close() need not wait
+            # After Exit the server reads no more, so close() need not wait for what is queued.
+            self._deaf |= type(message) is Exit
+            # From here on the server's process can be watched, if it is on this host.
             if type(message) is Welcome:
                 match message.process:
                     case [int(pid), str(home)]:
@@ -285,6 +290,7 @@ class Dealer:
             log.exception("the link to %s failed", self.address)
             reason = f"the link to {self.address} failed: {type(error).__name__}: {error}"
         finally:
+            # Other threads first, then the socket, then its context: the reverse of how they began.
             self._close_bells()
             self._queue.clear()
             self._approach.close(int(LINGER_SECONDS * 1000) if self._closing and not self._deaf else 0)
@@ -387,6 +393,7 @@ class Dealer:
         """True once the connection has ended, and its last messages have been received."""
         if not any(event == GONE for event, _ in monitored(monitor)):
             return False
+        # The server's last messages, such as an Exit with its reason, are in the queue already.
         self._user = threading.get_ident()
         self._receive(sock, burst=1 << 20)
         return True

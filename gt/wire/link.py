@@ -154,6 +154,7 @@ class Gate:
             self._next_batch += 1
 
 
+# Batches are numbered from 0: with sent 9 and acked 5, batches 6 to 9 are under way. -1: none yet.
 class Window:
     """Number of unacknowledged batches, at most `credit` (a flow-control window)."""
 

@@ -92,6 +92,7 @@ def _fields(pid: str) -> list[str]:
 
 def unheard(fd: int) -> float:
     """Seconds without an acknowledgement by the other host on a TCP connection; 0 while no segment is in flight."""
+    # The descriptor is libzmq's: `detach` gives it back without closing it. Family and kind do not matter for options.
     try:
         sock = bsd.socket(bsd.AF_INET, bsd.SOCK_STREAM, 0, fd)
     except OSError:

@@ -59,7 +59,8 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            if not gc.get_freeze_count():  # else the program has frozen objects, which unfreezing would give back
+            # Otherwise the program has frozen objects itself, which unfreezing would give back.
+            if not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()  # into the oldest generation
             gc.enable()

@@ -257,6 +257,7 @@ class Router:
 
     def _let_in(self, request: list[bytes]) -> None:
         """Answer [asker, "", version, id, domain, address, routing id, mechanism, credentials...] of ZAP 1.0."""
+        # A name in the answer becomes the "User-Id" of the connection's messages: here the ticket, which `_meet` reads.
         asker, empty, version, number, _, address, _, mechanism, *credentials = request
         spoken = mechanism.decode("ascii", "replace")
         good = any(auth.opens(lock, spoken, credentials, self._client) for lock in self._locks)
@@ -308,6 +309,7 @@ class Router:
 
     def _meet(self, peer: bytes, frame: zmq.Frame) -> Connection | None:
         """The connection of a new peer; None if it has ended, or has chosen its own name, as no peer of GT does."""
+        # ROUTER makes identities of five bytes that begin with 0. A name that a stranger chose could be another peer's.
         if len(peer) != 5 or peer[0]:
             return None
         try:
@@ -334,6 +336,7 @@ class Router:
         found.append(Gone(peer, ENDED))
 
     def _bury(self, peer: bytes, told: bool) -> None:
+        # Messages of a peer that is gone may still be in the queue. The oldest are forgotten: theirs have long been read.
         self._dead[peer] = told
         if len(self._dead) > MAX_GONE_PEERS:
             del self._dead[next(iter(self._dead))]
@@ -346,16 +349,20 @@ class Router:
             late.update(connections.unfinished(now, {connection: row[0] - row[1] for connection, row in sent.items()}))
         for connection, reason in late.items():
             self._end(connection, reason)
+        # Looks take a twentieth of the time at most, however many connections there are.
         took = time.monotonic() - now
         self._next_poll = now + max(WARY_SECONDS if connections.silent or connections.growing else CALM_SECONDS, 20 * took)
 
     def _end(self, connection: Connection, reason: str) -> None:
         """End a connection, unless it has just ended, when another may have its descriptor."""
+        # libzmq may close the descriptor at any time, and the kernel give its number to another connection. A duplicate holds
+        # one connection; if our books say afterwards that it is still open, it is the one that is meant.
         copy = tcp.duplicate(connection.fd)
-        self._follow()  # still open: the duplicate is of this connection
+        self._follow()
         if self._connections.holds(connection):
             if self._sparse.allows(time.monotonic()):
                 log.warning("a connection is ended: %s", reason)
-            tcp.end(copy if copy >= 0 else connection.fd)  # no free descriptor for a copy: almost certainly the same one
+            # Without a free descriptor for a copy it is almost certainly the same one.
+            tcp.end(copy if copy >= 0 else connection.fd)
         if copy >= 0:
             os.close(copy)

@@ -25,6 +25,7 @@ def received(fd: int) -> tuple[int, int]:
             info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED + 8)
         finally:
             sock.detach()
+        # The kernel counts bytes whether they are read or not, so the difference is what libzmq has taken.
         unread = array.array("i", [0])
         fcntl.ioctl(fd, termios.FIONREAD, unread)
         return struct.unpack_from("=Q", info, _RECEIVED)[0], unread[0]

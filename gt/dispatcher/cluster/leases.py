@@ -140,6 +140,8 @@ class Shared:
 
     def ready(self, client: Waiting, before: Sequence[Waiting], now: float) -> bool:
         """True once every worker is here that a client needs; Refused or ConfigError if it has waited long enough."""
+        # Three conditions: as many workers as the client wants, all that its config names, and none of those lost. Each may
+        # come true while it waits; when it has waited long enough, the first that does not hold is its error.
         names, wanted = self._names(), client.wanted
         late = now >= client.until
         if not names or len(names) < wanted:

@@ -106,18 +106,23 @@ class Membership:
         self._admit_clients()
 
     def _worker_joins(self, peer: Peer, hello: Hello) -> None:
+        # 1. Its info, its proof, and its place in the cluster. An error refuses it before anything knows it.
         info = worker_info(hello.info)
         self._terms.admit(info)
         name, lease = self._lending.join(peer, info)
         worker = lease.cluster.named(name) if lease is not None else None
         if lease is not None and worker is not None:
             lease.cluster.forgive(worker)
+
+        # 2. Sessions that had lost it plan with it again.
         if lease is not None and worker is not None:
             self._workers[peer] = worker
             for session in lease.sessions.values():
                 session.regain(worker)
         log.info("worker %s joined", name)
         self._core.log_line("CONNECT", name, f"worker {name if worker is None else worker.index}, {info['backend']}")
+
+        # 3. Its Welcome and the world. Clients that wait may have enough workers now.
         names = [w.name for w in lease.cluster.workers] if lease else [name]
         self._core.send(peer, Welcome(0, name, names, [], CREDIT, self._core.process))
         if worker is not None:

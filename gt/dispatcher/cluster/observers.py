@@ -133,15 +133,20 @@ class Observers:
             raise ProtocolError("the message is one of observers, and this peer is not an observer")
         if not observer.seen <= message.seen <= observer.sent:
             raise ProtocolError(f"Observe.seen is {message.seen}, want {observer.seen} to {observer.sent}")
+
         observer.seen = message.seen
         observer.interval = max(MIN_INTERVAL_SECONDS, min(message.interval / 1000, MAX_INTERVAL_SECONDS))
         if observer.log != message.log:
             observer.log, observer.lines = message.log, self.recent.next_line
             self._follow_log()
-            if message.log:  # its first lines do not wait for a pause
+            # Its first lines do not wait for a pause.
+            if message.log:
                 observer.due, self._next = 0.0, min(self._next, max(self._core.now, self._began) + MIN_INTERVAL_SECONDS)
-        if not observer.sent:  # its first Records do not wait for a pause
+        # Nor do its first Records.
+        if not observer.sent:
             self._next = min(self._next, self._began + MIN_INTERVAL_SECONDS)
+
+        # The first observer of all: clients begin to tell roles and numbers.
         if not was:
             self._next = 0.0
             self._tell_clients(self._core.sessions)

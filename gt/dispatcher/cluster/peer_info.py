@@ -27,6 +27,7 @@ CLIENT: dict[str, Any] = {"user": "", "program": "", "host": "", "pid": 0}
 
 def worker_info(info: dict[str, Any]) -> dict[str, Any]:
     """A worker's info with all fields, `ops` as schemas by name. ProtocolError names a field that is unknown or bad."""
+    # Types first, for all fields alike; then ranges, field by field.
     whole = _whole(info, WORKER)
     if not -1 <= whole["heap_bytes"] < 1 << 62 or not whole["name"].isprintable() or len(whole["name"]) > MAX_NAME_CHARACTERS:
         got = f"heap_bytes is {whole['heap_bytes']} and name {whole['name']!r:.80}"

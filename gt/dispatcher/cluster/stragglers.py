@@ -261,6 +261,8 @@ class Stragglers:
 
     def _warn_of_files(self, session: ClientSession, now: float) -> None:
         """Say once a level that a file system does not answer."""
+        # Files that workers read (uploads) or write (stores). A file system may be slow for as long as it likes: this is a
+        # notice, with the same levels as for a slow op.
         stores = [r for r in session.fetches.open.values() if r.kind == "store" and r.moved >= 0 and r.owed]
         files, since = session.uploads.files, session.uploads.moved
         if not files and stores:

@@ -89,6 +89,8 @@ class RoleTable:
 
     def _show(self, weights: list[tuple[str, Tensor]], workers: list[Worker], session: int) -> None:
         """Note the layouts of parameters, under another number if they are others."""
+        # Example: tensors [["fc1.weight", 0], ["fc2.weight", 0]] with
+        # splits [["f32[8,8]", "[S(1)]", "tp=2", 256, {"w0": boxes}]].
         shown: list[list] = []
         places: dict[tuple[Spec, Layout], int] = {}
         splits: list[list] = []
@@ -104,6 +106,8 @@ class RoleTable:
                 places[how] = len(splits)
                 splits.append(_split_row(*how, workers, pieces))
             shown.append([plain(name) or f"%{tensor.id}", places[how]])
+
+        # The number tells observers that something is new; equal layouts keep it, and are not sent again.
         more, number = len(weights) - len(shown), before.number + 1 if before is not None else 1
         if before is None or (before.tensors, before.splits, before.more) != (shown, splits, more):
             self._layouts = LayoutRecord(session, number, shown, splits, more)

@@ -148,11 +148,15 @@ class Traces:
             return
         if not abs(message.clock) < MAX_SECONDS:
             raise ProtocolError(f"TraceRows.clock is {message.clock!r}, want seconds")
+
+        # Every answer is also a reading of the worker's clock.
         client, trace = own
         index = worker.index
         self._note_clock(trace, index, message.clock)
         if index not in trace.left:
             return
+
+        # Beginning: a worker of another host is asked some more times for its clock. Ending: its rows are passed on.
         trace.moved = self._core.now
         if not trace.ending:
             trace.pings[index] = trace.pings.get(index, 0) + 1
@@ -255,6 +259,7 @@ class Traces:
         Rows: ["event", kinds]; ["origin", number, file, line, group, backward, micro-batch]; ["op", seq, op, origin, layout].
         A replay is ["launch", seq, program], behind the program's ["program", number, [[op, origin, layout], ...]].
         """
+        # Events are flat numbers, four each: kind, 0, start, end. They go with the first part; names may need several.
         kinds: dict[str, int] = {}
         events: list[float] = []
         for name, start, end in trace.events:
@@ -271,6 +276,8 @@ class Traces:
 
 
 def _rows(trace: SessionTrace) -> Iterator[list[Any]]:
+    # Each origin and program is written once, before its first use, and named by number afterwards. Objects are compared by
+    # identity, as equal origins of two ops are one object in the journal.
     origins: dict[int, int] = {}
     programs: dict[int, int] = {}
     held: list[Any] = []  # keeps the objects alive whose identity is a key
@@ -287,6 +294,7 @@ def _rows(trace: SessionTrace) -> Iterator[list[Any]]:
         if not op.ops:
             yield ["op", op.seq, op.op, origins[id(op.origin)], _text(op.layout)]
             continue
+        # A replay names its program, whose ops were sealed once: all replays share the list.
         if id(op.ops) not in programs and named + len(op.ops) <= MAX_LAUNCHED_OPS:
             named += len(op.ops)
             programs[id(op.ops)] = len(programs)

@@ -50,12 +50,18 @@ class SessionContext:
         self.number, self.peer, self.config, self.cluster = number, peer, config, cluster
         self.out, self.terms, self.pace = out, terms, terms.pace
         self.ended = False
+
+        # What the config and the workers say, and all tensors of the session.
         self.groups = Groups(config)
         self.ops = SessionOps(cluster.library_ops())
         self.table = Table()
+
+        # The pen, the journal of ops that workers may still report, and what has failed of them.
         self.emitter = Emitter(cluster, number, terms.page)
         self.journal = OpJournal()
         self.failures = Failures(cluster, self.table, self.journal)
+
+        # The client's stream: batches, and the templates and origins that its numbers name.
         self.queue = OpQueue()
         self.templates: dict[int, OpSchema] = {}
         self.origins: dict[int, Origin] = {0: NO_ORIGIN}

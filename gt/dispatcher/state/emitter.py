@@ -188,6 +188,8 @@ class Emitter:
     def forget(self, everything: bool = False) -> None:
         """Have workers drop the definitions that no plan names any more, or all of this session's. What this writes has to be
         sent: it is not written again."""
+        # Numbers are never used again, so it is safe to forget one that instructions under way still name: a worker executes
+        # its stream in order, and FORGET is behind them.
         ended = {life.number for life in self._ended}
         self._ended.clear()
         gone = set(self.defined) if everything else ended

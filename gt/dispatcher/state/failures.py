@@ -447,6 +447,7 @@ def op_failed(row: Planned | None, seq: int, kind: str, message: str, worker: st
     replay = ""
     if isinstance(row, Launched):
         replay = f"\n  this was replay {row.number} of a program: its outputs mix two steps; restore them from a checkpoint"
+    # Line and op first, since that is what the user can change; then worker and group, the worker's words, and what to do.
     row = row.at(seq)
     origin, op = row.origin, row.known.template.op
     where = f"{origin.file}:{origin.line}" if origin.file else "an op"

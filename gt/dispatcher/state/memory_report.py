@@ -27,6 +27,7 @@ def memory_report(session: ClientSession, worker: Worker, memory: dict[str, Any]
     top = memory.get("top")
     if any(type(memory.get(name)) is not int for name in COUNTS) or type(top) is not list or not all(map(_named, top)):
         return ""
+    # Sums first, then the lines with most bytes, then what to try.
     limit, own, used, mine, others = (memory[name] for name in COUNTS)
     bounds = [f"the limit of this worker is {size(limit)}, of which {size(used)} are taken"] if limit else []
     bounds += [f"that of a session {size(own)}"] if own else []

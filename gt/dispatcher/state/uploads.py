@@ -147,6 +147,7 @@ class Uploads:
 
     def _hand_over(self, upload: BlockUpload) -> None:
         """Have workers read a block, or ask the client for messages if some do not share it; later if that is undecided."""
+        # Three answers of the workers: not told yet, all share the arena, or some do not, and then all get messages.
         if self._arenas.undecided(upload.place, upload.workers):
             self._undecided.append(upload)
             self.awaited += 1
@@ -286,6 +287,7 @@ class Uploads:
 
     def took(self, index: int, key: int, upto: int) -> None:
         """A worker has taken in so many bytes. ProtocolError if it was not sent them."""
+        # A block is read at once and whole.
         read = self.reads.get(key)
         if read is not None:
             if index not in read.workers or upto != read.nbytes:
@@ -293,6 +295,8 @@ class Uploads:
             self._read(read, index)
             self.moved = self._cluster.now
             return
+
+        # Bytes in messages are confirmed in steps.
         upload = self.open[key]
         if index not in upload.taken or not upload.taken[index] <= upto <= upload.received:
             raise ProtocolError(f"UploadProgress.upto is {upto} of upload {key}, of which {upload.received} bytes were sent")

@@ -25,6 +25,7 @@ class PredictedSchedules:
         told = {
             name: [each for each in rows if isfinite(each[1]) and isfinite(each[2])] for name, rows in row["actions"].items()
         }
+        # JSON has no infinities, so actions without an end are left out.
         begin = min((start for actions in told.values() for _, start, _ in actions), default=0.0)
         ran = {name: [[a, start - begin, end - begin] for a, start, end in actions] for name, actions in told.items()}
         shown = {key: row[key] for key in ("name", "replays", "predicted", "measured")}

@@ -93,6 +93,7 @@ class Approach:
 
     def why(self, seconds: float) -> str:
         """The reason why there is no connection after so long."""
+        # From the outside in: no listener, no answer, no ZMTP, no key of ours, all as it should be, another mechanism.
         tried = f"(tried for {seconds:g} s)"
         start = f"start one with `python -m gt.server -p {self._port}`"
         if not tcp.listens(self._ip, self._port):

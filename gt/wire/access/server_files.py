@@ -148,6 +148,8 @@ def _own_folder() -> Path:
                 os.mkdir(folder, 0o700)
             if not _fault(folder):
                 return folder
+
+    # /tmp is everybody's: another user may have made the folder first, to read what is put there. `_fault` refuses that.
     last = _folders()[-1]
     with contextlib.suppress(OSError):
         os.mkdir(last, 0o700)
