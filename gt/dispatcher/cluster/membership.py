@@ -180,7 +180,7 @@ class Membership:
                 self._core.fault(client.peer, "Hello", error)
 
     def _welcome(self, client: Waiting) -> None:
-        # 1. Its workers, and a config that they fit. An error in these refuses the client before anything knows it.
+        # 1. Its workers, and its config with their indices in it.
         lease = self._lending.grant(client, self._core.now)
         config = resolve(client.config, [worker.index for worker in lease.cluster.workers if not worker.lost])
         check_links(config, lease.cluster)

@@ -79,7 +79,7 @@ class RoundRobin:
         while (session := core.sessions.get(peer)) is not None and session.inbox:
             if self._stalled(peer, session, session.inbox[0][0]):
                 break
-            # `_stalled` may have refused the peer, whose inbox is empty then.
+            # `_stalled` may have ended the session.
             if session.inbox:
                 core.handle_message(peer, *session.inbox.popleft())
             if self._pace.spent:
