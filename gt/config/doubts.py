@@ -27,6 +27,7 @@ def doubts(config: Config) -> list[str]:
 
 def _schedule(config: Config) -> list[str]:
     """A schedule where no two groups can be stages of a pipeline."""
+    # Stages are groups on different workers. Groups without workers, which only say `compile`, are none.
     places = {(group.workers, group.everyone) for group in config.groups.values() if group.workers or group.everyone}
     if not config.schedule or len(places) > 1:
         return []
@@ -46,6 +47,7 @@ def _suffix(config: Config, group: Group) -> str:
 
 def _meant(name: str) -> str:
     """The suffix that the end of a name was perhaps to be, or \"\"."""
+    # The last part of the name, and the last two joined: "mlp_col_par" was meant to be "mlp_colpar".
     parts = [part.lower() for part in _SEPARATORS.split(name[-2 * MAX_SUFFIX_CHARACTERS :])]
     for end in (parts[-1], "".join(parts[-2:])):
         names = [suffix[1:] for suffix in SUFFIX_AXIS]
@@ -58,6 +60,7 @@ def _meant(name: str) -> str:
 
 def _elsewhere(config: Config, group: Group) -> str:
     """A tensor-parallel group on other workers than its stage, or than the other group of that."""
+    # The groups of one stage (mlp, mlp_colpar, mlp_rowpar) should have the same workers. The first difference is told.
     own = stem(group.name)
     if own == group.name:
         return ""

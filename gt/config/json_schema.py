@@ -28,6 +28,7 @@ from gt.ir.text import UNITS
 _NUMBERS = {"type": "array", "minItems": 1, "uniqueItems": True, "items": {"type": "integer", "minimum": 0}}
 _GROUP_NAMES = {"type": "array", "minItems": 1, "items": {"type": "string"}}
 
+# Forms are texts, which errors show too. One that is missing here raises KeyError, so the two cannot drift apart.
 # the form of a value, as schema.py states it -> its JSON Schema
 FORMS: dict[str, dict[str, Any]] = {
     "a whole number": {"type": "integer", "minimum": 0, "maximum": MAX_AXIS},

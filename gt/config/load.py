@@ -65,6 +65,7 @@ def load(text: str, path: str = "") -> Config:
     root = reader.compose(text)
     if root is None:
         return Config(path=path, text=text)
+    # 1. Groups, in the order of the file. `gt:` names groups, so it is read last, wherever it is written.
     groups: dict[str, Group] = {}
     reserved: yaml.Node | None = None
     for name, key, value in reader.entries(root, "the config"):
@@ -75,6 +76,8 @@ def load(text: str, path: str = "") -> Config:
                 shown = value.value[:MAX_SHOWN_CHARACTERS] if isinstance(value, yaml.ScalarNode) else "..."
                 reader.fail("", _line(key), f"{name} is no group: write it as a key of gt, `gt: {{{name}: {shown}}}`")
             groups[name] = reader.group(name, key, value)
+
+    # 2. Names of groups within groups, then the settings.
     for group in groups.values():
         if group.backward is not None and group.backward not in groups:
             unknown = f"{group.backward[:MAX_SHOWN_CHARACTERS]!r}{hint(group.backward, groups)}"
@@ -106,6 +109,8 @@ def check_workers(config: Config, names: list[str]) -> None:
 
 def hint(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'workers'?`, or the known names where none is similar."""
+    # difflib takes time with the square of the lengths, and a hostile config has many long names. So long names are left out,
+    # the rest is ranked by a cheap similarity, and only the best few are compared.
     names = list(islice(known, MAX_HINT_NAMES))
     near = [name for name in names if len(name) <= MAX_HINT_CHARACTERS] if len(word) <= MAX_HINT_CHARACTERS else []
     likely = sorted(near, key=lambda name: common_letters(word, name) / (len(word) + len(name) or 1), reverse=True)
@@ -118,9 +123,11 @@ def hint(word: str, known: Iterable[str]) -> str:
 
 def common_letters(a: str, b: str) -> int:
     """Length of the longest common subsequence, all letters of `a` at once (Hyyro 2004): difflib finds no longer one."""
+    # Bit-parallel dynamic programming over the columns of the usual table: a 0 in `rest` is a step by one in its column, so the
+    # number of zeros is the length.
     places: dict[str, int] = {}
-    for n, letter in enumerate(a):
-        places[letter] = places.get(letter, 0) | 1 << n
+    for place, letter in enumerate(a):
+        places[letter] = places.get(letter, 0) | 1 << place
     whole = (1 << len(a)) - 1
     rest = whole  # bits of letters that are not in the subsequence
     for letter in b:
@@ -149,6 +156,7 @@ class _Reader:
             self.fail("", _line(node), f"the config has more than {MAX_CONFIG_VALUES} keys and values: write it shorter")
 
     def compose(self, text: str) -> yaml.Node | None:
+        # Three guards before anything recursive: dashes in one line, the depth event by event, and then the count of values.
         if deep := _NESTED.search(text):
             line = text.count("\n", 0, deep.start()) + 1
             self.fail("", line, f"nested too deep: {MAX_NESTING_LEVELS} dashes within one another in one line")
@@ -166,7 +174,7 @@ class _Reader:
             raise ConfigError(f"{self.file}: not YAML: {' '.join(str(error).split()):.200}; {BROKEN}") from error
 
     def check_depth(self, text: str) -> None:
-        """Refuse what is nested deep, event by event: libyaml needs time with the square of the depth, and stack to compose."""
+        """Refuse deep nesting, event by event: libyaml's time grows with the square of the depth, and composing needs stack."""
         depth = 0
         for event in yaml.parse(text, Loader=_COMPOSER):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -181,6 +189,8 @@ class _Reader:
             space = ", with a space after the colon" if ":" in shown and ": " not in shown else ""
             ready = LAYOUTS if group in DEGREES else ""
             self.fail(group, _line(node), f"{what} is {shown}, want a mapping{EXAMPLES.get(what, '')}{space}{ready}")
+        # YAML takes the last of two equal keys silently; here that is an
+        # error. A merge key (<<) has another tag, and is refused too.
         seen: dict[str, int] = {}
         rows: list[tuple[str, yaml.Node, yaml.Node]] = []
         for key, value in node.value:
@@ -198,6 +208,7 @@ class _Reader:
         """The values of a mapping, which may have only these keys."""
         values = {}
         for name, key, value in self.entries(node, what, group):
+            # The most helpful advice first: a key of another tool, a similar key of ours, or a key of `shard`.
             if name not in keys:
                 ready = LAYOUTS if name in DEGREES else ""
                 other = OTHER_NAMES.get(name)
@@ -212,6 +223,7 @@ class _Reader:
         """A scalar of exactly this type: true is not 1."""
         value = None
         self.count_entry(node)
+        # Most values are small numbers, which need no constructor.
         if kind is int and _plain_number(node):
             return int(node.value)
         if isinstance(node, yaml.ScalarNode):
@@ -232,6 +244,8 @@ class _Reader:
         if isinstance(node, yaml.ScalarNode) and not node.value:
             self.fail(name, line, f"the group is empty, want a mapping: {WORKERS}")
         keys = self.known(node, GROUP_KEYS, "the group", name)
+
+        # `shard` may have keys of the group itself: either form is one mapping from here on.
         axis, shard = None, self.known(keys["shard"], SHARD_KEYS, "shard", name) if "shard" in keys else {}
         for both in keys.keys() & shard.keys():
             self.fail(name, _line(keys[both]), f"{both} both in the group and in its shard; keep one")
@@ -240,6 +254,8 @@ class _Reader:
         if "axis" in shard:
             axis = self.value(shard["axis"], int, "axis", SHARD_KEYS["axis"], name)
         keys = {**keys, **shard}
+
+        # A group without workers places nothing, which makes sense only for `compile`.
         workers, backward = keys.get("workers"), keys.get("backward")
         compiled, replicated = (
             key in keys and self.value(keys[key], bool, key, GROUP_KEYS[key], name) for key in ("compile", "replicated")
@@ -271,6 +287,7 @@ class _Reader:
                 f"axis is {axis}, want a dim from 0 to {MAX_AXIS}: 0 splits a batch over the workers, which is the default; "
                 "a _colpar group has 1, a _rowpar group 0",
             )
+        # The suffix decides; a written axis may only agree with it.
         for suffix, want in SUFFIX_AXIS.items():
             if name.endswith(suffix):
                 if axis is not None and axis != want:
@@ -292,6 +309,8 @@ class _Reader:
         if any(not row for row in rows) or len({len(row) for row in rows}) > 1:
             self.fail(name, _line(node), f"workers has rows of different lengths, want {want}")
         numbers = [[self.value(item, int, "a worker", "a number from 0, as in [0, 1]", name) for item in row] for row in rows]
+
+        # A worker twice would hold two pieces of one tensor under one id.
         seen: set[int] = set()
         for number in (number for row in numbers for number in row):
             if number < 0:
@@ -303,6 +322,7 @@ class _Reader:
 
     def reserved(self, node: yaml.Node, groups: dict[str, Group]) -> dict[str, Any]:
         """The settings under `gt:`, as fields of a Config. `data_parallel` adds its group to `groups`."""
+        # data_parallel first, since it makes a group that modules may name and ZeRO may need.
         keys = self.known(node, GT_KEYS, RESERVED, RESERVED)
         schedule, rules = keys.get("schedule"), tuple[Rule, ...]()
         if "data_parallel" in keys:
@@ -345,6 +365,8 @@ class _Reader:
         if "compute" not in keys:
             self.fail(RESERVED, _line(node), "precision has no compute, want the dtype in which modules compute")
         given = {key: self.dtype(value, key, PRECISION_KEYS[key]) for key, value in keys.items()}
+
+        # Sums in less than the compute dtype would lose what compute had; fp16 sums overflow under loss scaling.
         compute, reduce = given["compute"], given.get("reduce", "fp32")
         if reduce not in ("fp32", compute):
             self.fail(
@@ -369,6 +391,8 @@ class _Reader:
             self.fail(RESERVED, _line(keys["step"]), f"step is {self.show(keys['step'])}, want {OFFLOAD_KEYS['step']}")
         if not path.startswith("/") or "\0" in path:
             self.fail(RESERVED, _line(keys["path"]), f"path is {self.show(keys['path'])}, want {OFFLOAD_KEYS['path']}")
+
+        # Below stage 3 each worker keeps whole parameters for its use, so moving them out would save nothing.
         spaces = {key: None if space == "none" else space for key, space in given.items()}
         if spaces.get("params") and zero < STAGES[-1]:
             self.fail(
@@ -415,6 +439,7 @@ class _Reader:
         stage = self.value(node, int, "zero", GT_KEYS["zero"], RESERVED)
         if stage not in STAGES:
             self.fail(RESERVED, _line(node), f"zero is {stage}, want {GT_KEYS['zero']}")
+        # An axis of data: `data_parallel`, several rows of workers, or one row that is not split by a suffix.
         split = DATA_PARALLEL in groups or any(
             len(group.workers) > 1 or _splits_data(group, groups) for group in groups.values()
         )
@@ -439,6 +464,8 @@ class _Reader:
                 parts = self.value(keys["parts"], int, "parts", RULE_KEYS["parts"], where)
                 if parts < 1:
                     self.fail(where, _line(keys["parts"]), f"parts is {parts}, want {RULE_KEYS['parts']}")
+
+        # A list of stages, a suffix (the group of the stage around the module), or the name of one group.
         if isinstance(named, yaml.SequenceNode):
             stages = tuple(self.named(node, where, groups) for node in named.value)
             if not stages:

@@ -26,6 +26,7 @@ def specificity(pattern: str) -> tuple[bool, bool, int]:
 
 def match(rules: Sequence[Rule], name: str) -> Rule | None:
     """The most specific rule whose pattern the name matches, or None."""
+    # The place is the last part of the key, so that of equal patterns the later rule wins.
     found = [(specificity(rule.pattern), at, rule) for at, rule in enumerate(rules) if matches(name, rule.pattern)]
     return max(found, key=lambda row: row[:2])[2] if found else None
 
@@ -48,15 +49,18 @@ def assign(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, Rule]:
     names = list(names)
     runs = {rule.pattern: cut(rule, names) for rule in rules if rule.stages}
     placed: dict[str, Rule] = {}
+    # Parents come first, so the group around a module is known when a suffix asks for it.
     for name in names:
         rule = match(rules, name)
         if rule is None:
             continue
         group = rule.group
+        # Several stages: the module has the stage of the outermost module around it that the rule matches.
         if rule.stages:
-            group = next(runs[rule.pattern][at] for at in (name, *around(name)) if at in runs[rule.pattern])
+            group = next(runs[rule.pattern][module] for module in (name, *around(name)) if module in runs[rule.pattern])
         elif group in SUFFIX_AXIS:
-            outer = next((placed[at] for at in around(name) if at in placed), None)
+            # A suffix means a group of the stage around: of the nearest module around this one that has a group.
+            outer = next((placed[module] for module in around(name) if module in placed), None)
             if outer is None:
                 hint = f"give {name.partition('.')[0]!r} a stage, or name a whole group"
                 raise ConfigError(f"modules {rule.pattern!r}: {name} is in no stage, so {group} means no group there; {hint}")
@@ -67,13 +71,14 @@ def assign(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, Rule]:
 
 def cut(rule: Rule, names: Sequence[str]) -> dict[str, str]:
     """The stage of each outermost module that a rule of several stages matches. Earlier stages get the longer runs."""
+    # Only outermost modules are divided: what is inside of one goes with it. 7 blocks in 3 stages become 3, 2 and 2.
     matched = {name for name in names if matches(name, rule.pattern)}
-    outermost = [name for name in names if name in matched and not any(at in matched for at in around(name))]
+    outermost = [name for name in names if name in matched and not any(outer in matched for outer in around(name))]
     count, extra = divmod(len(outermost), len(rule.stages))
     if matched and not count:
         modules = f"{len(outermost)} modules for {len(rule.stages)} stages"
         raise ConfigError(f"modules {rule.pattern!r}: {modules}, want a module or more for each; name fewer stages")
-    lengths = [count + (n < extra) for n in range(len(rule.stages))]
+    lengths = [count + (place < extra) for place in range(len(rule.stages))]
     order = [stage for stage, length in zip(rule.stages, lengths) for _ in range(length)]
     return dict(zip(outermost, order))
 

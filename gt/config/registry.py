@@ -43,7 +43,8 @@ def register_config(name: str, config: SignalConfig | Mapping[str, Any]) -> None
     config: a SignalConfig, or the group as in the YAML. ConfigError for a group that the YAML may not have.
     """
     group = _group(config) if isinstance(config, SignalConfig) else dict(config)
-    later = group.get("backward")  # a group that may be registered later
+    # Checked at once, by itself. The group that `backward` names may be registered later, so one stands in for it.
+    later = group.get("backward")
     known = {later: {"workers": None}} if isinstance(later, str) and later != name else {}
     load(_text({**known, name: group}), "gt.register_config")
     _registered[name] = group
@@ -69,7 +70,8 @@ def source(config: str | Mapping[str, Any] | None, default: str) -> tuple[str, s
     text, path = _given(default if config is None else config)
     if not _registered or config == "":
         return text, path
-    load(text, path)  # a fault has the file's line, which the joined text would not have
+    # Loaded alone first: a fault has the file's line, which the joined text would not have.
+    load(text, path)
     return _text({**(yaml.safe_load(text) or {}), **_registered}), path or "gt.register_config"
 
 
@@ -78,12 +80,14 @@ def _given(config: str | Mapping[str, Any]) -> tuple[str, str]:
         return _text(dict(config)), "the dict"
     if not isinstance(config, str):
         raise ConfigError(f"config is {type(config).__name__} {config!r:.80}, want a path, YAML text or a dict")
+    # A path has none of these.
     if "\n" in config or config.lstrip().startswith("{") or ": " in config:
         return config, "the text"
     return read(config), config
 
 
 def _group(config: SignalConfig) -> dict[str, Any]:
+    # As the YAML would have it: keys at their defaults are left out, so that `load` checks both forms alike.
     group: dict[str, Any] = {}
     if config.shard is not None:
         said = dataclasses.asdict(config.shard).items()

@@ -50,6 +50,10 @@ SUFFIX_AXIS = {"_colpar": 1, "_rowpar": 0}  # suffix of a group's name -> its ax
 MAX_AXIS = 4  # the last dim of a batch of volumes, [N, C, D, H, W]
 
 
+# Examples, as YAML and as (axis, workers, nested):
+#   mlp_colpar: {workers: [0, 1]}        (1, ((0, 1),), False)        weights are split by columns over workers 0 and 1
+#   stage0: {workers: [[0, 1], [2, 3]]}  (0, ((0, 1), (2, 3)), True)  two replicas, which split the batch, of two workers each
+#   head: {workers: null}                (0, (), False), everyone     `resolve` writes the session's workers
 @dataclass(frozen=True, slots=True)
 class Group:
     """One signal group. workers: the outer tuple is data parallel, the inner ones are split along `axis`.
@@ -73,6 +77,10 @@ class Group:
         return tuple(worker for row in self.workers for worker in row)
 
 
+# Examples of `modules`:
+#   "head": stage1                              Rule("head", "stage1")
+#   "*.c_attn": {group: _colpar, parts: 3}      Rule("*.c_attn", "_colpar", 3): q, k and v are one weight, and each is split
+#   "transformer.h.*": [stage0, stage1]         Rule("transformer.h.*", "", stages=("stage0", "stage1"))
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Modules whose name matches `pattern` run in `group`. parts: number of weights that are fused in one.

@@ -102,22 +102,29 @@ class Core:
         pace: Pace | None = None,
         context: Callable[..., SessionContext] = SessionContext,
     ) -> None:
+        # Terms of the server.
         self.heartbeat, self.process = heartbeat, list(process)
         self.terms = terms or Terms()
         self.logging = logging
         self.pace = pace or Pace()
         self.context = context  # makes a session's
+
+        # Who is connected, and which workers each session has.
         self.sessions: dict[Peer, ClientSession] = {}
         home = self.process[1] if self.process else ""
         lend = self.terms.exclusive
         self.lending = Exclusive(heartbeat, home, self.terms) if lend else Shared(heartbeat, home, self.sessions)
         self.workers: dict[Peer, Worker] = {}
         self.received = self.sent = self.relayed = 0
+
+        # Parts, each with the messages that it handles itself (below).
         self.admission = Admission(self.lending, most=self.terms.most)
         self.round_robin = RoundRobin(self, self.pace)
         self.observers = Observers(self)
         self.traces = Traces(self, self._lease)
         self.membership = Membership(self)
+
+        # The event in hand: its actions so far, and its time.
         self._sparse = Sparse(log, MAX_LOGGED_REFUSALS)
         self._actions: list[Action] = []
         self.page: list[str] = []  # lines of the instruction log that are not written yet
@@ -148,12 +155,15 @@ class Core:
 
     def handle(self, event: Event) -> list[Action]:
         """The actions that follow from one event, in their order."""
+        # 1. The time of the event is the time for all that follows from it.
         self._actions = []
         self.now = event.at
         for lease in self.lending.leases:
             lease.cluster.now = event.at
         self.pace.begin()
         began = self.pace.now() if self.traces.open else -1.0
+
+        # 2. Its consequences.
         if isinstance(event, Received):
             self._receive(event)
         elif isinstance(event, PeerLost):
@@ -168,6 +178,8 @@ class Core:
             self.membership.examined(event)
         elif isinstance(event, Turn):
             self.round_robin.go_on()
+
+        # 3. What is left over: a slice of large garbage, the log's lines, and a wish for another turn.
         if self.pace.leavings:
             self.pace.leavings.clear()
         if self.page:
@@ -180,6 +192,7 @@ class Core:
 
     def check(self) -> None:
         """Assert the invariants that hold between events; tests call it after each."""
+        # The parts by themselves, then what they must agree on: each session and worker is in exactly one lease.
         for session in self.sessions.values():
             session.table.check()
             session.programs.check()
@@ -199,6 +212,7 @@ class Core:
     def send(self, peer: Peer, message: Message, frames: tuple = ()) -> None:
         self.sent += 1
         self._actions.append(Send(peer, message, frames))
+        # Runs are logged by their plan lines, one for each op; Records would make a line for each look of an observer.
         if (self.logging or self.observers.recent.wanted) and not isinstance(message, (Run, Records)):
             self.log_line("SEND", self.name(peer), type(message).__name__, bytes=sum(len(f) for f in frames))
 
@@ -239,6 +253,7 @@ class Core:
 
     def _receive(self, event: Received) -> None:
         self.received += 1
+        # A worker that was told to start afresh: its last messages are of a session that has ended.
         if event.peer in self.lending.renewing:
             return
         if event.peer not in self.sessions:
@@ -254,6 +269,7 @@ class Core:
         if len(fetch) != 3 or any(type(number) is not int for number in fetch):
             self.refuse(event.peer, ProtocolError(f"Ops.fetch is {fetch!r:.60}, want three integers, or nothing"))
             return
+        # The batch may have been refused, and its session ended: then the question has nobody to answer.
         with session.op_stream.asked():
             self._receive_of_client(event)
             if event.peer in self.sessions:
@@ -262,12 +278,13 @@ class Core:
     def _receive_of_client(self, event: Received) -> None:
         if not self.round_robin.waits(event):
             self.handle_message(event.peer, event.message, event.frames)
+            # The message may have ended a stall, or begun work that takes several turns.
             session = self.sessions.get(event.peer)
             if session is not None and (session.inbox or session.op_stream.busy):
                 self.round_robin.resume(event.peer)
 
     def handle_message(self, peer: Peer, message: Message, frames: tuple) -> None:
-        """Deal with a message; whatever is wrong with it, its sender alone has the harm."""
+        """Handle a message. A bad one disconnects its sender, and no other."""
         handler = self._on.get(type(message))
         if handler is None:
             self.refuse(peer, ProtocolError(f"{type(message).__name__} is not for the dispatcher"))
@@ -275,7 +292,7 @@ class Core:
             self.attempt(peer, type(message).__name__, handler, peer, message, frames)
 
     def attempt(self, peer: Peer, what: str, call: Callable, *args: object) -> None:
-        """Do what a peer asked; it alone has the harm."""
+        """Call this for a peer. An error disconnects this peer, and no other."""
         try:
             call(*args)
         except GTError as error:
@@ -284,29 +301,33 @@ class Core:
             self.fault(peer, what, error)
 
     def fault(self, peer: Peer, what: str, error: Exception) -> None:
-        """A fault of ours, or of a message in a way that nobody thought of: it ends the one peer that it came with."""
+        """An unexpected exception: disconnect the peer whose message raised it. Others are unaffected."""
         if self._sparse.allows(self.now):
             log.exception("%s: %s failed", self.name(peer), what)
         text = f"internal error of the server: {type(error).__name__}: {error!s:.500}"
         self.refuse(peer, SystemFailure(f"{text} (at {what})"))
 
     def guarded(self, session: ClientSession, what: str, call: Callable, *args: object) -> None:
-        """Do something for one of several sessions: its faults are its own."""
+        """Call this for one of several sessions. An error ends this session, and no other."""
         try:
             call(*args)
         except Exception as error:
             self.fault(session.peer, what, error)
 
     def refuse(self, peer: Peer, error: GTError) -> None:
-        """Tell the peer what was wrong, and part from it: what it sends afterwards means nothing any more."""
+        """Tell the peer what was wrong, and disconnect it: its later messages are dropped."""
         if self._sparse.allows(self.now):
             log.warning("%s: %s", self.name(peer), error)
         self.log_line("ERROR", self.name(peer), str(error))
         number = self.sessions[peer].number if peer in self.sessions else -1
         self.observers.recent.add_error(self.now, number, self.name(peer), str(error))
+
+        # What its event has written so far may be half of a collective, which would leave workers waiting for one another.
         lease = self.lending.of(peer)
         for worker in lease.cluster.workers if lease is not None else ():
             worker.discard()
+
+        # A client gets the error as an exception of its next wait. Reject is for a peer that has not been welcomed.
         if peer in self.sessions:
             self.send(peer, Failed(-1, errors.to_wire(error)))
             self.send(peer, Exit(str(error)))
@@ -428,7 +449,7 @@ class Core:
             self._resume(session)
 
     def _resume(self, session: ClientSession) -> None:
-        """A session goes on, which may have what it has waited for."""
+        """Resume a session whose wait may be over."""
         if session.inbox:
             self.round_robin.resume(session.peer)
 
@@ -448,7 +469,8 @@ class Core:
         )
         if session is not None:
             session.uploads.took(worker.index, key, message.upto)
-            if session.outbox.held and not session.uploads.awaited:  # by a file that is read
+            # A worker has read its part of a file, which held back the instructions that use it.
+            if session.outbox.held and not session.uploads.awaited:
                 session.send_held()
                 self._resume(session)
 
@@ -463,10 +485,12 @@ class Core:
 
     def _done(self, peer: Peer, message: Done, frames: tuple) -> None:
         worker = self._worker(peer)
+        # Runs are executed in order, so one number acknowledges all before it. It cannot go back, nor beyond what was sent.
         if not worker.done <= message.seq <= worker.runs:
             raise ProtocolError(f"Done.seq is {message.seq}, want {worker.done} to {worker.runs}, which are done and sent")
         if len(message.pieces) != len(frames):
             raise ProtocolError(f"Done.pieces has {len(message.pieces)} keys and {len(frames)} frames, want as many of both")
+        # Small answers travel with the acknowledgement. They are taken first: `finished` may let their requests be answered.
         for key, frame in zip(message.pieces, frames, strict=True):
             self._piece(peer, Piece(key, 0, len(frame)), (frame,))
         lease = self._lease(peer)
@@ -484,10 +508,14 @@ class Core:
     def _op_error(self, peer: Peer, message: OpError, frames: tuple) -> None:
         """An instruction failed: the session that issued the op learns of it, with the op's origin."""
         worker = self._worker(peer)
+
+        # Ops that a worker skipped for a Ctrl-C. Which session's they are, the journals know.
         if message.kind == "interrupted":
             for session in list(self._lease(peer).sessions.values()):
                 self.guarded(session, "an interrupt", session.drop, {message.seq, *message.others})
             return
+
+        # Op numbers are unique over all sessions, so one journal at most has it. An answer to a client is in no journal.
         for session in self._lease(peer).sessions.values():
             row = session.journal.find(message.seq)
             if row is None:
@@ -495,22 +523,29 @@ class Core:
                     self._resume(session)
                     return
                 continue
+
+            # A peer that does not answer, or a tensor that is not there, follows from a worker's loss, which has been told.
             follows = message.kind == "peer" or (message.kind == "missing" and session.failures.missing)
-            if follows and (loss := session.failures.loss()) is not None:  # the loss itself has been told
+            if follows and (loss := session.failures.loss()) is not None:
                 self.guarded(session, "a failed op", session.failures.taint, message.seq, loss, message.others)
                 return
+
+            # The user's error: the line of the op, the worker's words, and who holds the memory if it was short.
             who = memory_report(session, worker, message.memory) if message.memory else ""
             if session.failures.dropped and message.kind == "missing":
                 who = ", since an interrupt (Ctrl-C) dropped the op that makes it: compute it again"
             error = op_failed(row, message.seq, message.kind, message.message[:MAX_ERROR_CHARACTERS] + who, worker.name)
             failed = row.at(message.seq)
             self.log_line("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)
+
             full = message.kind == "memory"
             self.observers.recent.add_error(
                 self.now, session.number, worker.name, str(error), failed.known.template.op, failed.origin
             )
             self.guarded(session, "a failed op", session.failures.trouble, message.seq, error, message.others, full)
             return
+
+        # Nobody's: its session has ended meanwhile.
         if self._sparse.allows(self.now):
             log.warning("worker %s: op %d failed: %s", worker.name, message.seq, message.message)
 
@@ -528,6 +563,7 @@ class Core:
         """Every worker has answered a Stats request."""
         if survey.session.peer in self.sessions:
             session, rows = survey.session, survey.reports
+            # Workers name tensors by id; the client wants the lines that made them.
             for index, row in rows.items():
                 if "holders" in row:
                     row["holders"] = holders(session, session.cluster.workers[index], row["holders"])

@@ -11,7 +11,7 @@ Peer = bytes  # the ROUTER identity of a connection
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message of the protocol came from a peer; frames are its tensor bytes."""
+    """A message of the protocol was received from a peer; frames are its tensor bytes."""
 
     peer: Peer
     message: Message
@@ -30,7 +30,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A peer sent what is not of the protocol."""
+    """A peer sent bytes that are no message of the protocol."""
 
     peer: Peer
     reason: str
@@ -56,9 +56,7 @@ class Examined:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Nothing else comes: time for what takes more than one turn. Sent after the events that are there, as long as the answer
-    has TurnWanted.
-    """
+    """Time for work that takes more than one turn. Sent behind the events of a turn, as long as the answer has TurnWanted."""
 
     at: float
 
@@ -77,7 +75,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Forget a peer; what it sends from now on is dropped."""
+    """Forget a peer; its messages are dropped from now on."""
 
     peer: Peer
 
@@ -97,6 +95,8 @@ class TurnWanted:
     """Something is left to do: a Turn is wanted."""
 
 
+# Lines are written before the shell knows the time of the action, so each begins with MARK in place of its time. No text of a
+# user has this character, see logs.plain.
 MARK = "\0"  # where a line of Lines begins: it takes the time's place
 
 

@@ -37,6 +37,7 @@ _OWN = frozenset({*COLUMNS, "seq", "origin"})
 def text(entry: Log, seq: Any) -> str:
     """The line after its time: `seq kind peer op=.. group=.. layout=.. bytes=.. text @ file:line`. It is one line always."""
     fields = {name: _field(value) for name, value in entry.fields.items()}
+    # Columns have fixed widths, so that `sort` and `cut` work too; all else is name=value, which grep finds.
     parts = [f" {fields.get('seq', seq):>8} {entry.kind:<11} {_field(entry.peer):<10}"]
     parts += [f"{name}={fields[name]}" for name in COLUMNS if fields.get(name) not in (None, "")]
     if "S(" in str(fields.get("layout", "")):
@@ -104,6 +105,7 @@ class InstructionLog:
             while self._buffer and self._fd >= 0:
                 done = os.write(self._fd, self._buffer)
                 del self._buffer[:done]
+        # The reader of a pipe is slow: lines wait here, up to a limit.
         except BlockingIOError:
             if len(self._buffer) > MAX_BUFFERED_BYTES:
                 self._fail(f"its reader is {len(self._buffer)} bytes behind")
@@ -132,13 +134,14 @@ class InstructionLog:
 
 
 def _open(path: str) -> int:
-    """A descriptor that never blocks; OSError for what is no file, terminal or pipe that somebody reads."""
+    """A descriptor that never blocks; OSError unless the path is a file, a terminal, or a pipe with a reader."""
     try:
         fd = os.open(path, FLAGS, OWNER_ONLY)
     except OSError as error:
         if error.errno == errno.ENXIO:
             raise OSError(errno.ENXIO, "it is a pipe that nobody reads, or a socket: start the reader first") from None
         raise
+    # Neither a directory nor a socket can be opened to write; a block device can, and nobody means one.
     mode = os.fstat(fd).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)):
         os.close(fd)

@@ -83,11 +83,15 @@ class Server:
             terms = replace(terms or Terms(), link_secret=auth.made(), life=secrets.token_hex(8))
             core = Core(heartbeat, logged, liveness.process(), terms, self._pace)
         self._core = core
+
+        # Bound here, so that whoever makes a Server learns of a port in use before `run`.
         self._journal = _journal(env.get("GT_INSTRUCTION_LOG"))
         self._router = Router(host, port, heartbeat, access)
         if access is not None and (weak := weakness(access.token)):
             log.warning("%s", weak)
         self.host, self.port = host, self._router.port
+
+        # Peers by the identity of their connection: one has a gate from its first message on, a name once it is welcomed.
         self._gates: dict[bytes, Gate] = {}
         self._workers: set[bytes] = set()
         self._names: dict[bytes, str] = {}  # names of peers that were welcomed
@@ -101,6 +105,8 @@ class Server:
         self._again = False  # the core wants a turn
         self._event: Event | None = None  # the last that was handled
         self._busiest: Event | None = None  # the event that took longest in the last turn
+
+        # `stop` rings the bell from any thread or signal handler; threads of long passes ring `_call`. Both wake `poll`.
         self._ringing = threading.RLock()  # a signal may come while the bell is closed
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._router.watch(self._bell)
@@ -128,14 +134,19 @@ class Server:
         next_tick = time.monotonic()
         try:
             while not self._reason:
+                # 1. Look at the sockets only when everything from the last look is handled: so `_items` stays short, and
+                # further messages wait in libzmq's bounded queues.
                 if not self._items:
                     wait = 0.0 if self._again else max(0.0, min(TICK_SECONDS, next_tick - time.monotonic()))
                     self._items.extend(self._router.poll(wait))
                     self._cycles.offer(idle=not self._items and wait > 0 and not self._called)
+                # 2. A thread has rung. Two may ring before one look, whose read takes both.
                 if self._called:
                     self._called = False
-                    with contextlib.suppress(BlockingIOError):  # two threads called, and the first look took both
+                    with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._call)
+
+                # 3. Messages, then a slice of long work, then a tick if one is due.
                 begin = time.monotonic()
                 self._serve(begin)
                 now = time.monotonic()
@@ -148,9 +159,10 @@ class Server:
             self._close()
 
     def _serve(self, begin: float) -> None:
-        """Handle what came, for BUSY_SECONDS, then a slice of what takes longer; note what took longest."""
+        """Handle events for BUSY_SECONDS, then a slice of long work; note the event that took longest."""
         items = self._items
         longest, last, end = 0.0, begin, begin + BUSY_SECONDS
+        # The usual case, without a look at the clock.
         if len(items) == 1:
             self._handle_item(items.popleft())
             self._busiest = self._event
@@ -160,6 +172,8 @@ class Server:
             if now - last > longest:
                 longest, self._busiest = now - last, self._event
             last = now
+
+        # Long work gets one slice a turn, even while messages arrive without pause.
         if self._again or self._background.pending:
             self._again, before = False, time.monotonic()
             self._handle(Turn(self._now()))
@@ -181,7 +195,7 @@ class Server:
             self._journal.flush()
 
     def _blame(self) -> str:
-        """The event that took longest in the last turn, and whom it came from."""
+        """The event that took longest in the last turn, and its peer."""
         event = self._busiest
         peer = getattr(event, "peer", b"")
         what = type(event.message if isinstance(event, Received) else event).__name__
@@ -217,7 +231,7 @@ class Server:
         return self._gates.pop(peer, None) is not None
 
     def _part(self, peer: bytes) -> None:
-        """Take nothing more from a peer, not even what has come already."""
+        """Take nothing more from a peer, not even messages that are received already."""
         if self._forget(peer):
             self._parted.add(peer)
         self._router.disconnect(peer)
@@ -232,6 +246,8 @@ class Server:
             return
         if item.peer in self._parted:
             return
+
+        # Unpack and check in the order of trust: size and nesting before the body is parsed, then the sender's role and state.
         gate = self._gates.get(item.peer)
         if gate is None:
             gate = self._gates[item.peer] = Gate()
@@ -245,6 +261,8 @@ class Server:
         except ProtocolError as error:
             self._handle(Malformed(item.peer, str(error), self._now()))
             return
+
+        # A newcomer while the process lacks descriptors waits, see `_answer_held`.
         if type(message) is Hello and not self._reserve.admits():
             self._held[item.peer] = message
             return
@@ -254,7 +272,7 @@ class Server:
         self._handle(Received(item.peer, message, frames, self._now()))
 
     def _answer_held(self) -> None:
-        """Let in who came while descriptors were short, or refuse them where no connection is left whose end makes room."""
+        """Admit peers that connected while descriptors were short; refuse them if no other connection can make room."""
         for peer, hello in list(self._held.items()):
             if self._reserve.admits():
                 del self._held[peer]
@@ -284,7 +302,8 @@ class Server:
             if type(action) is Send:
                 try:
                     self._router.send(action.peer, action.message, action.frames)
-                except ProtocolError as error:  # larger than a body may be: the peer misses something, so it has to go
+                except ProtocolError as error:
+                    # Larger than a body may be. The peer would miss something, so it has to leave.
                     unfit.append((action.peer, str(error)))
                 if type(action.message) is Welcome:
                     self._names[action.peer] = action.message.name
@@ -303,6 +322,8 @@ class Server:
                 self._journal.write_lines(action, at)
             elif type(action) is TurnWanted:
                 self._again = True
+
+        # These make further events, whose actions must not be mixed with the ones above.
         for peer, reason in unfit:
             log.warning("%s is given up: %s", peer.hex(), reason)
             self._drop(peer, reason)

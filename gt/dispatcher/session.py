@@ -25,7 +25,7 @@ from gt.wire.messages import Data, Message
 
 
 class ClientSession:
-    """One client between its messages. While it is `stalled`, whoever feeds it keeps its messages in `inbox`."""
+    """One client between its messages. While it is `stalled`, round_robin.py keeps its messages in `inbox`."""
 
     def __init__(self, context: SessionContext) -> None:
         self.context = context
@@ -71,15 +71,20 @@ class ClientSession:
     # ---- lost workers, and the end
 
     def lose(self, worker: Worker) -> None:
-        """A worker is gone: what it held is failed for good, and so is what waits for it."""
+        """A worker is lost: tensors with pieces there have failed for good, and requests get the cause as their answer."""
+        # 1. Work that waits for its turn was planned with the old process in mind: it is sent before anything new.
         self.cluster.queue.lose(worker.index)
         self.cluster.send_all()
         self.arenas.lose(worker.index)
         self.uploads.lose(worker.index)
         self.op_stream.lose(worker.index)
+
+        # 2. A session that has never used this worker goes on as it was.
         if worker.index not in self.emitter.used:
             self.send_held()
             return
+
+        # 3. Every tensor with a piece there has failed, and programs and copies that name the worker are void.
         self.failures.troubled = True
         cause = self.failures.cause_of_loss(worker)
         self.programs.lose(worker.index, cause)
@@ -90,18 +95,22 @@ class ClientSession:
             if tensor.copies:
                 tensor.copies = {k: v for k, v in tensor.copies.items() if worker.index not in k.mesh.workers}
             tensor.sums = None
+
+        # 4. Whoever waits is told. What is deferred or held is sent after all: the other workers meet the end of the old
+        # process in it, and not its successor, which knows nothing of this.
         self.failures.unreported.append(cause)
         self.fetches.fail_all(cause)
         self.outbox.send_deferred()
         self.uploads.give_up_files()
-        self.outbox.send_held()  # planned with the old process in mind: peers must meet its end, not its successor
+        self.outbox.send_held()
         self.op_stream.acknowledge()
 
     def drop(self, seqs: set[int]) -> None:
-        """Ops and questions of these numbers were not begun, for an interrupt."""
+        """An interrupt dropped the ops and questions of these numbers."""
         self.failures.drop(seqs)
         self.fetches.drop(seqs)
-        for tensor in self.table.rows.values():  # of what was dropped nobody knows which are there
+        # Copies and sums are cached results of ops, and of dropped ops nobody knows whether they made them. All are freed.
+        for tensor in self.table.rows.values():
             sums = [tensor.sums[1]] if tensor.sums is not None else []
             for layout, (_, copy) in [pair for t in (tensor, *sums) for pair in (t.copies or {}).items()]:
                 self.op_stream.stale.append((layout.mesh.workers, copy))
@@ -109,7 +118,7 @@ class ClientSession:
             tensor.copies = tensor.sums = None
 
     def regain(self, worker: Worker) -> None:
-        """A new process has a lost worker's place; what the old one held stays lost."""
+        """A new process has a lost worker's place; tensors of the old one stay lost."""
         self.cluster.send_all()
         self.failures.regain(worker)
         self.emitter.used.discard(worker.index)
@@ -117,8 +126,9 @@ class ClientSession:
         self.op_stream.regain(worker)
 
     def close(self) -> None:
-        """The client is gone: nothing of it stays on any worker. What is large is left to be freed in slices."""
+        """The client is gone: nothing of it stays on any worker. Large tables are left to be freed in slices."""
         context, outbox, leavings = self.context, self.outbox, self.pace.leavings
+        # 1. Nothing more of it is sent; `takes`: uploads of instructions that are not sent.
         takes = [buffered.uploads for buffered in (*outbox.take_deferred(), *outbox.held)]
         takes += [unit.uploads for unit in self.cluster.queue.leave(self.number)]
         self.programs.discard()
@@ -128,15 +138,21 @@ class ClientSession:
             self.op_stream.end_interrupt()
         context.ended = True  # what follows frees, for which workers need no switches
         self.fetches.close()
+
+        # 2. Workers keep the bytes of an upload until an instruction takes them. Here none will: they are told to drop them.
         unsent = [row for rows in (self.uploads.unsent, *takes) for row in rows]
         orphans = {**self.uploads.close(), **{key: [w.index for w in workers] for key, workers in unsent}}
         for key, indices in orphans.items():
             for index in indices:
                 context.out(self.cluster.workers[index].peer, Data(key, 0, -1), ())
+
+        # 3. Workers free its tensors and definitions.
         self.emitter.end()
         outbox.flush(self.cluster.seq)
         self.arenas.end()
         self.cluster.take_turns()
+
+        # 4. Its own memory: hundreds of thousands of rows would keep the loop for long.
         leavings.add(self.table.rows, Tensor.leave)
         self.table.rows = {}
         large = (outbox.held, self.inbox, self.op_stream.coming, self.journal.rows, context.templates, context.origins)

@@ -48,6 +48,7 @@ def match(schemas: Sequence[Schema], args: Sequence[Arg], kwargs: Mapping[str, A
 
 
 def _matched(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> Schema:
+    # As Python binds a call: by position, then by name; none twice, and no required one missing.
     positional = schema.positional
     if len(args) > len(positional):
         raise ValueError(f"args has {len(args)} values, {schema.op} takes at most {len(positional)}")
@@ -82,6 +83,7 @@ def _fits(schema: Schema, want: SchemaType, arg: Arg) -> bool:
 
 
 def _item(schema: Schema, want: SchemaType) -> Callable[[Arg], bool]:
+    # torch makes a tensor of a number for some ops, as in `x + 1` with the schema `Tensor other`.
     is_one = _IS[want.base]
     if want.base == "Tensor" and not want.alias and not want.list and "takes_numbers" in schema.flags:
         return lambda arg: is_one(arg) or _IS["Scalar"](arg)
@@ -114,6 +116,8 @@ def results(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], outs
         if not want.alias:
             good = out.kind in ("new", "none")
         else:
+            # torch's alias letter joins the result to an argument: written is `same`, only shared is `view`. A client that
+            # called it `new` would make the dispatcher believe in two memories where there is one.
             kind = "same" if want.written else "view"
             shared = (a for a in schema.arguments if a.type.alias == want.alias and a.type.written == want.written)
             good = out.kind == kind and any(out.of in places.get(argument.name, ()) for argument in shared)
@@ -140,6 +144,7 @@ def written(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> l
 
 def _wants(schema: Schema, count: int) -> Iterator[SchemaType]:
     """The type of each flat output. Lists of results have one length."""
+    # The schema does not say how long lists of results are: their outputs are what single results leave.
     lists = [value for value in schema.returns if value.list]
     rest = count - (len(schema.returns) - len(lists))
     for value in schema.returns:

@@ -25,6 +25,7 @@ def template(row: Any, table: SessionOps | OpTable = TABLE) -> Template:
     """
     if type(row) is not list or len(row) != 9:
         raise ValueError(f"{row!r:.80} is not a template, want a list of 9 parts")
+    # 1. Size and types of the parts, before anything walks through them.
     if weight(row, MAX_TEMPLATE_PARTS) > MAX_TEMPLATE_PARTS:
         raise ValueError(f"a template has at most {MAX_TEMPLATE_PARTS} parts, and this one has more")
     op, args, kwargs, ins, values, outs, writes, *flags = row
@@ -38,6 +39,8 @@ def template(row: Any, table: SessionOps | OpTable = TABLE) -> Template:
         raise ValueError(f"values is {values!r:.40} and flags {flags!r:.40}, want a whole number from 0 up and two booleans")
     if type(writes) is not list or any(type(w) is not int or not 0 <= w < len(ins) for w in writes):
         raise ValueError(f"writes is {writes!r:.80}, want numbers of operands below {len(ins)}")
+
+    # 2. The template itself: first alone, then against the op's schema, then rules of shapes that kernels trust.
     parsed = Template.from_wire(row)
     _outs(parsed)
     named = dict(parsed.kwargs)
@@ -45,6 +48,7 @@ def template(row: Any, table: SessionOps | OpTable = TABLE) -> Template:
     arguments.results(schema, parsed.args, named, parsed.outs, parsed.writes)
     _numbered(parsed)
     shapes.check(schema, parsed.args, named, parsed.ins)
+    # An upload's value is a frame index, which no argument of the schema takes.
     if op == UPLOAD and (ins or values != 1 or [out.kind for out in parsed.outs] != ["new"] or parsed.dynamic):
         raise ValueError(f"{op} takes one frame index and makes one tensor")
     return parsed
@@ -52,6 +56,7 @@ def template(row: Any, table: SessionOps | OpTable = TABLE) -> Template:
 
 def _numbered(made: Template) -> None:
     """ValueError unless operands are numbered in the order of the arguments, each once: rules rely on the numbers."""
+    # The next number of each kind of hole.
     due = {T: 0, V: 0}
     for hole in _holes([*made.args, *(value for _, value in made.kwargs)]):
         kind = type(hole)

@@ -124,13 +124,14 @@ def accesses(rows: Sequence[Accessing], numbers: Sequence[int] | None = None) ->
     """
     memory: dict[int, int] = {}
     result = []
-    for n, row in enumerate(rows):
-        number = n if numbers is None else numbers[n]
-        used = [memory.get(i, i) for i in row.reads]
+    for place, row in enumerate(rows):
+        number = place if numbers is None else numbers[place]
+        # Reads come before the row's own definitions: `%2 = relu %2` reads the old memory. A view has its operand's memory.
+        used = [memory.get(tensor, tensor) for tensor in row.reads]
         views = row.define.effects.views
         defined = []
-        for k, i in enumerate(row.makes):
-            memory[i] = base = used[views[k]] if k in views else ~(number << OUTPUT_BITS | k)
+        for output, tensor in enumerate(row.makes):
+            memory[tensor] = base = used[views[output]] if output in views else ~(number << OUTPUT_BITS | output)
             defined.append(base)
         result.append(MemoryAccess(used, defined))
     return result
@@ -148,12 +149,13 @@ def reaching_definitions(rows: Sequence[Accessing], numbers: Sequence[int] | Non
     maker: dict[int, int] = {}
     versions: dict[int, int] = {}  # by memory
     result: list[Definitions] = []
-    for n, (row, access) in enumerate(zip(rows, accesses(rows, numbers))):
+    for place, (row, access) in enumerate(zip(rows, accesses(rows, numbers))):
+        # What the row reads is as it was before the row's own writes.
         used = access.reads
         result.append((tuple(map(maker.get, row.reads)), tuple(used), tuple(map(versions.get, used))))
         for k in row.define.effects.writes:
             versions[used[k]] = versions.get(used[k], 0) + 1
-        maker.update(dict.fromkeys(row.makes, n if numbers is None else numbers[n]))
+        maker.update(dict.fromkeys(row.makes, place if numbers is None else numbers[place]))
     return result
 
 
@@ -172,7 +174,8 @@ class AliasSets:
         top = tensor
         while parents.setdefault(top, top) != top:
             top = parents[top]
-        while parents[tensor] != top:  # path compression
+        # Path compression: later look-ups of these tensors take one step.
+        while parents[tensor] != top:
             parents[tensor], tensor = top, parents[tensor]
         return top
 
@@ -205,12 +208,15 @@ def summarize(code: Sequence, definition: Definition) -> StreamSummary:
         if define is None:
             alive.difference_update(operands)
             continue
+        # Read and not defined here: its memory is from before the stream.
         older.update(i for i in reads(define, operands) if i not in fresh)
         for tensor, source in aliases(define, operands):
             fresh.add(tensor)
             alive.add(tensor)
             if source is not None:
                 sets.union(tensor, source)
+
+    # A tensor that is freed while a view of it lives on is live out: its memory is still named.
     roots = {sets.root(tensor) for tensor in alive}
     sets.older = set(map(sets.root, older))
     return StreamSummary(sets, fresh, {tensor for tensor in fresh if sets.root(tensor) in roots})
@@ -245,6 +251,7 @@ def last_uses(rows: Sequence[Accessing]) -> tuple[dict[int, int], dict[int, int]
 
 def bytes_alive(length: int, lifetimes: Iterable[tuple[int, int | None, int]]) -> list[int]:
     """Bytes alive at each of `length` rows. lifetimes: first row, last row (None: beyond the end) and bytes."""
+    # Differences between neighbouring rows; their running sum is the answer. One pass, however long the lifetimes are.
     change = [0] * (length + 1)
     for first, last, nbytes in lifetimes:
         change[first] += nbytes
@@ -285,19 +292,23 @@ def liveness(
     """
     result = _alias_sets(rows, homes)
     sets, makers = result.sets, result.makers
+
+    # 1. Uses, writes and bytes of each root. Fresh memory begins at the row that makes it; views add no bytes.
     result.kept = {sets.root(i) for i in lasting if i in sets.parents or i in makers}
     change = [0] * (len(rows) + 1)  # bytes by which the sum alive differs from the row before
-    for n, row in enumerate(rows):
+    for place, row in enumerate(rows):
         used, effects = row.reads, row.define.effects
         defined = [sets.root(i) for i in row.makes]
         for root in {*map(sets.root, used), *defined}:
-            result.touched[root].append(n)
-        for k in effects.writes:
-            result.changed[sets.root(used[k])].append(n)
-        for k, root in enumerate(defined):
-            if k not in effects.views and root not in sets.older:
-                result.sizes[root] += nbytes[n][k]
-                change[n] += nbytes[n][k]
+            result.touched[root].append(place)
+        for index in effects.writes:
+            result.changed[sets.root(used[index])].append(place)
+        for index, root in enumerate(defined):
+            if index not in effects.views and root not in sets.older:
+                result.sizes[root] += nbytes[place][index]
+                change[place] += nbytes[place][index]
+
+    # 2. It ends behind the last row that touches it, unless it is alive afterwards.
     for root, size in result.sizes.items():
         if root not in result.kept:
             change[result.touched[root][-1] + 1] -= size
@@ -309,22 +320,25 @@ def _alias_sets(rows: Sequence[Accessing], homes: Mapping[int, object]) -> Liven
     """The alias sets of rows, the makers of their tensors, and the roots that are ambiguous."""
     result = Liveness()
     sets, makers = result.sets, result.makers
+    # Tensors from before that share memory are one set with the first of their home.
     firsts: dict[object, int] = {}
     for tensor, home in homes.items():
         sets.union(tensor, firsts.setdefault(home, tensor))
     again: set[int] = set()
     older: set[int] = set()
-    for n, row in enumerate(rows):
+    for place, row in enumerate(rows):
         used, defined, views = row.reads, row.makes, row.define.effects.views
-        older.update(i for i in used if i not in makers)
+        older.update(name for name in used if name not in makers)
+        # A row with views and other results, or views of several operands: which result shares what is not followed.
         if views and (len(views) < len(defined) or len(used) != 1):
             again.update(defined)
-        for k, i in enumerate(defined):
-            if i in makers or i in older:
-                again.add(i)
-            makers[i] = n, k
-            if k in views:
-                sets.union(i, used[views[k]])
-    sets.older = {sets.root(i) for i in older}
-    result.ambiguous = {sets.root(i) for i in again}
+        for output, name in enumerate(defined):
+            # A name with two definitions is two memories, which one set cannot tell apart.
+            if name in makers or name in older:
+                again.add(name)
+            makers[name] = place, output
+            if output in views:
+                sets.union(name, used[views[output]])
+    sets.older = {sets.root(name) for name in older}
+    result.ambiguous = {sets.root(name) for name in again}
     return result

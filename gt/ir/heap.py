@@ -55,6 +55,7 @@ def team_bytes(buffer_bytes: int, members: int) -> int:
 
 def enough(heap_bytes: int, taken: int) -> int:
     """The next larger size of a heap for regions that take `taken` bytes in one of heap_bytes."""
+    # Regions grow with the heap, as their slots do: `taken` is scaled by the bytes of a channel's slots in the larger heap.
     now, size = sizes(heap_bytes), max(2 * heap_bytes, HEAP_BYTES)
     while taken * sizes(size).slot * sizes(size).slots > size * now.slot * now.slots:
         size *= 2
@@ -70,6 +71,9 @@ def channel_class(sender: int, receiver: int) -> int:
     return sender ^ receiver
 
 
+# A channel's region, of two slots:  [full 0 | empty 0 | full 1 | empty 1 | slot 0 | slot 1]
+# A sender polls `empty` in its own memory and writes `full` and the slot at the receiver; the receiver does the reverse. So
+# nobody polls memory of another process.
 @dataclass(frozen=True, slots=True)
 class ChannelRegion:
     """Offsets in a channel's region. A flag is an int64; the flags of a slot's lanes are consecutive."""
@@ -91,6 +95,9 @@ class ChannelRegion:
         return self.offset + self.slots * 2 * FLAG_BYTES + slot * aligned(self.bytes)
 
 
+# A team's region in each member's heap, of three members:
+#   [flags: 3 of half 0, 3 of half 1 | header 0 | buffer 0 | header 1 | buffer 1]
+# Rounds use the two halves in turn: a member may write the next round while others still read the last one.
 @dataclass(frozen=True, slots=True)
 class TeamRegion:
     """Offsets in a team's region of each member's heap: two arrival flags for each member, then two buffers with headers."""

@@ -212,13 +212,16 @@ class Define:
         """The def-use facts of this definition, which all instructions that name it share."""
         payload = self.payload
         if self.kind in OPS:
+            # Operands of an op: [tensors..., values..., ids of new and view outputs...].
             outs = [out for out in payload["outs"] if out[0] in ("new", "view")]
             first = payload["tensors"] + payload["values"]
             views = {n: out[2] for n, out in enumerate(outs) if out[0] == "view"}
             return Effects(slice(0, payload["tensors"]), slice(first, first + len(outs)), tuple(payload["writes"]), views)
+        # Of a fragment: [seed, counter, ins..., outs..., scalars...].
         if self.kind == "fragment":
             first = 2 + len(payload["ins"])
             return Effects(slice(2, first), slice(first, first + len(payload["outs"])))
+        # Of other kinds, by the names of their operands in KINDS: tensors that are read come first.
         names = KINDS[self.kind][0]
         reads = sum(name in _READS for name in names)
         first = names.index(_MAKES) if _MAKES in names else len(names)

@@ -71,7 +71,7 @@ class Mesh:
         """Position on each axis of the rank-th worker."""
         where = []
         for size in reversed(self.sizes):
-            rank, place = divmod(rank, size)
+            rank, place = divmod(rank, size)  # row-major: the last axis varies fastest
             where.append(place)
         return tuple(reversed(where))
 
@@ -79,8 +79,8 @@ class Mesh:
         """Ranks that differ only along `axis`, each team in order."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(len(self.workers)):
-            at = self.coordinates(rank)
-            groups.setdefault(at[:axis] + at[axis + 1 :], []).append(rank)
+            place = self.coordinates(rank)
+            groups.setdefault(place[:axis] + place[axis + 1 :], []).append(rank)
         return [tuple(ranks) for ranks in groups.values()]
 
     def text(self) -> str:
@@ -124,6 +124,8 @@ def chunk(start: int, stop: int, size: int, place: int) -> Interval:
 
 def intervals(extent: int, splits: list[tuple[int, int, int]]) -> list[Interval]:
     """Intervals of a dim of `extent` that remain after the splits (size, place, parts) of mesh axes in order."""
+    # Each split cuts all intervals that remain. With parts the dim is first cut into equal parts, each of which is then split.
+    # Example: 12 with (2, 0, 3), as q, k and v fused in one weight, gives [(0, 2), (4, 6), (8, 10)].
     spans: list[Interval] = [(0, extent)]
     for size, place, parts in splits:
         if parts > 1 and len(spans) == 1:
@@ -169,6 +171,7 @@ def _spans(parts: Boxes) -> list[list[Interval]]:
 
 
 def _index(parts: Boxes) -> tuple:
+    # Slices give a view. Several boxes need index arrays, whose product (np.ix_) is the product of their intervals.
     if len(parts) == 1:
         return tuple(slice(start, stop) for start, stop in parts[0])
     return np.ix_(*(np.concatenate([np.arange(start, stop) for start, stop in spans]) for spans in _spans(parts)))
@@ -186,6 +189,7 @@ def write_boxes(whole: np.ndarray, parts: Boxes, piece: np.ndarray) -> None:
 
 def runs(parts: Boxes, shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, int]]:
     """Offset and size in bytes of each contiguous run of a piece in the whole row-major tensor, in the order of the piece."""
+    # Trailing dims that the piece has whole are contiguous in memory: `inner` is the number of dims before them.
     spans, inner = _spans(parts), len(shape)
     while inner and spans[inner - 1] == [(0, shape[inner - 1])]:
         inner -= 1
@@ -193,9 +197,10 @@ def runs(parts: Boxes, shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[
 
     def walk(dim: int, base: int) -> Iterator[tuple[int, int]]:
         for start, stop in spans[dim]:
+            # The last of these dims: each of its intervals is one run.
             if dim < inner - 1:
-                for n in range(start, stop):
-                    yield from walk(dim + 1, base + n * strides[dim])
+                for index in range(start, stop):
+                    yield from walk(dim + 1, base + index * strides[dim])
             elif stop > start:
                 yield base + start * strides[dim], (stop - start) * strides[dim]
 

@@ -32,6 +32,8 @@ def fits(x: Shape, states: Sequence[Shape], params: Sequence[Shape], stack: Stac
     mode, has_biases, num_layers, _, bidirectional, sizes = stack
     if len(states) != 1 + (mode == "lstm") or num_layers < 1 or any(len(shape) != 3 or 0 in shape for shape in states):
         return False
+
+    # The state of an LSTM with a projection is shorter than its hidden cell; of others both are one.
     directions = 1 + bidirectional
     _, batch, state = states[0]
     hidden = states[-1][-1]
@@ -39,6 +41,8 @@ def fits(x: Shape, states: Sequence[Shape], params: Sequence[Shape], stack: Stac
         return False
     gates, projected = GATES[mode] * hidden, state != hidden
     biases = [(gates,), (gates,)] if has_biases else []
+
+    # Parameters in torch's order: deeper layers read the states of both directions side by side.
     wanted: list[Shape] = []
     for layer in range(num_layers):
         width = x[-1] if layer == 0 else state * directions
@@ -52,5 +56,6 @@ def _rows_fit(x: Shape, batch: int, sizes: Sequence[int]) -> bool:
         return False
     if not sizes:
         return len(x) == 3 and x[1] == batch
+    # Packed sequences are sorted by length: as steps go on, some end and none begins.
     falling = all(earlier >= later for earlier, later in zip(sizes, [*sizes[1:], 1]))
     return len(x) == 2 and falling and sizes[0] == batch and sum(sizes) == x[0]

@@ -40,10 +40,12 @@ LEFT_OUT = {
     "metadata": "it changes its operand's shape, strides or storage in place",
 }
 _NAME = re.compile(r"[A-Za-z_]\w{0,60}\.\w{1,80}\.\w{1,60}", re.ASCII)
+# A line of the table: "aten.add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> (Tensor(a!))  # 2.11-2.13 FLAGS"
 _ROW = re.compile(
     r"(?P<op>\w+\.\w+\.\w+)\((?P<arguments>.*)\) -> \((?P<returns>.*)\)  "
     r"# (?P<since>[\d.]+)-(?P<until>[\d.]+)(?P<flags>( \w+)*)"
 )
+# base "Tensor", alias "a", mark "!" (written) or "~" (may be written), suffix "[]", "[]?", "?[]" or "?"
 _TYPE = re.compile(r"(?P<base>\w+)(?:\((?P<alias>(?:[a-z]\d{0,2})?)(?P<mark>[!~]?)\))?(?P<suffix>\[\]\??|\?\[\]|\?)?")
 
 
@@ -123,6 +125,8 @@ class Schema:
         flags = frozenset(match["flags"].split())
         if flags - set(FLAGS):
             raise ValueError(f"{match['op']} has the flags {sorted(flags - set(FLAGS))}, want some of {sorted(FLAGS)}")
+
+        # Arguments behind a lone `*` are by name. A default makes one optional; its value is torch's affair.
         arguments, by_name = [], False
         for text in filter(None, match["arguments"].split(", ")):
             if text == "*":
@@ -144,6 +148,8 @@ class OpTable:
         self._lines: dict[str, list[str]] = {}
         self._left: dict[str, str] = {}
         self._parsed: dict[str, tuple[Schema, ...]] = {}
+        # Lines are sorted by op and not parsed: a process uses few of about
+        # 1,000. "- aten.resize_.default  metadata" is left out.
         for line in text.splitlines():
             if line[:2] == "- ":
                 name, _, why = line[2:].partition("  ")
@@ -200,10 +206,13 @@ class OpTable:
                 schema = Schema.parse(line.strip())
             except ValueError as error:
                 raise ConfigError(f"{source}, line {number}: {error}") from None
+            # Some ops are left out for what they do. No owner may add those, as they would break the sessions of others.
             why = self._left.get(schema.op)
             if why is not None and why not in LEFT_OUT:
                 raise ConfigError(f"{source}, line {number}: {schema.op} cannot be added: {why}")
             added.setdefault(schema.op, []).append((line.strip(), schema))
+
+        # All lines are good: only now does the table change.
         for op, rows in added.items():
             self._lines[op] = [line for line, _ in rows]
             self._parsed[op] = tuple(schema for _, schema in rows)
@@ -248,6 +257,7 @@ def library_schemas(lines: Any) -> dict[str, Schema]:
 
 
 def _library_schema(line: str) -> Schema:
+    # Looked at before the large pattern: a worker's text is not trusted, and with one ") -> (" the pattern has little to try.
     name = _LIBRARY_OP.fullmatch(line[: line.find("(")])
     plain = len(line) <= MAX_LIBRARY_LINE_CHARACTERS and line.isascii() and line.isprintable() and line.count(") -> (") == 1
     if not plain or name is None:

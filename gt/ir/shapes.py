@@ -35,21 +35,21 @@ class OpArguments:
         return [self._shown(part) for part in arg] if isinstance(arg, (list, tuple)) else arg
 
     def dtype(self, name: str) -> str:
-        """A given tensor's dtype; TypeError for a missing one."""
+        """The dtype of a tensor; TypeError if it is missing."""
         arg = self.given[name]
         if not isinstance(arg, T):
             raise TypeError(f"{name} is no tensor")
         return self.specs[arg.index].dtype
 
     def same(self, *names: str) -> bool:
-        """True if those of these tensors that are given have one shape."""
+        """True if the present ones of these tensors have one shape."""
         return len({shape for name in names if (shape := self[name]) is not None}) <= 1
 
     def one_dtype(self) -> bool:
         return len({spec.dtype for spec in self.specs}) <= 1
 
     def each(self, shape: Shape, *names: str) -> bool:
-        """True if those of these tensors that are given have this shape."""
+        """True if the present ones of these tensors have this shape."""
         return all(self[name] in (None, shape) for name in names)
 
 
@@ -72,6 +72,7 @@ def check(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], specs:
         return
     named = {argument.name: arg for argument, arg in zip(schema.positional, args)}
     text, holds = rule
+    # A rule may index shapes as it likes: arguments with fewer dims, or None for a missing tensor, break the rule too.
     try:
         good = holds(OpArguments({**named, **kwargs}, specs))
     except (IndexError, TypeError, ValueError):  # fewer dims than the rule reads
@@ -84,6 +85,7 @@ def _pooled(dims: int) -> Callable[[OpArguments], bool]:
     """Gradient and input of a pooling over the last dims have one batch shape, and no empty dims are pooled."""
 
     def holds(call: OpArguments) -> bool:
+        # The gradient is the first argument, under several names. Without a batch dim, x has one dim more than are pooled.
         grad, x = call[next(iter(call.given))], call["self"]
         batch = len(x) - dims
         return (
@@ -103,9 +105,11 @@ def _indexed(dims: int) -> Callable[[OpArguments], bool]:
 def _statistics(call: OpArguments) -> bool:
     """Statistics and weights have an element for each channel. Saved statistics of evaluation may be empty."""
     x = call["input"]
+    # Statistics that training saved are of each channel; evaluation saves empty ones.
     channels, saved = (x[1],), ("save_mean", "save_var", "save_invstd")
     training = next((call.given[name] for name in ("training", "train", "update") if name in call.given), True)
     saved_fit = all(call[name] in (None, channels) or (call[name] == (0,) and not training) for name in saved)
+    # Evaluation reads the running statistics, so there they must be given.
     known = (
         training
         or not {"running_mean", "running_var"} & set(call.given)
@@ -142,6 +146,7 @@ def _weighed(call: OpArguments) -> bool:
 
     Norms of half precision are float32.
     """
+    # Backward and forward have the same rule, with other names.
     names = ("grad_w", "saved_v", "saved_g", "saved_norms") if "saved_v" in call.given else ("", "v", "g", "")
     grad, v, g, norms = (call[name] for name in names)
     dim = call["dim"] or 0
@@ -158,6 +163,7 @@ def _distances(call: OpArguments) -> bool:
 
 
 def _pairs(call: OpArguments) -> bool:
+    # One distance for each pair of n rows.
     n = call["self"][0]
     return len(call["self"]) == 2 and call.each((n * (n - 1) // 2,), "grad", "pdist")
 
@@ -165,6 +171,7 @@ def _pairs(call: OpArguments) -> bool:
 def _transformed(call: OpArguments) -> bool:
     """Dims of a Fourier transform are in range, each once. A real result has about twice the length."""
     x, dims = call["self"], call["dim"]
+    # Of a real input, half of the last dim determines the rest: a complex dim of n // 2 + 1 is a real one of n.
     own = [dim % len(x) for dim in dims if -len(x) <= dim < len(x)]
     size = call["last_dim_size"]
     whole = size is None or (own and size >= 1 and x[own[-1]] == size // 2 + 1)
@@ -186,6 +193,7 @@ def _normalized(call: OpArguments) -> bool:
 
 def _padded(dims: int) -> Callable[[OpArguments], bool]:
     def holds(call: OpArguments) -> bool:
+        # torch lists the padding from the last dim on: (left, right, top, bottom, ...).
         grad, x, pad = call["grad_output"], call["self"], call["padding"]
         wide = [n + pad[2 * k] + pad[2 * k + 1] for k, n in enumerate(reversed(x[len(x) - dims :]))]
         return len(pad) == 2 * dims and len(x) in (dims + 1, dims + 2) and grad == x[: len(x) - dims] + tuple(reversed(wide))
@@ -213,6 +221,8 @@ def _aligned(call: OpArguments) -> bool:
     if len(targets) not in (1, 2) or (len(targets) == 2 and targets[0] != log_probs[1]):
         return False
     batch = (log_probs[1],)
+
+    # Lengths are lists, which are compared with the sizes here, or tensors, of which only the shape is known.
     lengths = [call["input_lengths"], call["target_lengths"]]
     each = all(shape == batch if isinstance(shape, tuple) else len(shape) == batch[0] for shape in lengths)
     longest = max(call["target_lengths"], default=0) if isinstance(call["target_lengths"], list) else 0
@@ -236,6 +246,7 @@ def _segmented(call: OpArguments) -> bool:
     """Lengths or offsets exist for each row before the axis. The reduced tensor has a value for each segment."""
     data, axis = call["data"], call["axis"] or 0
     lengths, offsets = call["lengths"], call["offsets"]
+    # n segments have n lengths, or n + 1 offsets.
     for shape, more in ((lengths, 0), (offsets, 1)):
         if shape is not None:
             reduced = (*data[:axis], shape[-1] - more, *data[axis + 1 :])
@@ -275,6 +286,7 @@ def _attended_backward(call: OpArguments) -> bool:
     q, grad, out = call["query"], call["grad"], call["out"]
     if not _attended(call) or len(out) < len(q) or out[-2:] != (q[-2], call["value"][-1]):
         return False
+    # The batch dims of the query may be broadcast to those of the output, from the last on.
     batch = zip(reversed(q[:-2]), reversed(out[:-2]))
     whole = all(size == full or (size == 1 and full > 0) for size, full in batch)
     dtypes = call.dtype("grad") == call.dtype("out") and call.dtype("logsumexp") == "float32"
@@ -295,6 +307,7 @@ def _recurrent(call: OpArguments) -> bool:
     return call.each(out, "grad", "out") and call.each(states[0], "grad_hy") and call.each(states[-1], "grad_cy")
 
 
+# Base name of an op -> its rule, the words of which end the error "... is refused: ".
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("rnn", "rnn_backward"), ("want one dtype, and operands of the shapes that the layers have", _recurrent)),
     "sdpa": ("want query [..., L, E], key [..., S, E] and value [..., S, V]", _attended),

@@ -70,6 +70,7 @@ class Spec:
         if type(shape) is not list or type(stride) is not list or len(shape) != len(stride) or len(shape) > MAX_DIMS:
             both = f"shape {shape!r:.80} and stride {stride!r:.80}"
             raise ValueError(f"{both} differ in length, or have more than {MAX_DIMS} dims")
+        # Bounded, or products of a hostile shape would be numbers without end.
         numbers = [*shape, *stride, offset]
         if any(type(n) is not int or not 0 <= n < LARGEST for n in numbers):
             raise ValueError(
@@ -95,7 +96,7 @@ def contiguous(shape: tuple[int, ...], dtype: str) -> Spec:
 def row_major_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of row-major memory, as torch counts them: an empty dim counts as one element."""
     stride, step = [], 1
-    for n in reversed(shape):
+    for extent in reversed(shape):
         stride.append(step)
-        step *= max(n, 1)
+        step *= max(extent, 1)
     return tuple(reversed(stride))

@@ -70,6 +70,7 @@ _PLAIN = frozenset({int, float, bool, type(None)})
 
 def weight(form: Any, enough: int = 1 << 62) -> int:
     """Number of numbers and names in a wire form; long texts count for more. Counting stops above `enough`."""
+    # Without recursion: the form is not checked yet, and may be nested as deep as msgpack allows.
     count, below = 0, [form]
     while below and count <= enough:
         item = below.pop()
@@ -78,7 +79,8 @@ def weight(form: Any, enough: int = 1 << 62) -> int:
             below.extend(item.values())
         elif isinstance(item, (list, tuple)):
             count += 1
-            if _PLAIN.issuperset(map(type, item)):  # a program has some hundred thousand numbers
+            # A program has some hundred thousand numbers: a list of numbers is counted by its length.
+            if _PLAIN.issuperset(map(type, item)):
                 count += len(item)
             else:
                 below.extend(item)

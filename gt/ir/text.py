@@ -104,6 +104,7 @@ def wrapped(text: str, width: int, first: int = 0, rest: int = 0, most: int | No
     """Lines of at most so many columns. first, rest: blanks before the first line and the others; most: number of lines."""
     text = plain(text)
     if not text.isascii():
+        # textwrap counts characters, so a wide one becomes two.
         text = "".join(sign + _FILLER * (_columns(sign) > 1) for sign in text)
         width -= _FILLER in text  # a line may end between a character and its filler
     lines = textwrap.wrap(

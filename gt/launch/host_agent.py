@@ -111,8 +111,10 @@ class Listener:
             try:
                 peer.settimeout(SECONDS)
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                # The token was made for these measurements, and opens nothing else.
                 if not hmac.compare_digest(exactly(peer, len(self._token)), self._token):
                     return
+                # First round trips, then bulk: a size of 8 bytes, so many bytes, and an answer once all are here.
                 for _ in range(PINGS):
                     peer.sendall(exactly(peer, 8))
                 view = memoryview(bytearray(BLOCK_BYTES))
@@ -133,6 +135,7 @@ def measure(address: str, port: int, token: str) -> dict[str, Any]:
         with socket.create_connection((address, port), SECONDS) as sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.sendall(token.encode())
+            # The shortest trip: longer ones have waited for a busy CPU.
             trips = []
             for _ in range(PINGS):
                 begin = time.perf_counter()
@@ -146,6 +149,7 @@ def measure(address: str, port: int, token: str) -> dict[str, Any]:
 
 def _rate(sock: socket.socket) -> float:
     """GB/s: doubled until it takes long enough."""
+    # Each attempt is twice as long as the last one, until its time is long against a round trip and TCP's slow start.
     block, size = memoryview(bytes(BLOCK_BYTES)), BLOCK_BYTES
     while True:
         begin = time.perf_counter()

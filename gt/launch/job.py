@@ -70,10 +70,16 @@ def work(at: JobPlace) -> NoReturn:
     host = launchers.LOOPBACK if at.alone else at.host
     port = port_of(at)
     order = _order(token, count, first=at.rank * count, server=[host, port], wait=START_SECONDS, patient=True)
-    reading, writing = os.pipe()  # never closed, as its end would be the supervisor's
+
+    # The supervisor reads its order from stdin and ends with it. The writing end stays open in the new image of this process
+    # and is never closed: it ends when the process does. An order is far shorter than a pipe's buffer, so the write does not
+    # wait.
+    reading, writing = os.pipe()
     os.write(writing, json.dumps(order).encode() + b"\n")
     os.dup2(reading, 0)
     os.set_inheritable(writing, True)
+
+    # Buffers of this image are lost at execve.
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     variables = env.child(PYTHONPATH=env.python_path(str(Path(__file__).parents[2])), **_own_gpu(at))
@@ -82,6 +88,7 @@ def work(at: JobPlace) -> NoReturn:
 
 def start(at: JobPlace, meanwhile: Callable[[], None] | None = None) -> local.Local:
     """Start rank 0's server and workers, and return once the workers of all ranks are connected. For one job, once."""
+    # The other ranks' processes ended with the first server, so a second one would wait for them in vain.
     if _begun and at.size > 1:
         raise Refused("this job has ended by gt.shutdown(), and its other processes with it: start the job again")
     _begun.append(at)
@@ -117,6 +124,7 @@ class Reach:
 def start_hosts(hosts: Sequence[ssh.HostEntry], reach: Reach, meanwhile: Callable[[], None] | None = None) -> local.Local:
     """Start a server here and workers on the hosts, in their order, and return once all are connected."""
     token = env.token() or auth.strong()
+    # Workers are numbered host by host: `first` is the index of a host's first one.
     known = ssh.with_slots(hosts, reach.ssh, reach.python)
     rows, first = [], 0
     for host in known:
@@ -145,6 +153,7 @@ def own_address(host: str = "") -> str:
 
     host: a name of this host, which it may itself resolve to loopback.
     """
+    # /etc/hosts often maps a host's own name to 127.0.1.1; then the address of its first link is taken.
     with contextlib.suppress(DispatcherLost):
         if host and not auth.loopback(address := resolve(host)):
             return address
@@ -153,6 +162,7 @@ def own_address(host: str = "") -> str:
 
 def _own_gpu(at: JobPlace) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES for one of several processes on a host that all see all GPUs."""
+    # torchrun and mpirun show all GPUs to each process, of which each takes its own. srun may have divided them already.
     gpus = machine.gpus()
     if at.local_size == 1 or len(gpus) < 2:
         return {}

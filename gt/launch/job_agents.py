@@ -41,6 +41,7 @@ class Meeting:
         """The connections of ranks 1 to size - 1, by rank; after so many seconds those that there are."""
         until = time.monotonic() + seconds
         threads: list[threading.Thread] = []
+        # A thread for each connection: one that says nothing holds up nobody.
         while len(self._socks) < size - 1 and (left := until - time.monotonic()) > 0:
             self._sock.settimeout(min(left, AGAIN_SECONDS))
             with contextlib.suppress(TimeoutError):
@@ -59,18 +60,21 @@ class Meeting:
         until = time.monotonic() + SECONDS
         try:
             sock.settimeout(SECONDS)
+            # Both prove by HMAC over both nonces that they know the token: neither sends it, and no old proof can be replayed.
             nonce = os.urandom(NONCE_BYTES)
             sock.sendall(nonce)
             rank, theirs, proof = _OFFER.unpack(host_agent.exactly(sock, _OFFER.size, until))
             if not 0 < rank < size or not hmac.compare_digest(proof, _proof(self._token, rank, nonce, theirs)):
                 raise PermissionError("its token is not the one of this job")
+            # The list of strangers is bounded: this one may have had to make room meanwhile.
             if not self._strangers.remove(sock):
                 raise ConnectionAbortedError("too many connections wait for their proof, or all ranks are here")
             sock.sendall(_proof(self._token, 0, theirs, nonce))
             sock.settimeout(None)
             tcp.watch(sock)
+            # A process that has tried again: its newest connection counts.
             older, self._socks[rank] = self._socks.get(rank), sock
-            if older is not None:  # its process has tried again
+            if older is not None:
                 older.close()
         except OSError:
             self._strangers.remove(sock)
@@ -87,6 +91,7 @@ def answer(host: str, port: Callable[[], int], rank: int, token: str, seconds: f
         try:
             sock = _offer(host, port(), rank, token.encode())
             break
+        # Another token never becomes the right one; a rank 0 that is not there yet may come.
         except PermissionError as error:
             raise SystemFailure(f"{host}: {error}; all processes of a job need the same GT_TOKEN or GT_TOKEN_FILE") from None
         except OSError as error:
@@ -101,6 +106,7 @@ def answer(host: str, port: Callable[[], int], rank: int, token: str, seconds: f
 
 def _offer(host: str, port: int, rank: int, token: bytes) -> socket.socket:
     """A connection to rank 0, which has proved itself. PermissionError if it cannot, OSError if it is not there."""
+    # Rank 0 speaks first. Its proof has the nonces the other way round, so ours cannot be sent back to us as its own.
     sock = socket.create_connection((host, port), SECONDS)
     until = time.monotonic() + 2 * SECONDS
     try:

@@ -42,6 +42,7 @@ class Launcher:
             yield from row
 
 
+# In this order: torchrun also sets RANK, and torchrun may be started by srun, whose variables its processes then have too.
 LAUNCHERS = (
     Launcher("torchrun", "TORCHELASTIC_RUN_ID", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
     Launcher(HAND, "RANK", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
@@ -95,6 +96,7 @@ def place(found: Mapping[str, str]) -> JobPlace | None:
 
     ConfigError names a variable that is wrong or missing.
     """
+    # Its sign says which launcher it is; a job script of SLURM has the signs of srun without being a task.
     launcher = next((row for row in LAUNCHERS if row.sign in found), None)
     if launcher is None:
         if "WORLD_SIZE" in found:
@@ -103,6 +105,8 @@ def place(found: Mapping[str, str]) -> JobPlace | None:
     if launcher.name == "srun" and "SLURM_STEP_NODELIST" not in found:
         text = "this is SLURM's batch script itself, and none of its tasks"
         raise ConfigError(f"{text}: put srun before the command, as `srun gt run program.py`")
+
+    # The place in the job, then on the host. A launcher that does not tell about the host leaves local_size 0.
     size = _number(found, launcher.size, 1, MAX_PROCESSES)
     rank = _number(found, launcher.rank, 0, size - 1)
     if launcher.name == "srun":
@@ -113,9 +117,12 @@ def place(found: Mapping[str, str]) -> JobPlace | None:
     host = _first(found, launcher.host) or (LOOPBACK if local_size == size else "")
     if not host:
         raise ConfigError(f"{launcher.name} does not say where rank 0 is: set {launcher.host[0]} to its host on all of them")
+
     port = _number(found, launcher.port, 1, (1 << 16) - 1, PORT)
     store = None
-    if found.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the agent listens at MASTER_PORT itself
+    # torchrun's agent listens at MASTER_PORT itself, so rank 0 takes a free
+    # port, and tells it to the others by the agent's store.
+    if found.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         key = f"gt/{found.get('TORCHELASTIC_RUN_ID', '')}/{found.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         store, port = (host, port, key), 0
     return JobPlace(launcher.name, rank, size, local_rank, local_size, host, port, store, workers)
@@ -128,9 +135,11 @@ def _srun(found: Mapping[str, str], rank: int, size: int) -> JobPlace:
     node = _number(found, ("SLURM_NODEID",), 0, len(nodes) - 1, 0)
     local_size = counts[node] if node < len(counts) else size if len(nodes) == 1 else 0
     local_rank = _number(found, ("SLURM_LOCALID",), 0, size - 1, 0)
+
+    # All tasks compute the same port without talking. Jobs that share a node differ in it, most likely; it is no secret.
     job, step = (_number(found, (name,), 0, 1 << 32, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     first, count = JOB_PORTS
-    port = first + (job * 16 + step % 16) % count  # by job, as several jobs may share a node; it is no secret
+    port = first + (job * 16 + step % 16) % count
     if reserved := re.match(r"\d+", found.get("SLURM_STEP_RESV_PORTS", "")):
         port = int(reserved[0])
     port = _number(found, ("MASTER_PORT",), 1, (1 << 16) - 1, port)
@@ -139,6 +148,7 @@ def _srun(found: Mapping[str, str], rank: int, size: int) -> JobPlace:
 
 def hostnames(text: str) -> list[str]:
     """Names of SLURM's short form: "h[0-2,7],gpu-a01" has five. ConfigError for another text."""
+    # Commas within brackets belong to a range.
     names: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         names += _expanded(part, text)
@@ -158,6 +168,7 @@ def _expanded(part: str, text: str) -> list[str]:
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if match is None or not first <= last < first + MAX_PROCESSES:
             raise ConfigError(f"SLURM_STEP_NODELIST is {text!r}, want names of nodes such as h[0-2]")
+        # SLURM pads with zeros: "h[08-10]" is h08, h09, h10. What follows the bracket may have ranges of its own.
         numbers = (f"{number:0{len(match[1])}}" for number in range(first, last + 1))
         names += [f"{begin}{number}{more}" for number in numbers for more in _expanded(end, text)]
     return names

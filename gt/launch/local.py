@@ -58,7 +58,8 @@ class Local:
         deadline, text = time.monotonic() + seconds, b""
         while select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
             data = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not data:  # it has ended, or was killed and its children with it
+            # It has ended, or was killed and its children with it.
+            if not data:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(seconds)
                 return _last_report(text, self._process)
@@ -113,6 +114,8 @@ def launch(order: dict[str, Any], start: Start) -> Local:
         start_new_session=True,  # a Ctrl-C in the terminal is for the user's program alone
     )
     total = order.get("total") or order["workers"]
+
+    # By stdin, because the token must not show in `ps`, nor in the environment that children inherit.
     try:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has died: `_wait` learns how
@@ -124,6 +127,7 @@ def launch(order: dict[str, Any], start: Start) -> Local:
     except BaseException:
         _end(process)
         raise
+
     usable = min(gpus, order["workers"]) if order["gpu"] else 0
     local = Local(f"127.0.0.1:{port}", order["token"], total, usable, "total" in order, process)
     atexit.register(local.stop)
@@ -138,6 +142,7 @@ def _wait(process: subprocess.Popen, total: int, start: Start) -> tuple[int, int
     assert process.stdout is not None
     known: dict[str, Any] = {}
     now = time.monotonic()
+    # Reports are JSON lines; `rest` is the beginning of one that is not whole yet.
     deadline, next_report, rest, published = now + start.seconds, now + REPORT_SECONDS, b"", False
     vigil = Vigil(process.pid, home(), MAX_STOPPED_LOOKS)
     while "port" not in known or (total and "ready" not in known):
@@ -147,6 +152,7 @@ def _wait(process: subprocess.Popen, total: int, start: Start) -> tuple[int, int
         if start.spoken and now >= next_report:
             next_report = now + REPORT_SECONDS
             sys.stderr.write(f"gt: {_missing(known, total)}; waiting\n")
+        # Silence may mean that the supervisor is stopped (Ctrl-Z of its job, a debugger), which no end of its pipe tells.
         if not select.select([process.stdout], [], [], min(deadline - now, LOOK_SECONDS))[0]:
             if vigil.poll():
                 how = f"process {process.pid}, which starts dispatcher and workers, is stopped by a signal or a debugger"
@@ -189,6 +195,7 @@ def _late(known: dict[str, Any], total: int, seconds: float) -> str:
 
 
 def _end(process: subprocess.Popen) -> None:
+    # The end of its stdin tells the supervisor to end its children in order.
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(OSError, ValueError):
         process.stdin.close()

@@ -40,6 +40,7 @@ def fork(title: str, body: Callable[[], object], stderr: int = -1) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
+        # No exit handlers and no buffers of the parent's: they are the parent's to run and to write.
         with contextlib.suppress(Exception):
             sys.stderr.flush()
         os._exit(code)
@@ -48,7 +49,8 @@ def fork(title: str, body: Callable[[], object], stderr: int = -1) -> int:
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent (its forking thread) ends."""
     _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before we could ask
+    # The parent ended before we could ask: the kernel sends no signal for that.
+    if os.getppid() != parent:
         os._exit(1)
 
 
@@ -72,6 +74,7 @@ def how_ended(code: int) -> str:
 
 def rename(title: str) -> None:
     """Set the title in `ps` and `top`, by overwriting this process's argument area, which limits its length."""
+    # The kernel shows the bytes between arg_start and arg_end of this process's memory as its command line.
     stat = _stat(os.getpid())
     start, end = stat[47], stat[48]  # fields 48 and 49 of proc(5), counted from 1
     room = end - start

@@ -41,6 +41,7 @@ class HostEntry:
 
 def entry(text: str, where: str) -> HostEntry:
     """Parse `host`, `host slots=N` or `host:N`. ConfigError, which begins with `where`, for another text."""
+    # A name that begins with "-" would be an option of ssh, such as one that executes a command here.
     name, *rest = text.split()
     if not rest and (match := re.fullmatch(r"([^:]+):(\d+)", name)):
         name, rest = match[1], [f"slots={match[2]}"]
@@ -88,13 +89,15 @@ def command(host: str, ssh: Sequence[str], args: Sequence[str], python: str = ""
         return ["env", f"PYTHONPATH={env.python_path(ROOT)}", sys.executable, "-m", *args]
     line = ["env", f"PYTHONPATH={env.python_path(ROOT)}", python or sys.executable, "-m", *args]
     text = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(line)}"
-    if "ssh" in Path(ssh[0]).name:  # a shell there parses its text
+    # ssh hands one text to a shell there; another command (srun -w) takes arguments.
+    if "ssh" in Path(ssh[0]).name:
         return [*ssh, host, text]
     return [*ssh, host, "sh", "-c", text]
 
 
 def with_slots(hosts: Sequence[HostEntry], ssh: Sequence[str], python: str = "") -> list[HostEntry]:
     """The hosts with slots: those that have none are asked for their number of GPUs. SystemFailure if one does not answer."""
+    # All hosts are asked at once; the answers are collected in turn.
     asked = {
         host.name: subprocess.Popen(
             command(host.name, ssh, ["gt.launch", "--gpus"], python), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -134,6 +137,7 @@ class RemoteHost:
         self._command = command(self.name, order["ssh"], ["gt.launch"], order["python"])
         keys = ("token", "gpu", "backend", "heartbeat", "libraries", "path", "wait", "variables")
         address = order["own"] if is_this_host(self.name) else order["address"]
+        # The host's own part of the order replaces the job's. "" as the address: the one that ssh comes from.
         own = {"workers": about["slots"], "first": about["first"], "server": [address, port]}
         self._order = json.dumps({**{key: order[key] for key in keys}, **own}).encode() + b"\n"
         self._words: deque[str] = deque(maxlen=KEPT_LINES)

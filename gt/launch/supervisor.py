@@ -70,22 +70,29 @@ class Supervisor:
         self._total = order.get("total") or order["workers"]
         self._hosts: dict[int, RemoteHost] = {}  # by pid of ssh
         self._patient = bool(order.get("patient"))
+        # Ctrl-C and a job's signals go to the whole group of processes. They are
+        # for the program, which tells this one to end by closing its stdin.
         signal.signal(signal.SIGTERM, signal.SIG_IGN if self._patient else self._on_sigterm)
         for number in (signal.SIGINT, *(SIGNALS_OF_JOBS if self._patient else ())):
             signal.signal(number, signal.SIG_IGN)
 
     def run(self) -> int:
         """Supervise until the end; the process's exit code."""
+        # 1. The dispatcher is forked before torch is imported, which it does not need: it binds its port meanwhile. What it
+        # shares with workers is imported first.
         status = os.pipe()
         if self._order["workers"]:
             import gt.worker.loop  # noqa: F401 - half of its modules are the dispatcher's too, and NumPy and ZeroMQ
         self._dispatcher = fork("gt.server", lambda: _dispatch(self._order, status[1]))
         os.close(status[1])
         self._watch(self._dispatcher)
+
+        # 2. torch, once for all workers. Nothing here may initialise CUDA, since a process that has cannot fork workers.
         gpus = preload(self._order["backend"]) if self._order["workers"] else []
         self._select.register(0, selectors.EVENT_READ, self._on_stdin)
         self._select.register(status[0], selectors.EVENT_READ, self._on_status)
         try:
+            # 3. Workers, once the port is known; then supervision until something ends it.
             while not (self._port or self._stopping):
                 self._turn(POLL_SECONDS)
             if not self._stopping:
@@ -112,6 +119,7 @@ class Supervisor:
             self._up()
 
     def _fork_worker(self, port: int, gpus: list[str], number: int) -> None:
+        # Its stderr passes through a pipe, so that the last lines can be in the error if it dies at its start.
         end, start = os.pipe()
         gpu = gpus[number] if number < len(gpus) else ""
         pid = fork(f"gt.worker {self._order.get('first', 0) + number}", self._body(port, gpu, number), stderr=start)
@@ -140,6 +148,7 @@ class Supervisor:
 
     def _lost_host(self, host: RemoteHost, code: int) -> None:
         """Reach it again, some times: it may have restarted. RuntimeError while the job starts."""
+        # While a job starts, a host that is not reached is an error of the user's; later it may only have restarted.
         if not self._ready:
             self._drain()
             raise RuntimeError(host.ended(code))
@@ -153,6 +162,7 @@ class Supervisor:
 
     def _up(self) -> None:
         """Report that all have started. From here on the program watches the dispatcher."""
+        # Workers get new vigils, since a running process may be stopped for longer than a starting one.
         self._ready = True
         self._vigils.clear()
         for pid in self._workers:
@@ -160,6 +170,7 @@ class Supervisor:
 
     def _lost_worker(self, number: int) -> None:
         """Start another worker in its place, unless it keeps dying. The dispatcher reports lost tensors to sessions."""
+        # `times` has at most MAX_RESTARTS entries: if the oldest is recent, all are.
         now, times = time.monotonic(), self._again.setdefault(number, deque(maxlen=MAX_RESTARTS))
         if len(times) == MAX_RESTARTS and now - times[0] < RESTARTS_SECONDS:
             often = f"{MAX_RESTARTS + 1} times within {RESTARTS_SECONDS:g} s"
@@ -172,11 +183,15 @@ class Supervisor:
         ready = self._select.select(timeout)
         # Looked at first: what workers say of a dead dispatcher, the program is told anyway.
         self._silent |= bool(ready) and not logs.asked("worker") and (not self._dispatcher or ending(self._dispatcher))
+
+        # Ends are collected before pipes are read, and handled after: so a
+        # dead worker's last words are there when it is reported.
         dead = list(_ended())
         for key, _ in ready:
             key.data(key.fd)
         if os.getppid() != self._parent:
             self._stopping = True
+
         for pid, code in dead:
             if pid == self._dispatcher:
                 self._dispatcher, self._stopping = 0, True
@@ -209,6 +224,8 @@ class Supervisor:
         """End workers that the dispatcher has given up, even if they could continue. RuntimeError at the start."""
         now = time.monotonic()
         if self._vigils and now >= self._next_poll:
+            # A worker that is stopped this long was given up by the dispatcher, which waits one heartbeat. Its end lets a
+            # successor start.
             self._next_poll = now + self._order["heartbeat"] / POLLS_PER_HEARTBEAT
             for pid, vigil in self._vigils.items():
                 if not vigil.poll():
@@ -230,6 +247,8 @@ class Supervisor:
             self._select.unregister(0)
         if self._terminated:
             self._report(ended=f"process {os.getpid()}, which started dispatcher and workers, received SIGTERM")
+
+        # The dispatcher's Exit ends its workers; ssh ends with its standard input. Who is left gets signals.
         left = {self._dispatcher, *self._workers, *self._hosts} - {0}
         stop = STOP_SIGNAL if self._patient else signal.SIGTERM
         _signal(self._dispatcher, stop)
@@ -264,6 +283,7 @@ class Supervisor:
         if not data:
             self._select.unregister(fd)
             return
+        # The dispatcher's reports, one JSON object a line: {"port"}, then {"workers": names} at each change, or {"failed"}.
         *lines, self._status = (self._status + data).split(b"\n")
         for row in map(json.loads, lines):
             if "failed" in row:
@@ -298,6 +318,7 @@ def read_order() -> dict[str, Any]:
     """The order: one JSON line on stdin, as its token must not show in `ps`. Empty if stdin has ended."""
     line = b""
     while not line.endswith(b"\n"):
+        # One byte at a time: what follows the line is not ours to take from the pipe.
         data = os.read(0, 1)
         if not data:
             return {}
@@ -320,12 +341,15 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
         with contextlib.suppress(OSError):
             os.write(status, json.dumps(facts).encode() + b"\n")
 
+    # In a job SIGTERM is the program's to answer, so the supervisor ends this process by another signal.
     logs.setup("dispatcher", "gt.server")
     more_descriptors()
     stop: int = signal.SIGTERM
     if order.get("patient"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stop = STOP_SIGNAL
+
+    # Without `listen` the token is a secret of this start on loopback; a job's token was given by people.
     listen = order.get("listen")
     host, port = listen or ("127.0.0.1", 0)
     try:
@@ -335,6 +359,8 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
     except errors.GTError as error:
         announce(failed=str(error))
         return
+
+    # The supervisor learns the port, then each change of the workers that are connected.
     signal.signal(stop, lambda *_: server.stop("the process that started it has ended"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server.on_workers = lambda count: announce(workers=server.worker_names)
@@ -350,9 +376,12 @@ def work(order: dict[str, Any], host: str, port: int, gpu: str, number: int, wai
     from gt.worker.loop import WorkerOptions, run
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A job's SIGTERM goes to every process. It is blocked, so that the program can save a checkpoint with its workers' help.
     if order.get("patient"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         signal.signal(STOP_SIGNAL, _terminate)
+
+    # Set before the first use of CUDA: the worker sees its own GPU alone, as number 0.
     if gpu:
         env.export(CUDA_VISIBLE_DEVICES=gpu)
     device = "cuda:0" if gpu else "cpu"
@@ -382,9 +411,10 @@ def preload(backend: str) -> list[str]:
     """Import the modules that all workers share, and return the usable GPUs."""
     from gt.worker.engine.registry import ENGINES, import_torch_engine, open_engine
 
+    # An engine is opened for its modules alone, which the forked workers then share.
     if backend != "torch":
         if backend in ENGINES:
-            open_engine(backend, "cpu")  # for its modules, which the workers then share
+            open_engine(backend, "cpu")
         return []
     import_torch_engine()
     import torch

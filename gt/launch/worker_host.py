@@ -68,14 +68,20 @@ class WorkerHost(Supervisor):
         if code == UNREACHED:
             self._unreached(number, now)
             return
+
+        # Any other end counts as that of a worker that was connected. After a SIGTERM, a lost link is the end of the server.
         self._connected = True
         self._lost_at = 0.0
-        if code == LOST and self._deadline:  # the job has been told to end, and its server has
+        if code == LOST and self._deadline:
             self._finish(1)
+
+        # Told to end: the whole job has ended, if its port closes too; else only this worker, and it is started again.
         if code == ENDED:
             self._ended_at = self._ended_at or now
             self._due[number] = now + CLOSE_SECONDS
             return
+
+        # It died. Unlike the program's own supervisor, this one gives up if a worker keeps dying: its job waits for it in vain.
         times = self._again.get(number)
         if times is not None and len(times) == MAX_RESTARTS and now - times[0] < RESTARTS_SECONDS:
             self._finish(1, f"worker {number} died {MAX_RESTARTS + 1} times within {RESTARTS_SECONDS:g} s")
@@ -83,6 +89,7 @@ class WorkerHost(Supervisor):
             self._due[number] = now
 
     def _unreached(self, number: int, now: float) -> None:
+        # No server at the start, or a server that does not come back, ends this process. The job's launcher may start it again.
         self._lost_at = self._lost_at or now
         if not self._connected or now - self._lost_at > RETURN_SECONDS:
             self._finish(1)
@@ -98,7 +105,9 @@ class WorkerHost(Supervisor):
         for number, due in list(self._due.items()):
             if now >= due and self._code < 0 and not self._stopping:
                 del self._due[number]
-                self._ended_at = 0.0  # it still listens, so only this worker was told to end
+                # The server still listens, so only this worker was told to end.
+                self._ended_at = 0.0
+                # Attempts to find a lost server again do not count as restarts.
                 if self._connected and not self._lost_at:
                     self._lost_worker(number)
                 else:
@@ -120,6 +129,7 @@ class WorkerHost(Supervisor):
         if self._deadline or not self._patient:
             self._stopping = True
             return
+        # The first SIGTERM: the program may want to save a checkpoint, for which it needs its workers.
         grace = env.seconds("GT_GRACE")
         self._deadline = time.monotonic() + grace
         os.write(2, f"gt: SIGTERM: workers end with the program, or in {grace:g} s, or at a second SIGTERM\n".encode())

@@ -58,6 +58,8 @@ class BoundedServer(ThreadingHTTPServer):
             if self._asking.pop(connection, None) is None:
                 return
             self._admitted[connection] = owner
+
+            # One too many: somebody's oldest connection ends.
             owned = Counter(self._admitted.values())
             if owned[owner] <= MAX_OWNED and len(self._admitted) <= MAX_ADMITTED:
                 return
@@ -77,6 +79,8 @@ class BoundedServer(ThreadingHTTPServer):
     # ---- called by the base classes
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        # A new connection may be a person's, and the oldest that asks is
+        # most likely a stranger's that says nothing: it makes room.
         with self._lock:
             full = len(self._asking) + len(self._admitted) >= MAX_CONNECTIONS
             oldest = next(iter(self._asking), None)
@@ -85,7 +89,8 @@ class BoundedServer(ThreadingHTTPServer):
                 _end(oldest)
             if not full or oldest is not None:
                 self._asking[request] = time.monotonic()
-        if full and oldest is None:  # all are admitted
+        # All are admitted: there is none to make room, and the new one is refused.
+        if full and oldest is None:
             self.shutdown_request(request)
         else:
             super().process_request(request, client_address)
@@ -123,6 +128,7 @@ class BoundedRequest:
         self.close = stream.close
 
     def readline(self, most: int = -1) -> bytes:
+        # One byte more than is left, to tell a request of exactly the limit from a longer one.
         line = self._stream.readline(min(most, self._left + 1) if most >= 0 else self._left + 1)
         self._left -= len(line)
         if self._left < 0:

@@ -19,6 +19,8 @@ def all_reduce(payload: dict[str, Any], nbytes: int) -> Traffic:
     team = payload["team"]
     members, rank = team["workers"], team["rank"]
     sent, received = [0] * len(members), [0] * len(members)
+    # Part by part, as the plane does. To each member goes its share of this worker's term, and this worker's reduced share
+    # comes back to all: so to member r go r's share and the own one.
     for start, stop in parts(nbytes, team["bytes"]):
         total = stop - start
         share = total if total <= DIRECT_BYTES else aligned(-(-total // len(members)))
@@ -46,6 +48,7 @@ def all_to_all(payload: dict[str, Any], itemsize: int) -> Traffic:
     rank = team["rank"]
     have, want = [[as_boxes(b) for b in payload[key]] for key in ("have", "want")]
 
+    # Bytes that both have and want: boxes of the source that intersect those which the target wants.
     def crossing(source: int, target: int) -> int:
         return itemsize * sum(volume(box) for box, _ in shared(have[source], want[target]))
 

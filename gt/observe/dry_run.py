@@ -73,6 +73,8 @@ class PlannedStep:
         return self.intervals[worker].shapes.get(tensor)
 
 
+# Three places of the real dispatcher are replaced, and nothing else: the emitter (writes for followed workers only), the upload
+# of bytes, and the release of tensors (which notes weights before they go). All decisions are the dispatcher's own.
 class _Emitter(Emitter):
     """Writes instructions of followed workers only; counts lines of the plan."""
 
@@ -130,6 +132,7 @@ class Dry:
         self._error: dict | None = None
         self._reports: dict[int, Any] = {}
         self._tape: Any = None
+        # The handshakes of real peers, with events instead of sockets: workers first, so that the client need not wait.
         for index in range(workers):
             info = {"name": "", "pid": 1, "heap_bytes": HEAP_BYTES, "backend": "torch", **(about[index] if about else {})}
             self._handle(Received(b"w%d" % index, hello("worker", info=info)))
@@ -146,6 +149,7 @@ class Dry:
         state = self.state
         assert isinstance(state.emitter, _Emitter)
         state.emitter.followed = frozenset(self.followed)
+        # A deferred call would be sent as one program; here each instruction is to be counted as it is written.
         state.programs.deferred.able = False
         state.uploads.begin = self._upload  # type: ignore[method-assign]
         self._free = state.redistributor.free
@@ -158,6 +162,7 @@ class Dry:
     # ---- messages of the dispatcher
 
     def _handle(self, event: Received) -> None:
+        # Each Run is executed and acknowledged at once: the core never waits, and never has more than one batch under way.
         pending: list[Received] = [event]
         while pending:
             for action in self.core.handle(pending.pop(0)):
@@ -187,6 +192,7 @@ class Dry:
 
     def _ask(self) -> None:
         """Plan everything that has been sent, as before any request of a client."""
+        # Ops may be held back for a decision that depends on later ones; any question ends that.
         if self.state.op_stream.coming:
             self._handle(Received(CLIENT, Stats(2)))
 
@@ -199,6 +205,8 @@ class Dry:
     def submit(self, templates: list, origins: list, code: list, frames: Sequence[Any] = (), asks: bool = False) -> None:
         self._handle(Received(CLIENT, Ops(self._batch, templates, origins, code), tuple(frames)))
         self._batch += 1
+
+        # The tape is a new object for each recording: its change marks the begin or the end of one.
         self.tick(self.state.op_stream.ops - self._ops)
         self._ops = self.state.op_stream.ops
         tape = self.state.context.tape
@@ -238,6 +246,7 @@ class Dry:
 
     def seal(self, program: int, schedule: str, *what: Any) -> dict[str, Any]:
         """Seal a recording, which becomes the captured step. Its schedule is applied only where all workers are followed."""
+        # A schedule orders the instructions of all workers. Where only some are written, the pass would find half a pipeline.
         every = len(self.followed) == len(self.workers)
         self._handle(Received(CLIENT, FinishCapture(0, program, schedule if every else "", *what)))
         answer = self._reports.pop(0)
@@ -273,7 +282,7 @@ class Dry:
     def known(self, tensors: Sequence[tuple[int, str, str]]) -> None:
         """Note (id, kind, name) of the client's weights, gradients and optimizer state."""
         offset, rows = self.state.emitter.offset, self.state.table.rows
-        found = []
+        weights = []
         for tensor, kind, name in tensors:
             for worker in self.followed.values():
                 worker.name(offset + tensor, kind, name)
@@ -281,9 +290,10 @@ class Dry:
             if kind == WEIGHTS and row is not None and row.layout is not None:
                 note = f"{row.spec.nbytes} B {name}".strip()
                 line = PlanLine(tensor, row.spec.text(), str(row.layout), "weight", (), row.layout.mesh.workers, note)
-                found.append((line, name, row.layout))
-        if len(found) >= len(self.weights):
-            self.weights = found
+                weights.append((line, name, row.layout))
+        # An optimizer names its own weights, and the client all that are alive: the longest list is kept.
+        if len(weights) >= len(self.weights):
+            self.weights = weights
 
     def _ending(self, ids: list[int]) -> None:
         """Note weights that no optimizer has named, before their module is freed."""
@@ -316,12 +326,14 @@ def _alike(state: ClientSession, workers: int) -> dict[int, list[int]]:
     """The followed workers, each with the workers that it represents."""
     if workers <= ALL_FOLLOWED:
         return {index: [index] for index in range(workers)}
+    # Workers are alike if exactly the same groups name them. What a group
+    # does depends on a worker's rank only in sizes of pieces.
     named: dict[int, list[str]] = {index: [] for index in range(workers)}
     for name, group in state.config.groups.items():
         for index in group.flat:
             named[index].append(name)
-    found: dict[tuple, list[int]] = {}
+    alike: dict[tuple, list[int]] = {}
     for index, names in named.items():
         key = (index == 0 and not names, *names)  # ops outside of groups run on the first worker
-        found.setdefault(key, []).append(index)
-    return {members[0]: members for members in found.values()}
+        alike.setdefault(key, []).append(index)
+    return {members[0]: members for members in alike.values()}

@@ -74,6 +74,8 @@ class LiveView:
                 state["queue"].append(row)
             elif isinstance(record, HostRecord):
                 state["hosts"].append(row)
+
+        # What is kept of sessions ends with them.
         alive = {session["number"] for session in state["sessions"]}
         self._schedules = {number: row for number, row in self._schedules.items() if number in alive}
         self._layouts = {number: row for number, row in self._layouts.items() if number in alive}
@@ -84,6 +86,7 @@ class LiveView:
         return state
 
     def _worker(self, row: dict[str, Any]) -> dict[str, Any]:
+        # Each look at a busy worker is a sample of the line that it is at: over many looks, a profile of the program.
         current = row["current"] = dict(zip(WHERE, row["current"]))
         if current and len(self._samples) < MAX_LINES:
             self._samples[current["session"], current["file"], current["line"], current["op"]] += 1
@@ -94,6 +97,7 @@ class LiveView:
         row["current"] = dict(zip(WHERE, row["current"]))
         row["values"] = {name: value if math.isfinite(value) else str(value) for name, value in row["values"].items()}
         rates = self._rates(("session", row["number"]), row, at, SESSION_RATES)
+        # Steps a second: replays of a captured step, else calls of gt.log.
         steps = rates["replays_per_second"] or (rates["logged_per_second"] if row["steps"] > 0 else None)
         return {**row, **rates, "steps_per_second": steps, "schedule": self._schedules.get(row["number"]),
                 "layouts": self._layouts.get(row["number"])}  # fmt: skip
@@ -101,9 +105,11 @@ class LiveView:
     def _rates(
         self, key: tuple, row: dict[str, Any], at: float, rates: dict[str, str], mute: bool = False
     ) -> dict[str, float | None]:
-        """at: time of the row's counters. Where it is that of the row before, whoever counts has not answered in time."""
+        """at: time of the row's counters. If it equals that of the row before, the process has not answered in time."""
         unknown: dict[str, float | None] = dict.fromkeys(rates.values())
         before, old, last = self._before.get(key, (at, row, unknown))
+        # The same counters again keep their last rate: a worker whose answer is late has not stopped. A clock that goes back
+        # is another process's, whose counters began at 0.
         seconds = at - before
         if mute or seconds < 0:
             last = unknown

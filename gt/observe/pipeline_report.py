@@ -44,6 +44,8 @@ def describe(dry: Dry, step: PlannedStep) -> dict[str, Any]:
         return {}
     except CannotReorder as error:
         return {"schedule": step.schedule or "as written", "why": str(error)}
+
+    # Bytes of activations: those of a stage count on every row that executes it.
     stages, costs = pipe.stages, _costs(pipe, step)
     count = 1 + max(map(max, pipe.places))
     report: dict[str, Any] = {"stages": stages.names, "places": [*map(list, pipe.places)], "micro_batches": stages.micro}
@@ -73,10 +75,11 @@ def members(dry: Dry, stage: str) -> tuple[int, ...]:
 
 def _last_pass(step: PlannedStep) -> tuple[list[Planned], dict[int, list[Instruction]]]:
     """Ops and instructions from the last time on that micro-batch 0 begins: a step that is not captured may have several."""
+    # A pass begins where the micro-batch of a forward op goes back, as from 3 to 0.
     micro = start = 0
-    for n, op in enumerate(step.journal):
+    for place, op in enumerate(step.journal):
         if op.origin.micro >= 0 and not op.origin.backward:
-            start = n if op.origin.micro < micro else start
+            start = place if op.origin.micro < micro else start
             micro = op.origin.micro
     first = step.journal[start].seq if start else 0
     return step.journal[start:], {worker: [row for row in rows if row.seq >= first] for worker, rows in step.code.items()}
@@ -99,6 +102,8 @@ def _seconds(times: Sequence[float | None]) -> tuple:
 
 def _schedule(pipe: PricedPipeline, step: PlannedStep, costs: Costs) -> ReportedSchedule:
     """The schedule that was asked for, or the order as it is written."""
+    # 1. Of a captured step the dispatcher has decided. 2. Else the schedule that was asked for is made here from nominal costs.
+    # 3. Without one, the order in which the program runs its micro-batches is simulated.
     order = step.answer.get("schedule") or {}
     if order.get("why"):
         return ReportedSchedule(order["name"], None, order["why"])

@@ -64,6 +64,7 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
     step = dry.steps[kind]
     pipe = pipeline_report.describe(dry, step)
     lines = sorted(step.moves.items(), key=lambda item: -_nbytes(item[0]) * item[1])
+    # Lines of local changes (LOCAL) move nothing between workers.
     moves = [(line, count) for line, count in lines if not line.op.startswith(LOCAL)]
     body: dict[str, Any] = {
         "program": about, "workers": len(dry.workers), "step": STEP[kind], "values": dry.values,
@@ -93,6 +94,7 @@ def _hosts(dry: Dry) -> dict[str, list[int]]:
 
 def _ways(dry: Dry) -> list[dict[str, Any]]:
     """The way of each two hosts: of all transfers and collectives between workers of theirs."""
+    # Each pair of hosts once, in the order of their workers.
     cluster = dry.core.cluster
     names = {host.home: host.name for host in cluster.hosts_of(cluster.workers)}
     pairs = [(pair, way) for pair, way in cluster.ways().items() if list(names).index(pair[0]) < list(names).index(pair[1])]
@@ -108,10 +110,11 @@ def _ways(dry: Dry) -> list[dict[str, Any]]:
 
 def _theory(dry: Dry) -> dict[int, dict[str, int]]:
     """By worker, bytes of each kind in the table of the ZeRO paper, for these weights with AdamW."""
+    # Rajbhandari et al., 2020: of each weight, the bytes of its part that the worker computes with.
     theory: dict[int, Counter[str]] = {}
     for line, _, layout in dry.weights:
         use = zero.used(layout)
-        split = prod(n for n, p in zip(use.mesh.sizes, use.placements, strict=True) if isinstance(p, Shard))
+        split = prod(extent for extent, place in zip(use.mesh.sizes, use.placements, strict=True) if isinstance(place, Shard))
         for index in use.mesh.workers:
             rows = table(dry.state.config.zero, _nbytes(line) // split, parts(use))
             theory.setdefault(index, Counter()).update(rows)
@@ -129,6 +132,7 @@ def _theory_lines(theory: dict[int, dict[str, int]]) -> list[str]:
 
 def _times(body: dict[str, Any]) -> dict[str, float]:
     """Nominal seconds of a step: the schedule's makespan; without schedule all work and all transfers in a row."""
+    # Without a schedule nothing overlaps: the worker with most work and transfers bounds the step.
     rows, pipe = body["memory"], body["pipeline"]
     took = max(row["seconds"] + row["link_seconds"] for row in rows)
     if pipe.get("makespan"):
@@ -168,7 +172,8 @@ def _move(line: PlanLine, count: int) -> dict[str, Any]:
 def _worker(dry: Dry, step: PlannedStep, index: int, eager: bool) -> dict[str, Any]:
     interval, known = step.intervals[index], (WEIGHTS, GRADIENTS, OPTIMIZER)
     held: Counter[str] = Counter(step.held.get(index))
-    if not step.held:  # no optimizer: weights of all blocks
+    # Without an optimizer nobody has told what is held: the kinds of all blocks are added up.
+    if not step.held:
         for block in (*interval.start, *interval.made):
             held[block.kind] += block.nbytes
     found: dict[str, Any] = {
@@ -192,18 +197,21 @@ def _scheduled(body: dict[str, Any], pipe: dict[str, Any], dry: Dry) -> None:
     """Add activations and peak of the schedule to those of the order as written."""
     if not pipe.get("activations") or pipe["schedule"] == "as written":
         return
+    # `places` has the rows of the schedule that execute each stage. Shared stages, with several rows, are left out.
     where = {some[0]: stage for some, stage in zip(pipe["places"], pipe["stages"]) if len(some) == 1}
     for place, peak in enumerate(pipe["activations"]):
         members = pipeline_report.members(dry, where[place])
         for row in body["memory"]:
             if row["workers"][0] in members:
-                beside = max(0, row["activations"] - round(pipe["micro_batch"][place]))  # temporaries within an action
+                # The schedule counts what micro-batches keep between actions; an action's temporaries come on top.
+                beside = max(0, row["activations"] - round(pipe["micro_batch"][place]))
                 row["activations_scheduled"] = round(peak) + beside
                 row["peak_scheduled"] = row["activations_scheduled"] + sum(row[k] for k in (WEIGHTS, GRADIENTS, OPTIMIZER))
 
 
 def _warnings(dry: Dry, step: PlannedStep, body: dict[str, Any]) -> list[str]:
-    found = []
+    warnings = []
+    # 1. Gathers of activations, by the line that causes them.
     gathers: dict[str, list[dict[str, Any]]] = {}
     for row in body["collectives"]:
         sharded = "zero" in body and row["kind"] == "all_gather" and row["axis"] == DATA_AXIS  # a weight before its use
@@ -212,24 +220,28 @@ def _warnings(dry: Dry, step: PlannedStep, body: dict[str, Any]) -> list[str]:
     for where, rows in gathers.items():
         count, nbytes = sum(row["count"] for row in rows), sum(row["count"] * row["bytes"] for row in rows)
         kinds = " and ".join(sorted({f"{row['kind']} over {row['axis']}" for row in rows}))
-        found.append(
+        warnings.append(
             f"{where}: {count} x {kinds}, {size(nbytes)}: an op there needs whole what is split: put it into the group that "
             "ends the split (_rowpar after _colpar), split another dim, or say how many weights are fused (parts)"
         )
+
+    # 2. Large weights that each worker of a tensor-parallel axis has whole.
     total = sum(row["bytes"] for row in body["weights"])
     for line, name, layout in dry.weights:
         whole = [a for (a, n), p in zip(layout.mesh.axes, layout.placements) if a == "tp" and isinstance(p, Replicate)]
         nbytes = _nbytes(line)
         if whole and nbytes >= max(LARGE, PART * total):
-            found.append(f"{name or line.spec}, {size(nbytes)}, is whole on each tp worker: use it in a _colpar group")
+            warnings.append(f"{name or line.spec}, {size(nbytes)}, is whole on each tp worker: use it in a _colpar group")
+
+    # 3. Limits of the plan itself.
     if dry.values:
-        found.append(
+        warnings.append(
             f"{counted(dry.values, 'read')} of values gave 0 while planning: a real run may differ where the program decides "
             "by a value"
         )
     if len(dry.followed) < len(dry.workers):
-        found.append("workers of the same groups are taken to be alike: the first, which has the largest pieces, is shown")
-    return found
+        warnings.append("workers of the same groups are taken to be alike: the first, which has the largest pieces, is shown")
+    return warnings
 
 
 # ---- text
@@ -307,6 +319,7 @@ def _some(names: list[str], most: int = 12) -> str:
 
 
 def _range(workers: list[int]) -> str:
+    # Runs of consecutive numbers: [0, 1, 2, 5] is "worker 0-2,5".
     runs: list[list[int]] = []
     for worker in workers:
         if runs and runs[-1][1] == worker - 1:

@@ -24,6 +24,8 @@ class MetricRow:
 _WORKER = (("worker", "name"), ("host", "host"))
 _SESSION = (("session", "number"), ("user", "user"), ("program", "program"))
 _LINK = (("source", "source"), ("target", "target"))
+# Names follow Prometheus: gt_, the subject, the unit. Labels of a worker
+# are its name and host, so a restart goes on with its row.
 METRICS: tuple[MetricRow, ...] = (
     MetricRow("gt_server_seconds", COUNTER, "seconds since the server's start", "server", "at"),
     MetricRow("gt_server_loop_lag_seconds", GAUGE, "99th percentile of the loop's last turns", "server", "loop_lag"),
@@ -50,13 +52,14 @@ Sample = tuple[MetricRow, tuple[str, ...], float]  # metric, values of its label
 
 
 def samples(state: dict[str, Any]) -> Iterator[Sample]:
-    """Samples of a state; none of what is not known. {}: of a server that does not answer."""
+    """Samples of a state, without unknown values. {}: the state of a server that does not answer."""
     yield UP, (), float(bool(state))
     if not state:
         return
     for metric in METRICS:
         rows = state[metric.part] if metric.part != "server" else [state["server"]]
         for row in rows:
+            # A worker that has never answered (age -1) has counters of 0, which are not known.
             if metric.field in row and row.get("age", 0.0) >= 0:
                 yield metric, tuple(str(row[name]) for _, name in metric.labels), float(row[metric.field])
     for worker in state["workers"]:

@@ -75,6 +75,7 @@ class RecordStream:
         Raises what has ended the link.
         """
         with self._changed:
+            # Records that are here are handed out even if the link has failed since; the failure is raised at the next call.
             self._changed.wait_for(lambda: self._fresh() or self._nudged or self._failure is not None, seconds)
             self._nudged = False
             if self._newest is None or not self._fresh():
@@ -110,7 +111,9 @@ class RecordStream:
                 self._subscribe(0)
         elif isinstance(message, RecordsMessage):
             with self._changed:
+                # Acknowledged on receipt, not when taken: a slow reader skips Records, and the server does not drop it.
                 self._subscribe(message.number)
+                # Records that nobody took are replaced; of them only rows that are sent once are kept.
                 if self._newest is not None and self._fresh():
                     self._kept.extend(row for row in self._newest.rows if type(row) is list and row[:1] in ONCE_ROWS)
                 self._newest = message

@@ -65,6 +65,7 @@ class SimulatedInterval:
 
     def peak(self, but: Sequence[str] = (), eager: bool = False) -> int:
         """Peak of the bytes alive, without blocks of the kinds `but`."""
+        # A block is alive from `born` to its last use; in eager mode until the program drops it.
         blocks = [block for block in (*self.start, *self.made) if block.kind not in but]
         ends = [max(block.last, block.freed - 1) if eager else block.last for block in blocks]
         lifetimes = ((max(b.born, 0), end if b.dead else None, b.nbytes) for b, end in zip(blocks, ends, strict=True))
@@ -94,6 +95,7 @@ class SimulatedWorker:
 
     def end_interval(self) -> SimulatedInterval:
         """End an interval. Blocks that are alive are the start of the next."""
+        # The ended interval keeps its blocks as they were. Those that live on get copies with numbers of the new interval.
         ended, self.now = self.now, SimulatedInterval()
         self._names.clear()
         blocks = {id(held.block): held.block for held in self.tensors.values()}
@@ -110,15 +112,16 @@ class SimulatedWorker:
 
     def held(self, tensors: Sequence[int]) -> dict[str, int]:
         """Bytes by kind of the memory of these tensors. Other weights, gradients and optimizer state count as freed."""
+        # Views share a block, which counts once.
         blocks = {id(held.block): held.block for i in tensors if (held := self.tensors.get(i)) is not None}
         for block in self.now.start:
             if block.kind != OTHER and id(block) not in blocks:
                 block.dead = True
-        found: Counter[str] = Counter()
+        by_kind: Counter[str] = Counter()
         for block in blocks.values():
-            found[block.kind] += block.nbytes
-        found[OFFLOADED] = sum(held.nbytes for held in map(self.tensors.get, tensors) if held is not None and held.away)
-        return dict(found)
+            by_kind[block.kind] += block.nbytes
+        by_kind[OFFLOADED] = sum(held.nbytes for held in map(self.tensors.get, tensors) if held is not None and held.away)
+        return dict(by_kind)
 
     def run(self, defines: Sequence[list], code: Sequence) -> None:
         self.defines.update((row[0], Define.from_wire(row)) for row in defines)
@@ -141,18 +144,22 @@ class SimulatedWorker:
         outs = self._outs.get(define.number)
         if outs is None:
             outs = self._outs[define.number] = _outs(payload["outs"])
-        views, made = True, []
+
+        # Views take the block of the operand that they view; other outputs get one of their own.
+        views, results = True, []
         for name, (shape, itemsize, of) in zip(names, outs):
             if of >= 0:
                 held = self._add(name, SimulatedTensor(ins[of].block, shape, itemsize))
             else:
                 held, views = self._make(name, shape, itemsize), False
-            made.append(held)
+            results.append(held)
         self._touch(ins)
-        if made and views:
+
+        # An op that makes nothing but views moves no bytes.
+        if results and views:
             return
-        nbytes = sum(held.nbytes for held in (*ins, *made))
-        operations = cost.flops(payload["op"], [held.shape for held in ins], [held.shape for held in made])
+        nbytes = sum(held.nbytes for held in (*ins, *results))
+        operations = cost.flops(payload["op"], [held.shape for held in ins], [held.shape for held in results])
         self.now.flops += operations
         self.now.seconds += cost.seconds(operations, nbytes)
 
@@ -168,6 +175,8 @@ class SimulatedWorker:
             self._make(names["dst"], self._shape(define, source), itemsize)
         if source is not None:
             self._touch([source])
+
+        # comm_volume has a function for each kind that moves bytes between workers; local changes of layout have none.
         count = getattr(comm_volume, kind, None)
         if count is not None:
             size = source.nbytes if kind == "all_reduce" and source is not None else itemsize
@@ -190,6 +199,7 @@ class SimulatedWorker:
             self._add(name, SimulatedTensor(Block(0, self.now.rows), shape, itemsize, away=True))
 
     def _evict(self, define: Define, operands: Sequence) -> None:
+        # Memory that other tensors view stays where it is.
         held = self.tensors.get(operands[0])
         if held is not None and not held.away and held.block.refs == 1:
             held.block.dead, held.block.last = True, max(held.block.last, self.now.rows)
@@ -205,6 +215,7 @@ class SimulatedWorker:
 
     def _replace(self, held: SimulatedTensor, nbytes: int) -> None:
         """Give a tensor, and no other, memory of its own."""
+        # Moving it is a new lifetime: the bytes on the device end or begin at this row.
         before, held.block = held.block, Block(nbytes, self.now.rows)
         held.block.kind, held.block.name, held.block.refs = before.kind, before.name, 1
 
@@ -224,6 +235,7 @@ class SimulatedWorker:
         return self._add(name, SimulatedTensor(block, shape, itemsize))
 
     def _add(self, name: int, held: SimulatedTensor) -> SimulatedTensor:
+        # Counted before the old tensor of this name is freed, which may be of the same block.
         held.block.refs += 1
         self._free(name)
         self.tensors[name] = held
@@ -256,9 +268,9 @@ class SimulatedWorker:
 
 def _outs(outs: Sequence) -> list[tuple[tuple[int, ...], int, int]]:
     """Shape, itemsize and viewed operand (or -1) of each output of an op."""
-    found = []
+    results = []
     for kind, spec, of in outs:
         if kind in ("new", "view"):
             shape, dtype = (tuple(spec[0]), spec[3]) if spec else ((), "uint8")
-            found.append((shape, DTYPES[dtype][0], of if kind == "view" else -1))
-    return found
+            results.append((shape, DTYPES[dtype][0], of if kind == "view" else -1))
+    return results

@@ -32,6 +32,7 @@ def events(stats: dict[str, Any], since: float | None = None, first: int = MEASU
     """The events of a scheduled replay. since: seconds of time 0, by default its beginning. first: its first process."""
     workers = [(row["name"], row["actions"]) for row in stats["workers"] if row["actions"]]
     workers += [(f"{row['name']} transfers", row["transfers"]) for row in stats["workers"] if row.get("transfers")]
+    # Workers of one host have one clock. The earliest action is time 0, or begins at its time in a larger trace.
     begin = min(start for _, actions in workers for _, start, _ in actions)
     since = begin if since is None else since
     measured = [(name, [(a, start - since, end - since) for a, start, end in actions]) for name, actions in workers]
@@ -46,12 +47,14 @@ def _predicted(order: dict[str, Any]) -> list[tuple[str, list[tuple[str, float, 
     rows = schedule.parse(order["rows"])
     line = schedule.simulate(rows, schedule.Costs.from_wire(order["costs"]))
     ran = order["measured"]
+    # Predicted times have the unit of their costs. The unit is chosen so that
+    # workers are busy as long as measured: then only the waits differ.
     unit = ran["makespan"] * (1 - ran["idle"]) / (line.makespan * (1 - line.idle))
-    found = []
-    for n, row in enumerate(rows):
-        spans = zip(row, line.start[n], line.end[n])
-        found.append((f"row {n}", [(str(action), start * unit, end * unit) for action, start, end in spans]))
-    return found
+    threads = []
+    for place, row in enumerate(rows):
+        spans = zip(row, line.start[place], line.end[place])
+        threads.append((f"row {place}", [(str(action), start * unit, end * unit) for action, start, end in spans]))
+    return threads
 
 
 def _process(pid: int, name: str, threads: list[tuple[str, list]]) -> list[dict[str, Any]]:

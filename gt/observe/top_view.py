@@ -27,6 +27,7 @@ def lines(state: dict[str, Any], order: str = "name", session: int = -1, width: 
 
     height: rows that there are, 0 for any number. Where the tables have more, the longest are cut, so that each is seen.
     """
+    # 1. Choose and sort the rows.
     server = state["server"]
     workers = sorted(state["workers"], key=ORDERS[order])
     sessions = state["sessions"]
@@ -36,6 +37,8 @@ def lines(state: dict[str, Any], order: str = "name", session: int = -1, width: 
     shown = {worker["name"] for worker in workers}
     links = [link for link in state["links"] if link["source"] in shown]
     samples = [line for line in state["lines"] if session < 0 or line["session"] == session]
+
+    # 2. The title, then a table for each part of the state.
     counts = [counted(len(state[f"{noun}s"]), noun) for noun in ("worker", "session")]
     count = f"{', '.join(counts)}, {len(state['queue'])} waiting"
     hosts = {worker["host"] for worker in state["workers"]}
@@ -56,6 +59,8 @@ def lines(state: dict[str, Any], order: str = "name", session: int = -1, width: 
     if errors:
         tables.append(["errors"] + [row for error in errors[-MAX_ERRORS:] for row in _error(error, width)])
     tables += [_pipeline(one, width) for one in sessions if one["schedule"] is not None]
+
+    # 3. Fit them to the terminal: each table has a blank row above it.
     if height:
         tables = fit(tables, height - len(titles) - len(tables))
     text = [*titles, *(row for table in tables for row in ("", *table))]
@@ -72,11 +77,12 @@ def _none(state: dict[str, Any], session: int) -> tuple[str, str]:
 
 def fit(tables: Sequence[list[str]], height: int) -> list[list[str]]:
     """The tables in so many rows, if each has at least two: all get the same number of rows, or all of its own."""
+    # Rows are dealt out in rounds, one to each table that has more, until none is left (max-min fairness).
     sizes = [0] * len(tables)
     left = max(height, 2 * len(tables))
-    while left > 0 and (open_ := [n for n, table in enumerate(tables) if sizes[n] < len(table)]):
-        for n in open_[:left]:
-            sizes[n] += 1
+    while left > 0 and (open_ := [place for place, table in enumerate(tables) if sizes[place] < len(table)]):
+        for place in open_[:left]:
+            sizes[place] += 1
         left -= len(open_)
     return [
         table if size == len(table) else [*table[: size - 1], f"and {counted(len(table) - size + 1, 'row')} more"]
@@ -130,25 +136,28 @@ def _limit(w: Row) -> str:
 def _sessions(sessions: Sequence[Row], width: int) -> list[str]:
     wide = width >= WIDE
     rows = [f"{'session':8}{'user':9}{'program':18}" + f"{'ops/s':>8}{'steps/s':>9}  {'waits for':10} logged" * wide]
-    for s in sessions:
-        values = " ".join(f"{name}={_number(value)}" for name, value in s["values"].items()) or UNKNOWN
-        ops, steps, waits = _rate(s["ops_per_second"]), _rate(s["steps_per_second"]), s["waits"] or UNKNOWN
-        row = f"{s['number']:<8}{column(s['user'], 9)}{column(s['program'], 18)}"
+    for session in sessions:
+        values = " ".join(f"{name}={_number(value)}" for name, value in session["values"].items()) or UNKNOWN
+        ops, steps, waits = _rate(session["ops_per_second"]), _rate(session["steps_per_second"]), session["waits"] or UNKNOWN
+        row = f"{session['number']:<8}{column(session['user'], 9)}{column(session['program'], 18)}"
         if wide:
             rows.append(f"{row}{ops:>8}{steps:>9}  {waits:10} {values}")
         else:
             rows += [row, *_under(f"ops/s {ops}, steps/s {steps}, waits for {waits}, logged {values}", width)]
-        if s["memory"] is not None:
-            held = "holds " + ", ".join(f"{use} {_size(nbytes)}" for use, nbytes in s["memory"].items())
+        if session["memory"] is not None:
+            held = "holds " + ", ".join(f"{use} {_size(nbytes)}" for use, nbytes in session["memory"].items())
             rows += wrapped(held, width, 8, 14)
-        if s["current"]:
-            rows += _under(f"at {_op(s['current']['op'])} {_place(s['current'])} {s['current']['group']}", width)
+        if session["current"]:
+            rows += _under(
+                f"at {_op(session['current']['op'])} {_place(session['current'])} {session['current']['group']}", width
+            )
     return rows
 
 
 def _links(links: Sequence[Row], of: str, width: int) -> list[str]:
     if not links:
         return wrapped(f"links: no worker{of} has sent tensors to another", width)
+    # Busiest first; links without a rate by their bytes.
     most = sorted(links, key=lambda link: -(link["bytes_per_second"] or 0.0) or -link["bytes"])
     wide = 18 if width >= WIDE else 14
     rows = [f"{'link':{wide}}{'sent':>10}{'a second':>12}"]
@@ -168,6 +177,7 @@ def _lines(samples: Sequence[Row], of: str, width: int) -> list[str]:
 
 def _pipeline(session: Row, width: int) -> list[str]:
     """The last step: a row for each worker, a letter for what it did at that time, `.` for nothing."""
+    # All bars have one scale, from the first action of any worker to the last.
     schedule = session["schedule"]
     measured, predicted = schedule["measured"], schedule["predicted"]
     title = (
@@ -188,6 +198,7 @@ def _bar(stamps: Sequence[Sequence], begin: float, end: float, columns: int) -> 
     bar = ["."] * columns
     scale = columns / (end - begin) if end > begin else 0.0
     for action, start, stop in stamps:
+        # Even the shortest action has a column.
         first = min(int((start - begin) * scale), columns - 1)
         letter = next((sign for sign in action if sign.isalpha()), "?")
         for place in range(first, min(max(int((stop - begin) * scale), first + 1), columns)):

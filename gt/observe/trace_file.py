@@ -95,6 +95,7 @@ class SessionRecording:
 
     def workers(self) -> list[WorkerTrace]:
         """The workers, by index."""
+        # Each worker's times are of its own clock, which is `ahead` of the client's by so many seconds.
         ahead = self.answer.get("ahead", [])
         workers = [WorkerTrace(name) for name in self.answer.get("workers", [])]
         for row in self.rows:
@@ -121,15 +122,17 @@ class SessionRecording:
                 lines[seq] = Line(op, origins[origin], layout)
             elif tag == "program":
                 programs[rest[0]] = rest[1]
+            # A replay's ops have consecutive numbers from the launch's own.
             elif tag == "launch":
-                for n, (op, origin, layout) in enumerate(programs.get(rest[1], ())):
-                    lines[rest[0] + n] = Line(op, origins[origin], layout)
+                for place, (op, origin, layout) in enumerate(programs.get(rest[1], ())):
+                    lines[rest[0] + place] = Line(op, origins[origin], layout)
         return lines
 
 
 def write(path: str | Path, recordings: list[SessionRecording]) -> int:
     """Write a Chrome trace; the number of its slices. Times in the file are microseconds since the trace began."""
     count, first = 0, True
+    # Written event by event: a trace may be larger than memory has room for twice.
     with os.fdopen(private_file(path), "w", encoding="utf-8") as out:
         out.write('{"displayTimeUnit": "ms", "otherData": ')
         out.write(json.dumps({"dropped": sum(r.dropped for r in recordings), "clock": [_clock(r) for r in recordings]}))
@@ -149,14 +152,15 @@ def _clock(recording: SessionRecording) -> dict[str, Any]:
 
 def events(recording: SessionRecording, number: int = 0, since: float | None = None) -> Iterator[dict[str, Any]]:
     """The events of one session's trace. number: of the session among those of the file; since: seconds of time 0."""
+    # Processes of the trace, by pid: the program, the dispatcher, the schedule, then workers. Each session has its own range.
     base, since = number * PIDS_PER_SESSION, recording.begin if since is None else since
     yield from _client(recording, base + CLIENT, since)
     yield from _dispatcher(recording, base + DISPATCHER, since)
     for event in recording.schedule:
         yield {**event, "pid": base + event["pid"]}
     workers, lines = recording.workers(), recording.lines()
-    for n, worker in enumerate(workers):
-        yield from _worker(worker, base + WORKERS + n, since, lines, workers)
+    for index, worker in enumerate(workers):
+        yield from _worker(worker, base + WORKERS + index, since, lines, workers)
     yield from _arrows(workers, base, since)
 
 
@@ -171,6 +175,7 @@ def _client(recording: SessionRecording, pid: int, since: float) -> Iterator[dic
         threads.setdefault((span.thread, span.ident), []).append(span)
     for tid, (thread, rows) in enumerate(threads.items()):
         yield _meta("thread_name", pid, tid, name=thread[0])
+        # An outer slice before the slices within it, as nesting needs.
         rows.sort(key=lambda s: (s.start, -s.end))
         if thread == main:
             for start, end in _gaps(rows, recording.begin, recording.end):
@@ -182,13 +187,15 @@ def _client(recording: SessionRecording, pid: int, since: float) -> Iterator[dic
 
 def _gaps(rows: list[Span], begin: float, end: float) -> Iterator[tuple[float, float]]:
     """The times of the main thread without a wait or a call: Python, and the recording of ops."""
-    at = begin
+    # Spans are sorted by start and may be nested: `covered` is the end of
+    # what is covered so far. Spans without length are marks.
+    covered = begin
     for span in rows:
-        if span.end > span.start and span.start > at:
-            yield at, span.start
-        at = max(at, span.end) if span.end > span.start else at
-    if end > at:
-        yield at, end
+        if span.end > span.start and span.start > covered:
+            yield covered, span.start
+        covered = max(covered, span.end) if span.end > span.start else covered
+    if end > covered:
+        yield covered, end
 
 
 def _dispatcher(recording: SessionRecording, pid: int, since: float) -> Iterator[dict[str, Any]]:
@@ -210,6 +217,7 @@ def _worker(
 ) -> Iterator[dict[str, Any]]:
     yield _meta("process_name", pid, 0, name=f"worker {worker.name}")
     yield _meta("process_sort_index", pid, 0, sort_index=pid)
+    # Thread 0 has the instructions as the host executed them; each stream of its GPU has a thread with its kernels' times.
     streams = ((f"GPU stream: {stream}", rows) for stream, rows in sorted(worker.device.items()))
     for tid, (title, slices) in enumerate((("instructions", worker.host), *streams), HOST):
         yield _meta("thread_name", pid, tid, name=title)
@@ -241,17 +249,19 @@ def _described(worker: WorkerTrace, row: Slice, line: Line | None, workers: list
 
 def _arrows(workers: list[WorkerTrace], base: int, since: float) -> Iterator[dict[str, Any]]:
     """An arrow from each send to the receive of the same op. An end without the other has none."""
+    # (number of the op, sender, receiver) -> its sends and its receives, in order. Chunks of one transfer are joined in pairs.
     ends: dict[tuple[int, int, int], tuple[list[Slice], list[Slice]]] = defaultdict(lambda: ([], []))
-    for n, worker in enumerate(workers):
+    for index, worker in enumerate(workers):
         for row in worker.host:
             kind, _, _, peers = worker.names.get(row.number, ("", "", 0, []))
             for peer in peers if kind == "send" or kind in RECEIVES else ():
-                ends[(row.seq, n, peer) if kind == "send" else (row.seq, peer, n)][kind != "send"].append(row)
+                ends[(row.seq, index, peer) if kind == "send" else (row.seq, peer, index)][kind != "send"].append(row)
     number = 0
     for (_, source, target), (sends, receives) in ends.items():
         for send, receive in zip(sends, receives):
             number += 1
             flow = {"cat": "transfer", "name": "transfer", "id": base + (number << 20)}
+            # An arrow ends inside of the receive's slice, or Perfetto would bind it to another; and not before the send.
             middle = (max(receive.start, min(send.start, receive.end)) + receive.end) / 2
             yield {**flow, "ph": "s", "pid": base + WORKERS + source, "tid": HOST, "ts": _micros(send.start - since)}
             yield {**flow, "ph": "f", "bp": "e", "pid": base + WORKERS + target, "tid": HOST, "ts": _micros(middle - since)}
@@ -276,20 +286,22 @@ def _meta(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
 
 def _by_stream(row: TraceRows) -> dict[str, list[float]]:
     """Sections of a device's slices, by the name of their stream."""
-    found: dict[str, list[float]] = {}
+    by_stream: dict[str, list[float]] = {}
     for *section, stream in _sections(row.device, SECTION + 1):
         if 0 <= stream < len(row.streams) and isinstance(name := row.streams[int(stream)], str):
-            found.setdefault(name, []).extend(section)
-    return found
+            by_stream.setdefault(name, []).extend(section)
+    return by_stream
 
 
 def _sections(numbers: list, size: int = SECTION) -> Iterable[tuple]:
+    # A flat list of rows: `size` slices with this step are its columns. Rows with numbers that are no times are dropped.
     rows = zip(*(numbers[n::size] for n in range(size)))
     return (row for row in rows if all(abs(number) < MAX_NUMBER for number in row))
 
 
 def _slices(numbers: list, clock: float, begin: float) -> list[Slice]:
     """clock: seconds that it is ahead of the client's; begin: of the trace, by the client's."""
+    # Compared by the worker's clock, then moved to the client's: a slice that began before the trace is cut at its begin.
     begin += clock
     return [
         Slice(int(n), int(seq), max(start, begin) - clock, end - clock)

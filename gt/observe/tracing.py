@@ -35,6 +35,7 @@ class Tracing:
         begin = getattr(session, "begin_trace", None)
         if begin is None:
             raise ProgramError("a program that is only planned has no trace: see gt.plan")
+        # Workers record before the client does, so no span of the client lacks its instructions.
         begin()
         self._buffer, self._began = spans.SpanBuffer(), monotonic()
         spans.add_sink(self._buffer)
@@ -45,8 +46,10 @@ class Tracing:
             return
         buffer, self._buffer = self._buffer, None
         end = monotonic()
+        # Whatever fails below, the program's own spans are written.
         answer, rows, stats = {}, [], {}
         try:
+            # The wait for the last ops is the program's time too, and is recorded; the questions below are not.
             self._wait_for_ops(session, flush)
             spans.remove_sink(buffer)
             end = monotonic()
@@ -62,9 +65,11 @@ class Tracing:
             answer, rows, list(buffer.spans), self._began, end, threading.current_thread().name,
             spans_dropped=buffer.count - len(buffer.spans), ident=threading.get_ident(),
         )  # fmt: skip
+
+        # The last replay's schedule is shown only if that replay was within the trace.
         if stats.get("schedule") is not None:
             began = min(start for row in stats["workers"] for _, start, _ in row["actions"])
-            if began >= self._began:  # the replay was within the trace
+            if began >= self._began:
                 first = (self._recordings or [recording])[0].begin
                 recording.schedule = timeline.events(stats, first, trace_file.SCHEDULE)
                 self.report["schedule"] = stats["schedule"]

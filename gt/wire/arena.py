@@ -74,6 +74,7 @@ class OwnArena:
         self.nbytes = -(-(HEADER_BYTES + nbytes) // PAGE_BYTES) * PAGE_BYTES
         self._fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            # Sized once and sealed: no one can shrink it under a reader, whose access would end in SIGBUS.
             os.fchmod(self._fd, 0o600)
             os.ftruncate(self._fd, self.nbytes)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -91,6 +92,7 @@ class OwnArena:
 
     def populate(self, end: int) -> None:
         """Allocate the pages up to byte `end`; OSError, and no signal at a later access, if there is no memory."""
+        # Blocks are given out from the front, so pages are allocated as far as they are needed, and never twice.
         end = min(-(-end // PAGE_BYTES) * PAGE_BYTES, self.nbytes)
         if end <= self._populated:
             return
@@ -135,6 +137,7 @@ class PeerArena:
 
         No other pages: the client may have allocated none of them, and mapping a page allocates it.
         """
+        # One madvise for the pages of a block; those that are mapped already cost little.
         pages = slice(start // PAGE_BYTES, -(-end // PAGE_BYTES))
         if all(self._populated[pages]):
             return
@@ -164,6 +167,7 @@ class PeerFile:
         with _process(owner) as process:
             os.close(_open_proved(owner, process))
             descriptor = os.open(f"fd/{offer.fd:d}", os.O_PATH | os.O_CLOEXEC, dir_fd=process)
+        # An O_PATH descriptor names the file without opening it: a device or a pipe would act on, or wait at, an open.
         try:
             about = os.fstat(descriptor)
             if not stat.S_ISREG(about.st_mode) or about.st_size != offer.nbytes:
@@ -172,6 +176,8 @@ class PeerFile:
                 )
             if offer.write and about.st_uid != os.geteuid():
                 raise OSError(f"the file belongs to user {about.st_uid}, want {os.geteuid()} to write it")
+            # Opened by the descriptor in hand, whose kind was checked: a path could lead elsewhere by now. O_NONBLOCK and
+            # O_NOCTTY matter only if it is no regular file after all.
             how = os.O_WRONLY if offer.write else os.O_RDONLY
             self.fd = os.open(f"/proc/self/fd/{descriptor}", how | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
         finally:
@@ -219,9 +225,11 @@ def _process(offer: OfferArena) -> Iterator[int]:
 
 def _open_proved(offer: OfferArena, process: int) -> int:
     """A descriptor of the arena that is offered, once it is proved to be this process's and the client's."""
-    # Before it is opened, even with O_PATH: a network's file system may ask its server then
+    # 1. Its name, before it is opened even with O_PATH: a network's file system may ask its server then.
     if not os.readlink(f"fd/{offer.fd:d}", dir_fd=process).startswith(f"/memfd:{NAME} "):
         raise OSError(f"descriptor {offer.fd} of process {offer.pid} is not an arena")
+
+    # 2. The descriptor may have become another file since, so the name is read again of the one in hand. Then kind and owner.
     descriptor = os.open(f"fd/{offer.fd:d}", os.O_PATH | os.O_CLOEXEC, dir_fd=process)
     try:
         own = f"/proc/self/fd/{descriptor}"
@@ -234,6 +242,8 @@ def _open_proved(offer: OfferArena, process: int) -> int:
         fd = os.open(own, os.O_RDWR | os.O_CLOEXEC)
     finally:
         os.close(descriptor)
+
+    # 3. Open: size, seals and proof. Any process of this user could make such memory, but only the client knows the proof.
     try:
         if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
             raise OSError("the arena has huge pages, of which the system may have none left at an access")
@@ -251,6 +261,7 @@ def _open_proved(offer: OfferArena, process: int) -> int:
 
 def tensor(memory: np.ndarray, offset: int, shape: tuple[int, ...], itemsize: int) -> np.ndarray:
     """The row-major tensor at this offset of an arena's bytes, as words of its element size; ProtocolError outside of it."""
+    # Offsets are another process's word: checked here, once, for every access.
     nbytes = prod(shape) * itemsize
     if itemsize not in WORDS or min(shape, default=0) < 0 or not HEADER_BYTES <= offset <= len(memory) - nbytes:
         raise ProtocolError(f"a tensor {list(shape)} of {itemsize} bytes each at {offset} is not within {len(memory)} bytes")

@@ -65,6 +65,7 @@ class RowTypes(Generic[T]):
         accepted, name = self._accepted[code], self.classes[code].__name__
         if len(row) != len(accepted) + 1:
             raise ProtocolError(f"{name} has {len(row) - 1} fields, want {len(accepted)}: {[*self.names[code]]}")
+        # type(), not isinstance: a bool is an int, and would pass as one.
         for value, (field, kinds) in zip(row[1:], accepted, strict=True):
             if type(value) not in kinds:
                 raise ProtocolError(f"{name}.{field} is a {type(value).__name__}, want {kinds[0].__name__}")
@@ -115,6 +116,7 @@ _local = _Local()
 
 def pack(message: Message) -> bytes:
     """The body of a message; ProtocolError for a type that msgpack lacks, or a body above MAX_BODY_BYTES."""
+    # A Run may carry a program whose payload is packed already: its bytes are put into the body as they are.
     try:
         if type(message) is Run and any(map(_has_packed_payload, message.defines)):
             body = _joined(_ROWS.row(message), message.defines)
@@ -139,6 +141,7 @@ def _has_packed_payload(definition: Any) -> bool:
 
 def _joined(row: tuple, defines: list) -> bytes:
     """The body of a Run's row, whose definitions may have packed payloads."""
+    # The same bytes as `pack` would make. A msgpack list is a header with its length, then its items.
     packer = _local.packer
     parts = [packer.pack_array_header(len(row))]
     for field in row:
@@ -177,6 +180,8 @@ def weigh(body: bytes) -> None:
         return
     if len(body) > MAX_ASKED_BYTES:
         raise ProtocolError(f"body has {len(body)} bytes, at most {MAX_ASKED_BYTES} are accepted from a peer")
+
+    # `skip` walks over a field without making objects of it.
     reader = msgpack.Unpacker(max_buffer_size=MAX_ASKED_BYTES)
     reader.feed(body)
     try:
@@ -192,12 +197,15 @@ def weigh(body: bytes) -> None:
 
 def _weigh_field(name: str, part: bytes) -> None:
     """Raise ProtocolError for one field, a part of the body, that would take long."""
+    # 1. Bytes of the field, and the count of a stream of numbers.
     stream, most = name in _STREAMS, _MAX_BYTES.get(name, MAX_ASKED_BYTES)
     if len(part) > most:
         raise ProtocolError(f"{name} has {len(part)} bytes, at most {most} are taken")
     if stream and part[:1] == _LONG_LIST and (numbers := int.from_bytes(part[1:5], "big")) > MAX_STREAM_NUMBERS:
         raise ProtocolError(f"{name} has {numbers} numbers, at most {MAX_STREAM_NUMBERS} are taken")
-    # An upper bound: bytes of numbers and texts may look like containers too.
+
+    # 2. Containers, which cost most: an empty list is one byte on the wire and 56 in memory. An upper bound: bytes of numbers
+    # and texts may look like containers too.
     count = len(part) - len(part.translate(None, _CONTAINERS))
     if count > (64 + len(part) // 3 if stream else MAX_CONTAINERS):
         raise ProtocolError(f"{name} has about {count} lists, more than are taken")
@@ -208,10 +216,13 @@ def check(value: Any, where: str) -> None:
 
     All values of one depth are looked at together, by a few calls: a loop over them in Python takes ten times as long.
     """
+    # The usual case, a list of numbers, takes one call.
     if type(value) is list and _NUMBERS.issuperset(map(type, value)):
         return
     if where in _STREAMS:
         raise ProtocolError(f"{where} holds a {next(type(item).__name__ for item in value if type(item) not in _NUMBERS)}")
+
+    # Level by level. Exact types: a bool or a subclass would pass isinstance.
     lists, maps = ([value], []) if type(value) is list else ([], [value])
     for _ in range(MAX_DEPTH):
         items = [*chain.from_iterable(lists), *chain.from_iterable(map(dict.values, maps))]

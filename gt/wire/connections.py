@@ -46,6 +46,7 @@ class Connection:
 
     def assemble(self, body: bytes, frames: tuple) -> tuple[bytes, tuple] | str | None:
         """Add a part: body and frames of the whole message, None before the last part, or the fault of the part."""
+        # A stranger's first message is a Hello, which is short and whole.
         first, self.heard = not self.heard, True
         if first and len(body) > FIRST_BYTES:
             return f"the first message has {len(body)} bytes, at most {FIRST_BYTES} are taken"
@@ -57,6 +58,7 @@ class Connection:
             return whole
         if first:
             return "the first message is not msgpack: it says to be a part of one"
+
         self.body.append(body[1:])
         self.frames += frames
         self.parted += len(body) + sum(map(len, frames))
@@ -66,6 +68,10 @@ class Connection:
         return None
 
 
+# Why tickets: ROUTER tells the descriptor of a message's connection, but by the time the message is read, the connection may
+# have ended and another may have its descriptor. Example, `_place` growing with each accept and end:
+#   accepted(7) -> opened 1; ticket "1" -> place 1; ended(7) -> closed 2; accepted(7) -> opened 3
+# A message with ticket "1" from descriptor 7 is of the first connection: opened 1 <= 1 < closed 2.
 class Connections:
     """heartbeat: seconds that a peer may be silent. silent: number of connections that may have sent no message yet."""
 
@@ -109,6 +115,7 @@ class Connections:
         place, _ = self._tickets.pop(ticket, (-1, 0.0))
         latest = [self._open[fd]] if fd in self._open else []
         for connection in [*self._ended.get(fd, ()), *latest]:
+            # It was open when the ticket was issued.
             if not connection.peer and connection.opened <= place and (not connection.closed or connection.closed > place):
                 connection.peer = peer
                 self._peers[peer] = connection
@@ -117,6 +124,7 @@ class Connections:
 
     def collect_ended(self) -> list[bytes]:
         """Peers whose connections have ended, after all of their messages were received."""
+        # Ended connections without a peer never sent a message: nobody has to be told.
         ended = [connection for row in self._ended.values() for connection in row if connection.peer]
         self._ended.clear()
         for connection in ended:
@@ -155,6 +163,7 @@ class Connections:
 
     def overdue(self, now: float, sent: dict[Connection, int]) -> dict[Connection, str]:
         """Connections that have to end, with reasons. sent: bytes that each has sent."""
+        # 1. Each by itself: refused and still here, silent for too long, or too much sent without a message.
         out: dict[Connection, str] = {}
         early: list[Connection] = []  # the oldest first
         for connection in self._open.values():
@@ -167,6 +176,8 @@ class Connections:
                 out[connection] = f"it sent more than {EARLY_BYTES} bytes before it was let in"
             else:
                 early.append(connection)
+
+        # 2. All early ones together: a flood of connections, or of bytes, whose largest senders go first.
         for connection in early[: max(0, len(early) - self._most_silent)]:
             out[connection] = f"more than {self._most_silent} connections have said nothing"
         total = sum(sent.get(connection, 0) for connection in early)
@@ -175,12 +186,16 @@ class Connections:
                 break
             total -= sent.get(connection, 0)
             out[connection] = f"connections that have said nothing sent more than {ALL_EARLY_BYTES} bytes"
+
+        # 3. Divided messages that have not ended, which the dispatcher keeps in memory.
         parted = sum(connection.parted for connection in self._open.values())
         for connection in sorted(self._open.values(), key=lambda connection: -connection.parted):
             if parted <= ALL_PARTED_BYTES:
                 break
             parted -= connection.parted
             out[connection] = f"messages that have not ended have more than {ALL_PARTED_BYTES} bytes"
+
+        # 4. Tickets whose connection never sent a message.
         for ticket in [ticket for ticket, (_, given) in self._tickets.items() if now - given > 2 * SPEAK_SECONDS]:
             del self._tickets[ticket]
         return out
@@ -190,6 +205,7 @@ class Connections:
         out = {}
         self.growing = False
         for connection, nbytes in read.items():
+            # Bytes read less those of whole messages. Heartbeats are no messages, and are allowed for by their rate.
             unfinished = nbytes - connection.taken - self._beats * (now - connection.since)
             self.growing |= unfinished > CHUNK
             if connection.peer and unfinished > UNFINISHED_BYTES:
@@ -205,12 +221,16 @@ def on_wire(nbytes: int, sealed: bool) -> int:
 
 def cut(body: bytes, frames: tuple, limit: int) -> list[list]:
     """Divide a message into parts of `limit` bytes and one frame at most. All but the last begin with PART."""
+    # 1. The body's bytes but the last `limit`, one part each.
     starts = range(0, len(body) - limit, limit)
     parts: list[list] = [[PART + body[start : start + limit]] for start in starts]
     rest = body[len(starts) * limit :]
-    if rest[:1] == PART:  # the last part must not begin with PART
+    # The last part is known by not beginning with PART: a rest that happens to begin so becomes a part too.
+    if rest[:1] == PART:
         parts.append([PART + rest])
         rest = b""
+
+    # 2. Frames in groups; the last group goes with the rest of the body.
     group: list = []
     size = len(rest)
     for frame in frames:

@@ -90,8 +90,9 @@ class Dealer:
         self._wait, self._heartbeat = timeouts.connect, timeouts.heartbeat
         self._approach = Approach(address, *place(address), token, self._heartbeat)
         self._queue: deque[list[Any]] = deque()
+        # Descriptors that wake a sleeping thread: the link's own (`_bell`), and the one that leads (`_call`).
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._call = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes the leading thread
+        self._call = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = self._over = self._deaf = False
         self._pid = os.getpid()
         self._lock = threading.Lock()  # held to ring a bell and to close it
@@ -121,6 +122,7 @@ class Dealer:
         nbytes = len(body) + sum(memoryview(frame).nbytes for frame in frames)
         self.messages_sent += 1
         self.bytes_sent += nbytes
+        # The server ends a connection with a long unfinished message, so a larger one is divided, see connections.py.
         if nbytes <= 2 * CHUNK and len(body) <= CHUNK:
             self._queue.append([body, *frames])
         else:
@@ -133,9 +135,10 @@ class Dealer:
         tcp.watch_descriptor(self._approach.descriptor)
 
     def close(self) -> None:
-        """Send what is queued (for at most LINGER_SECONDS), then leave no thread and no socket behind."""
+        """Send queued messages (for at most LINGER_SECONDS), then leave no thread and no socket behind."""
+        # A fork has a copy of this object, and neither its threads nor a right to its socket.
         if self._pid != os.getpid():
-            return  # a fork's copy: the link is the parent's
+            return
         self._closing = True
         self.wake()
         if threading.current_thread() is not self._thread:
@@ -155,6 +158,8 @@ class Dealer:
         """Take a turn now, in this thread unless another thread is in a turn."""
         if self.inside:
             return
+        # With work left, or another thread in a turn, the link's thread
+        # has to look again. Otherwise it may sleep until its turn.
         if self._sock is None or self._turn_here() is not False:
             self.wake()
         else:
@@ -165,6 +170,7 @@ class Dealer:
 
         Returns at once if another thread leads, before there is a connection, and after its end. A signal interrupts it.
         """
+        # One thread leads. Others sleep, and are woken by the callback that has what they wait for.
         if self._sock is None or self.inside or not self._leading.acquire(blocking=False):
             return done()
         try:
@@ -185,16 +191,22 @@ class Dealer:
         poller = select.poll()
         poller.register(self._call, select.POLLIN)
         poller.register(self._descriptor, select.POLLIN)
+
+        # Spin only if the last answer came at once: then the next one
+        # probably does, and sleeping would cost more than the wait.
         start = time.monotonic()
         spin = start + SPIN_SECONDS if self._quick and self._on_turn is not None else start
         while not done() and not self._over:
             now = time.monotonic()
             self._aside = now + 2 * STEP_SECONDS
             more = self._turn_here()
-            if more is None:  # the link's thread is in a turn, and may be past the sending
+            # The link's thread is in a turn, and may be past the sending.
+            if more is None:
                 self.wake()
             if done() or self._over or now > end:
                 break
+
+            # Sleep until a message or a call, for STEP_SECONDS at most: `_aside` has to be renewed in time.
             ready = poller.poll(0)
             while not (ready or more) and time.monotonic() < spin:
                 os.sched_yield()
@@ -206,6 +218,7 @@ class Dealer:
 
     def _turn_here(self) -> bool | None:
         """Take a turn in the calling thread: True if work is left; None if no turn could be taken."""
+        # A KeyboardInterrupt within a turn would leave half a message at the socket, or the lock held.
         with uninterrupted():
             if not self._using.acquire(blocking=False):
                 return None
@@ -233,6 +246,7 @@ class Dealer:
             if self._on_turn is not None:
                 self._on_turn()
             self._transmit(sock)
+            # What the leading thread waits for may be among the messages that this thread has received.
             if came and self._leader and self._leader != self._user:
                 self._ring(self._call)
             return bool(events_of(sock) & (_IN | (_OUT if self._queue else 0)))
@@ -247,7 +261,9 @@ class Dealer:
             body = sock.recv(NOW)
             frames = frames_of(sock)
             message = codec.unpack(body)
-            self._deaf |= type(message) is Exit  # the server reads no more, so close() need not wait
+            # After Exit the server reads no more, so close() need not wait for what is queued.
+            self._deaf |= type(message) is Exit
+            # From here on the server's process can be watched, if it is on this host.
             if type(message) is Welcome:
                 match message.process:
                     case [int(pid), str(home)]:
@@ -262,7 +278,7 @@ class Dealer:
                 put(sock, queue[0])
             except zmq.Again:
                 return
-            queue.popleft()
+            queue.popleft()  # only once it is sent: zmq.Again leaves the message in its place
 
     # ---- in the link's thread
 
@@ -274,6 +290,7 @@ class Dealer:
             log.exception("the link to %s failed", self.address)
             reason = f"the link to {self.address} failed: {type(error).__name__}: {error}"
         finally:
+            # Other threads first, then the socket, then its context: the reverse of how they began.
             self._close_bells()
             self._queue.clear()
             self._approach.close(int(LINGER_SECONDS * 1000) if self._closing and not self._deaf else 0)
@@ -284,8 +301,10 @@ class Dealer:
 
     def _close_bells(self) -> None:
         """End all use of the socket by other threads."""
+        # 1. No turn begins any more; one under way is waited for.
         with self._using:
             self._sock = None
+        # 2. A leading thread is woken and returns. Only then may its descriptor be closed: a reused number would be another's.
         with self._lock:
             self._over = True
             os.eventfd_write(self._call, 1)
@@ -310,6 +329,7 @@ class Dealer:
         approach = self._approach
         bell = select.poll()
         bell.register(self._bell, select.POLLIN)
+        # Attempts until one connects, none can, or the time is over. A pause ends early when close() rings.
         while not self._closing:
             if approach.attempt(context, self._bell, deadline, lambda: self._closing):
                 assert approach.sock is not None
@@ -333,6 +353,8 @@ class Dealer:
         sock, monitor = self._sock, self._approach.monitor
         if sock is None or monitor is None:
             return ""
+
+        # While another thread takes the turns, this one polls only the bell and the monitor (`few`).
         events = descriptor_of(monitor)
         full, few = select.poll(), select.poll()
         for what in (events, self._bell):
@@ -344,12 +366,17 @@ class Dealer:
         while True:
             aside = not more and time.monotonic() < self._aside
             ready = (few if aside else full).poll(TURN_SECONDS * 1000 if aside else 0 if more else self._pause())
+
+            # A sending thread took its turn meanwhile, and would have to wait for the interpreter.
             if aside and not ready and (now := time.monotonic()) < self._due and now - last < STEP_SECONDS:
-                continue  # a sending thread took its turn meanwhile, and would have to wait for the interpreter
+                continue
+            # The leading thread receives it.
             if len(ready) == 1 and ready[0][0] == self._descriptor and time.monotonic() < self._aside:
-                continue  # the leading thread receives it
+                continue
             if any(fd == self._bell for fd, _ in ready):
                 os.eventfd_read(self._bell)
+
+            # Its own turn: first the reasons to end, then the messages.
             last = time.monotonic()
             with self._using:
                 if self._fault is not None:
@@ -366,6 +393,7 @@ class Dealer:
         """True once the connection has ended, and its last messages have been received."""
         if not any(event == GONE for event, _ in monitored(monitor)):
             return False
+        # The server's last messages, such as an Exit with its reason, are in the queue already.
         self._user = threading.get_ident()
         self._receive(sock, burst=1 << 20)
         return True

@@ -34,11 +34,14 @@ class StandIn:
     importers: frozenset[str]  # names of these modules
 
 
+# A deferred module is in sys.modules as a DeferredModule, whose code has not been executed. The first attribute that it lacks
+# executes it, and gives it the class ModuleType again: from then on an access costs what it always does.
 class DeferredModule(ModuleType):
     """A module that is executed when an attribute is asked for that it does not have yet."""
 
     def __getattr__(self, name: str) -> Any:
         if (loader := _loader(self)) is not None and self.__name__ not in _executing and name in loader.stand_ins:
+            # `from x import y` reads the attribute in a frame of the importing module.
             stand_in = loader.stand_ins[name]
             if sys._getframe(1).f_globals.get("__name__") in stand_in.importers:
                 return stand_in.value
@@ -85,7 +88,8 @@ class _DeferringFinder(MetaPathFinder):
             if name.startswith(self._prefixes) and self in sys.meta_path:
                 sys.meta_path.remove(self)
                 execute_deferred(*self._names)
-                if (module := sys.modules.get(name)) is not None:  # one of them has imported it
+                # One of them has imported it.
+                if (module := sys.modules.get(name)) is not None:
                     loader = _LoadedLoader(module)
                     # Of a module that has appeared meanwhile the import system takes the module's own spec
                     module.__spec__ = importlib.util.spec_from_loader(name, loader, is_package=hasattr(module, "__path__"))
@@ -121,6 +125,7 @@ def execute(module: ModuleType) -> None:
     """Execute a module if it is deferred. Other threads that use it wait. An error of the module is raised at each use."""
     with _lock:
         name, loader = module.__name__, _loader(module)
+        # The module's own code asks it for attributes while it is executed: these are ordinary look-ups.
         if loader is None or name in _executing:
             return
         _executing.add(name)

@@ -131,6 +131,7 @@ class Gate:
 
     def admit(self, message: Message, frames: int = 0, longest: int = 0) -> None:
         """Raise ProtocolError if the message is out of place. longest: bytes of its longest frame."""
+        # Each check is of one message and the state of this peer; the core checks what needs more, such as ids.
         name = type(message).__name__
         if frames > (most := CARRIES.get(type(message), 0)):
             raise ProtocolError(f"{name} came with {frames} frames, it has {f'at most {most}' if most else 'none'}")
@@ -146,12 +147,14 @@ class Gate:
         if type(message) not in MAY_SEND.get(self.role, (frozenset(), frozenset()))[0]:
             article = "an" if self.role == "observer" else "a"
             raise ProtocolError(f"{article} {self.role} may not send {name}")
+        # A gap or a repeated batch would make the dispatcher's tensors others than the client's.
         if isinstance(message, Ops):
             if message.seq != self._next_batch:
                 raise ProtocolError(f"Ops.seq is {message.seq}, want {self._next_batch}")
             self._next_batch += 1
 
 
+# Batches are numbered from 0: with sent 9 and acked 5, batches 6 to 9 are under way. -1: none yet.
 class Window:
     """Number of unacknowledged batches, at most `credit` (a flow-control window)."""
 

@@ -59,6 +59,7 @@ def sight(pid: int, where: str) -> Sight:
 
 def descendants_seconds(pid: int) -> float:
     """CPU seconds of all descendants of `pid`."""
+    # CPU time of ended children is in their parent's row, so it is counted with the parent.
     rows = dict(_every())
     own = rows.get(pid)
     ended = sum(map(int, own[_USED][2:])) if own else 0
@@ -82,6 +83,7 @@ def _every() -> Iterator[tuple[int, list[str]]]:
 def _fields(pid: str) -> list[str]:
     """Fields of /proc/PID/stat, from the state on; none for a process that is gone."""
     try:
+        # "PID (NAME) STATE PPID ...": a name may have brackets and spaces, so fields count from the last bracket.
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split()
     except OSError:
@@ -90,6 +92,7 @@ def _fields(pid: str) -> list[str]:
 
 def unheard(fd: int) -> float:
     """Seconds without an acknowledgement by the other host on a TCP connection; 0 while no segment is in flight."""
+    # The descriptor is libzmq's: `detach` gives it back without closing it. Family and kind do not matter for options.
     try:
         sock = bsd.socket(bsd.AF_INET, bsd.SOCK_STREAM, 0, fd)
     except OSError:

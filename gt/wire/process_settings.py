@@ -59,7 +59,8 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            if not gc.get_freeze_count():  # else the program has frozen objects, which unfreezing would give back
+            # Otherwise the program has frozen objects itself, which unfreezing would give back.
+            if not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()  # into the oldest generation
             gc.enable()
@@ -81,6 +82,7 @@ class CycleCollector:
         if now < self._next or (not idle and now < self._latest):
             return
         gc.collect()
+        # Passes take at most 1/REST_FACTOR of the time.
         took = time.monotonic() - now
         self._next = now + max(EVERY_SECONDS, took * REST_FACTOR)
         self._latest = self._next + OVERDUE_SECONDS

@@ -120,17 +120,23 @@ class Router:
         events: list[Arrived | Gone] = []
         # In this order: a connection's start is known before its admission, and its end after all of its messages are queued.
         # Bytes that were read before messages are received belong to these messages, or to an unfinished one.
+
+        # 1. Accepts and ends, then admissions.
         requests = self._requests() if self._again or self._asked in ready else []
         if requests or self._seen in ready:
             self._follow()
         for request in requests:
             self._let_in(request)
         self._again = bool(requests)  # an answer consumes the signal of newer requests
+
+        # 2. Messages. If connections have ended, all that is queued, since some of it may be theirs.
         now = time.monotonic()
         due = self._connections and now >= self._next_poll
         sent = {connection: tcp.received(connection.fd) for connection in self._connections} if due else {}
         burst = 1 << 16 if self._connections.unsettled else BURST_MESSAGES if due or self._sock in ready else 0
         drained = self._receive(events, burst)
+
+        # 3. Ends, behind the peers' last messages; then a look at suspicious connections.
         if self._connections.unsettled:
             for peer in self._connections.collect_ended():
                 self._report_end(peer, events)
@@ -156,11 +162,13 @@ class Router:
 
     def send(self, peer: bytes, message: Message, frames: Frames = ()) -> None:
         """Queue a message. A message to a gone peer is dropped."""
-        if self._packed[0] is not message:  # the same message to many peers is packed once
+        # The same message to many peers is packed once.
+        if self._packed[0] is not message:
             self._packed = (message, codec.pack(message))
         try:
             put(self._sock, (peer, self._packed[1], *frames))
         except zmq.ZMQError as error:
+            # The peer is gone, which the monitor reports too, or its queue is full while it leaves.
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise
 
@@ -171,7 +179,7 @@ class Router:
         self._connections.disconnect(peer, time.monotonic())
 
     def close(self) -> None:
-        """Send what is queued, for at most LINGER_SECONDS, and free the port."""
+        """Send queued messages, for at most LINGER_SECONDS, and free the port."""
         self._shut(int(LINGER_SECONDS * 1000))
 
     # ---- opening and closing
@@ -180,12 +188,14 @@ class Router:
         """Bind the socket to each address of `host`, which commas divide; the port."""
         names = host.split(",")
         ips = ["0.0.0.0" if name == "*" else resolve(name.strip()) for name in names]  # once: access is by the bound address
-        open_at = next((at for at, ip in enumerate(ips) if not auth.loopback(ip)), 0)  # its rules hold for all
-        entry = auth.entry(access, ips[open_at], names[open_at])
+        strictest = next((place for place, ip in enumerate(ips) if not auth.loopback(ip)), 0)  # its rules hold for all
+        entry = auth.entry(access, ips[strictest], names[strictest])
+
         # PLAIN opens to processes of this host alone, and a server waits for them while Ctrl-Z or a debugger stops them. If one
         # dies, the kernel closes its connection.
         here = bool(access.secret) or entry.mechanism == auth.PLAIN
         options(self._sock, 0.0 if here else heartbeat, CHUNK)
+
         # Credit bounds the messages in flight, and a full queue would make ROUTER drop messages silently.
         self._sock.setsockopt(zmq.SNDHWM, 0)
         self._sock.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
@@ -195,15 +205,17 @@ class Router:
         for name, ip in zip(names, ips):
             port = self._listen(name, ip, port)
         self._locks = [auth.lock(entry, access.token, ip, port) for ip in ips]  # passwords hold for one address each
+
         self._sealed = entry.mechanism == auth.CURVE
         self._client = public(self._locks[0].client) if self._locks[0].client else b""
         try:
             for ip in ips:
                 self._published.append(server_files.publish(ip, port, entry.text()))
         except Refused as refusal:
+            # No file is needed where peers have the secret or the token.
             if not access.secret and not (entry.given and entry.mechanism == auth.CURVE):
                 raise
-            log.info("%s", refusal)  # no file is needed: peers have the secret or the token
+            log.info("%s", refusal)
         return port
 
     def _listen(self, host: str, ip: str, port: int) -> int:
@@ -245,6 +257,7 @@ class Router:
 
     def _let_in(self, request: list[bytes]) -> None:
         """Answer [asker, "", version, id, domain, address, routing id, mechanism, credentials...] of ZAP 1.0."""
+        # A name in the answer becomes the "User-Id" of the connection's messages: here the ticket, which `_meet` reads.
         asker, empty, version, number, _, address, _, mechanism, *credentials = request
         spoken = mechanism.decode("ascii", "replace")
         good = any(auth.opens(lock, spoken, credentials, self._client) for lock in self._locks)
@@ -258,14 +271,18 @@ class Router:
         """Receive up to `burst` messages. True if the socket is empty then."""
         sock = self._sock
         for count in range(burst):
-            if count == 1 and not events_of(sock) & _IN:  # to ask costs less than zmq.Again, and most turns have one message
+            # To ask costs less than zmq.Again, and most turns have one message.
+            if count == 1 and not events_of(sock) & _IN:
                 return True
             try:
                 peer = sock.recv(NOW)
             except zmq.Again:
                 return True
+            # A message without a body, which no peer of GT sends.
             if not sock.getsockopt(zmq.RCVMORE):
                 continue
+
+            # A new peer's first message is read as a frame object, which has the connection's descriptor and ticket.
             connection = self._connections.of(peer)
             if connection is not None:
                 body = sock.recv()
@@ -275,9 +292,11 @@ class Router:
                 if peer not in self._dead:
                     connection = self._meet(peer, first)
             frames = frames_of(sock)
+
             if connection is None or peer in self._dead:
                 self._turn_away(peer)
                 continue
+            # Counted as on the wire, to be compared with the bytes that the kernel has received.
             connection.taken += on_wire(len(body), self._sealed)
             for frame in frames:
                 connection.taken += on_wire(len(frame), self._sealed)
@@ -290,6 +309,7 @@ class Router:
 
     def _meet(self, peer: bytes, frame: zmq.Frame) -> Connection | None:
         """The connection of a new peer; None if it has ended, or has chosen its own name, as no peer of GT does."""
+        # ROUTER makes identities of five bytes that begin with 0. A name that a stranger chose could be another peer's.
         if len(peer) != 5 or peer[0]:
             return None
         try:
@@ -316,6 +336,7 @@ class Router:
         found.append(Gone(peer, ENDED))
 
     def _bury(self, peer: bytes, told: bool) -> None:
+        # Messages of a peer that is gone may still be in the queue. The oldest are forgotten: theirs have long been read.
         self._dead[peer] = told
         if len(self._dead) > MAX_GONE_PEERS:
             del self._dead[next(iter(self._dead))]
@@ -328,16 +349,20 @@ class Router:
             late.update(connections.unfinished(now, {connection: row[0] - row[1] for connection, row in sent.items()}))
         for connection, reason in late.items():
             self._end(connection, reason)
+        # Looks take a twentieth of the time at most, however many connections there are.
         took = time.monotonic() - now
         self._next_poll = now + max(WARY_SECONDS if connections.silent or connections.growing else CALM_SECONDS, 20 * took)
 
     def _end(self, connection: Connection, reason: str) -> None:
         """End a connection, unless it has just ended, when another may have its descriptor."""
+        # libzmq may close the descriptor at any time, and the kernel give its number to another connection. A duplicate holds
+        # one connection; if our books say afterwards that it is still open, it is the one that is meant.
         copy = tcp.duplicate(connection.fd)
-        self._follow()  # still open: the duplicate is of this connection
+        self._follow()
         if self._connections.holds(connection):
             if self._sparse.allows(time.monotonic()):
                 log.warning("a connection is ended: %s", reason)
-            tcp.end(copy if copy >= 0 else connection.fd)  # no free descriptor for a copy: almost certainly the same one
+            # Without a free descriptor for a copy it is almost certainly the same one.
+            tcp.end(copy if copy >= 0 else connection.fd)
         if copy >= 0:
             os.close(copy)

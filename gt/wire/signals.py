@@ -27,6 +27,7 @@ class uninterrupted:
         try:
             for number in _NUMBERS:
                 before = _get(number)
+                # Another block has put its own handler there: it is around this one, or it could not put the program's back.
                 if getattr(before, "__func__", None) is uninterrupted._note:
                     if not before.__self__._ended:
                         return  # an outer block delays them
@@ -62,12 +63,14 @@ class uninterrupted:
                 _set(number, before)
             except BaseException as error:  # raised by a handler, which the system calls before it sets another
                 raised = error
+        # `_set` runs handlers of pending signals first, which may raise (KeyboardInterrupt), and then has set nothing.
         if raised is not None:
             for number, before in self._before:
                 _set(number, before)
             raise raised
 
     def _deliver(self) -> None:
+        # The first handler may raise. The others run all the same, and the first error is the context of theirs.
         number, frame = self._seen.pop(0)
         try:
             self._handler(number)(number, frame)

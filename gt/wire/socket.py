@@ -43,6 +43,7 @@ def place(address: str) -> tuple[str, int]:
 
 def host_and_port(address: str) -> tuple[str, int]:
     """Name and port of "host:port", an IPv6 address being in brackets. DispatcherLost for another text."""
+    # An IPv6 address has colons of its own, so it must be in brackets: "::1:80" would be ambiguous.
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     inner = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not inner or not port.isdecimal() or not 0 < int(port) < 1 << 16 or (":" in host and inner is host):
@@ -69,6 +70,7 @@ def resolve(host: str) -> str:
         rows = bsd.getaddrinfo(host, None, type=bsd.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise DispatcherLost(f"no host is called {host!r} ({error}): check the address") from None
+    # "localhost" may be ::1 and 127.0.0.1, and servers listen on IPv4 by default. A link-local IPv6 address needs its scope.
     family, *_, address = min(rows, key=lambda row: row[0] != bsd.AF_INET)
     scope = f"%{address[3]}" if family == bsd.AF_INET6 and len(address) > 3 and address[3] else ""
     return f"{str(address[0]).partition('%')[0]}{scope}"
@@ -86,7 +88,9 @@ def options(sock: zmq.Socket, heartbeat: float, longest: int) -> None:
 
     heartbeat: seconds; 0 waits for a silent peer for ever.
     """
+    # libzmq ends a connection whose frame is longer, before it allocates memory for the frame.
     sock.setsockopt(zmq.MAXMSGSIZE, longest + SEALED_BYTES)
+    # Five ZMTP heartbeats a GT heartbeat; the peer's libzmq answers them from a thread of its own.
     if heartbeat:
         sock.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(heartbeat * 200)))
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(100, int(heartbeat * PATIENCE_HEARTBEATS * 1000)))
@@ -147,6 +151,8 @@ def frames_of(sock: zmq.Socket) -> tuple[Any, ...]:
 
 def put(sock: zmq.Socket, parts: Frames) -> None:
     """Send the parts of a message without waiting; zmq.Again if the queue is full. Large parts are not copied."""
+    # Only the first part can meet a full queue: libzmq takes a message
+    # whole or not at all, so zmq.Again leaves nothing half sent.
     last = len(parts) - 1
     for number, part in enumerate(parts):
         size = len(part) if type(part) is bytes else memoryview(part).nbytes

@@ -25,6 +25,7 @@ def received(fd: int) -> tuple[int, int]:
             info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED + 8)
         finally:
             sock.detach()
+        # The kernel counts bytes whether they are read or not, so the difference is what libzmq has taken.
         unread = array.array("i", [0])
         fcntl.ioctl(fd, termios.FIONREAD, unread)
         return struct.unpack_from("=Q", info, _RECEIVED)[0], unread[0]
@@ -51,6 +52,7 @@ def end(fd: int) -> None:
 
 def watch(sock: socket.socket) -> None:
     """Have the kernel end a connection to a host that answers nothing for UNANSWERED_SECONDS. Busy processes do not matter."""
+    # Probes each second while the connection is idle; TCP_USER_TIMEOUT bounds how long probes or data may go unacknowledged.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         sock.setsockopt(socket.IPPROTO_TCP, option, 1)
@@ -95,6 +97,7 @@ def mechanism(ip: str, port: int, seconds: float = 1.0) -> str | None:
                 greeting += data
     except OSError:
         return None
+    # A ZMTP 3 greeting: signature (10 bytes, 0xff ... 0x7f), version (2), mechanism (20, padded with zeros), and 32 more.
     if len(greeting) < 32 or greeting[0] != 0xFF or greeting[9] != 0x7F:
         return "" if greeting else None
     return greeting[12:32].rstrip(b"\0").decode("ascii", "replace")

@@ -38,6 +38,7 @@ class Admission:
 
         ConfigError, Refused or ProtocolError if no workers can make it good.
         """
+        # 1. Limits, before the config is read: reading takes time with its length.
         _switches(hello.switches)
         if len(hello.config) > MAX_CONFIG_CHARACTERS:
             raise ConfigError(
@@ -45,11 +46,14 @@ class Admission:
             )
         if len(self.waiting) + len(self.reading - {peer}) >= MAX_WAITING_CLIENTS:
             raise Refused(f"{MAX_WAITING_CLIENTS} programs wait for workers already, and no more can: try again later")
+        # Others go on meanwhile. `reading` counts such clients, and tells if this one has left when its config is read.
         try:
             with apart():
                 config = load(hello.config, hello.config_path)
         except RecursionError:
             raise ConfigError(f"{hello.config_path or 'config'} is nested too deep") from None
+
+        # 2. Errors that no wait can mend are raised now: a worker that this server will never have, or more than are allowed.
         self.reading.discard(peer)
         if self.most:
             check_workers(config, [f"w{n}" for n in range(self.most)])
@@ -82,6 +86,7 @@ def _switches(switches: dict[str, Any]) -> None:
         "stall_timeout": lambda v: type(v) in (int, float) and 0 <= v <= MAX_STALL_SECONDS,
     }
     for name, value in switches.items():
+        # A list or dict may not be hashable, as `v in PRECISIONS` needs.
         if name not in allowed or isinstance(value, (list, dict)) or not allowed[name](value):
             raise ProtocolError(f"Hello.switches.{name:.40} is {value!r:.40}, want a known setting with a value that it allows")
 
@@ -102,6 +107,7 @@ class SharedThreads:
         threads = self._switches.get("threads", 0)
         if not threads:
             return self._switches
+        # The count holds until a worker is replaced, which may bring it to another host.
         if self._lives.get(worker.index) != worker.lives:
             workers = self._cluster.workers
             self._lives = {one.index: one.lives for one in workers}
@@ -116,8 +122,8 @@ def check_links(config: Config, cluster: Cluster) -> None:
     parted = {pair for pair, way in ways.items() if way.kind == "none"}
     for group in config.groups.values() if parted else ():
         hosts = cluster.hosts_of(cluster.workers[index] for index in group.flat)
-        for at, one in enumerate(hosts):
-            for other in hosts[at + 1 :]:
+        for place, one in enumerate(hosts):
+            for other in hosts[place + 1 :]:
                 if (one.home, other.home) in parted:
                     raise ConfigError(
                         f"{config.where(group.name)} spans {one.name} and {other.name}, which no link joins, and no host "

@@ -124,12 +124,14 @@ class Watch:
     # ---- whether they get on
 
     def poll(self, now: float) -> tuple[list[tuple[bytes, Query]], list[Examine]]:
-        """Queries to busy workers, which ask how far each is, and the processes to examine."""
+        """Queries to busy workers about their progress, and the processes to examine."""
+        # The dispatcher itself had no turn, as on a suspended machine: all clocks of blame begin again.
         if now - self._ticked > JUMP_SECONDS:
             self.awake = now
         self._ticked = now
         asked: list[tuple[bytes, Query]] = []
         for worker in self.cluster.workers:
+            # Only busy workers have a place. It begins anew when the worker has finished another Run, or is another process.
             place = self.places.get(worker.index)
             if worker.lost or worker.done >= worker.runs:
                 self.places.pop(worker.index, None)
@@ -142,6 +144,7 @@ class Watch:
         return asked, self._examine(now)
 
     def _examine(self, now: float) -> list[Examine]:
+        # A restarted worker has another process: what was seen of the old one does not count.
         self.halts = {i: halt for i, halt in self.halts.items() if self._living(i, halt.life)}
         if not self.home or now - self._examined < self.heartbeat / POLLS_PER_HEARTBEAT:
             return []
@@ -159,11 +162,15 @@ class Watch:
     def examined(self, worker: Worker, event: Examined) -> None:
         """Take the kernel's word on a worker's process. A silent process that uses CPU time makes progress."""
         index, place = worker.index, self.places.get(worker.index)
+        # `since` stays that of the first sighting; only `seen` moves.
         if event.state == "" or event.state not in STOPPED:
             self.halts.pop(index, None)
         else:
             first = Halt(worker.lives, event.at, describe(worker.info["pid"], event.state), event.at)
             self.halts.setdefault(index, first).seen = event.at
+
+        # Its loop does not answer (a long op holds the interpreter), so its CPU time speaks for it. In a collective it may
+        # spin, which uses CPU time and is no progress.
         if place is not None and not place.waits and event.at - place.heard > 2 * self.heartbeat / POLLS_PER_HEARTBEAT:
             self._worked(place, 1, event.seconds)
 
@@ -180,11 +187,13 @@ class Watch:
         place, now = self.places.get(worker.index), self.cluster.now
         if place is not None:
             place.heard = now
+            # The first answer only tells where it has been all the time.
             if place.at != at:
                 place.came, place.since = (now, now) if place.at is not None else (place.came, place.since)
                 place.at = at
             if type(work) is float:
                 self._worked(place, 0, work)
+            # Kernels that load, and a GPU with a long queue, give no sign: they have LONG_SECONDS without one.
             if place.kind in (LOAD, DEVICE) and now - place.came < LONG_SECONDS:
                 place.since = now
 

@@ -125,7 +125,7 @@ class Shared:
         return ""
 
     def join(self, peer: bytes, info: dict) -> tuple[str, Lease | None]:
-        """A worker comes: its name, and the lease that it is of from now on. Refused if its name is taken."""
+        """A worker joins: its name, and its lease from now on. Refused if the name is taken."""
         cluster = self.common.cluster
         holder = cluster.named(info["name"]) if info["name"] else None
         if holder is not None and not holder.lost:
@@ -140,20 +140,22 @@ class Shared:
 
     def ready(self, client: Waiting, before: Sequence[Waiting], now: float) -> bool:
         """True once every worker is here that a client needs; Refused or ConfigError if it has waited long enough."""
+        # Three conditions: as many workers as the client wants, all that its config names, and none of those lost. Each may
+        # come true while it waits; when it has waited long enough, the first that does not hold is its error.
         names, wanted = self._names(), client.wanted
         late = now >= client.until
         if not names or len(names) < wanted:
             if not late:
                 return False
             raise few(len(names), wanted)
-        everyone = [w.name for w in self.common.cluster.workers]
+        everyone = [worker.name for worker in self.common.cluster.workers]
         try:
             check_workers(client.config, everyone)
         except ConfigError:
             if late or wanted:
                 raise
             return False
-        gone = [w for w in self.common.cluster.workers if w.lost and w.index in client.used]
+        gone = [worker for worker in self.common.cluster.workers if worker.lost and worker.index in client.used]
         if gone and late:
             lost = f"worker {gone[0].name} is lost ({gone[0].lost:.200}), and {len(names)} are here"
             raise Refused(f"{lost}: start another one with `gt worker`, or name others in the config")
@@ -189,6 +191,10 @@ class Shared:
         return [w.name for w in self.common.cluster.workers if not w.lost]
 
 
+# States of a slot:
+#   FREE -> LENT (grant) -> RENEWING (its session has ended) -> FREE (the restarted process joins)
+#   LENT -> LOST (its process is gone) -> LENT (a successor joins, for the same session), or removed at the session's end
+#   RENEWING -> removed, if the process does not restart in time; FREE -> removed, if the process is gone
 @dataclass(slots=True)
 class WorkerSlot:
     """One worker of an exclusive server, by name: the process that is it now, and the lease that it is of. Lost: a lease's."""
@@ -225,7 +231,8 @@ class Exclusive:
     # ---- workers
 
     def join(self, peer: bytes, info: dict) -> tuple[str, Lease | None]:
-        """A worker comes: as the one that starts afresh, in place of a lost one, or new. Its lease is that of the lost one."""
+        """A worker joins: restarted, in place of a lost one, or new. In place of a lost one it has that one's lease."""
+        # A nameless worker first takes the place of a lost one, whose session waits for it.
         slot = self.slots.get(info["name"]) if info["name"] else self._vacant()
         if slot is None:
             name = info["name"] or next(name for i in itertools.count() if (name := f"w{i}") not in self.slots)
@@ -286,6 +293,8 @@ class Exclusive:
         most = self.terms.workers
         if most and client.wanted > most:
             raise Refused(f"workers={client.wanted}, and a session may have {most} (the server's --max-workers): ask for fewer")
+
+        # A session's workers are numbered from 0, so its config cannot name one beyond its share.
         share, why = (client.wanted, "the program asks for") if client.wanted else (most, "the server's --max-workers gives it")
         group = next((g for g in client.config.groups.values() if share and max(g.flat, default=-1) >= share), None)
         if group is not None:
@@ -304,6 +313,7 @@ class Exclusive:
 
     def ready(self, client: Waiting, before: Sequence[Waiting], now: float) -> bool:
         """True once its turn has come and its workers are free; Refused if the server has had too few for too long."""
+        # `before`: clients that asked earlier and still wait. Only those that could be served at all hold up later ones.
         have, need = self._count(), max(client.wanted, client.named, 1)
         ahead = bool(before) and before[-1].queued
         client.place, client.fits = len(before) + 1, have >= need
@@ -334,6 +344,7 @@ class Exclusive:
         return Notice(text, client.place)
 
     def grant(self, client: Waiting, now: float) -> Lease:
+        # Workers of one host first, by GPU: a session's workers should be neighbours.
         free = [slot for slot in self.slots.values() if slot.state == FREE]
         free = ordered(free, lambda slot: slot.info)[: self._share(client)]
         lease = Lease.of(self.heartbeat, self.home)
@@ -351,6 +362,8 @@ class Exclusive:
         if lease is None:
             return []
         self.leases.remove(lease)
+
+        # Each process starts afresh: what a program left in it (memory, loaded code) is not the next program's to see.
         renewed = []
         for slot in [slot for slot in self.slots.values() if slot.lease is lease]:
             slot.lease = None

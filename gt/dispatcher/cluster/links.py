@@ -73,6 +73,8 @@ class Host:
     @cached_property
     def table(self) -> dict[tuple[int, int], dict[int, set[str]]]:
         """Devices that lead to networks, by (bits of addresses, prefix), the longest prefix first, and by network."""
+        # Example: 10.0.0.1/24 on eth0, which also has the default route,
+        # gives {(32, 24): {0x0a0000: {eth0}}, (32, 0): {0: {eth0}}}.
         table: dict[tuple[int, int], dict[int, set[str]]] = {}
         rows = [(link.address, link.prefix, link.device) for link in self.links]
         rows += [("::" if ":" in link.address else "0.0.0.0", 0, link.device) for link in self.links if link.routed]
@@ -83,6 +85,7 @@ class Host:
 
     def prefix(self, device: str, address: str) -> int:
         """Length of the prefix by which packets to an address leave at a device: 0 for a default route, -1 if they do not."""
+        # The longest matching prefix decides, as in the kernel; if it leads out elsewhere, shorter ones do not count.
         bits, number = _number(address)
         for (kind, prefix), networks in self.table.items():
             if kind == bits and (devices := networks.get(number >> bits - prefix)):
@@ -106,17 +109,21 @@ def ways(hosts: Sequence[Host], failed: frozenset[Failure] = frozenset()) -> dic
     """The way of each pair of different hosts, in both directions."""
     way_of: dict[tuple[str, str], Way] = {}
     speeds: dict[str, dict[str, int]] = {one.home: {} for one in hosts}
-    for at, one in enumerate(hosts):
-        for other in hosts[at + 1 :]:
+
+    # 1. Pairs that connect directly, by the first candidate that has not failed. Their speeds are the graph of step 2.
+    for place, one in enumerate(hosts):
+        for other in hosts[place + 1 :]:
             direct = next((pair for pair in candidates(one, other) if failure(one.home, other.home, pair) not in failed), None)
             if direct is not None:
                 source, target = direct
                 kind: Literal["tcp", "routed"] = "tcp" if _joined(direct) else "routed"
                 way_of[one.home, other.home] = Way(kind, source.address, target.address)
                 speeds[one.home][other.home] = speeds[other.home][one.home] = min(source.mbps, target.mbps)
-    for at, one in enumerate(hosts):
+
+    # 2. The others go through hosts that relay, if any path exists.
+    for place, one in enumerate(hosts):
         paths = widest(one.home, speeds)
-        for other in hosts[at + 1 :]:
+        for other in hosts[place + 1 :]:
             if (one.home, other.home) not in way_of:
                 path = paths.get(other.home)
                 way_of[one.home, other.home] = Way("none") if path is None else Way("via", via=path[1:-1])
@@ -155,6 +162,8 @@ def _pairs(one: Host, other: Host) -> Iterator[tuple[Link, Link]]:
     pairs = [(a, b) for a in one.links for b in other.links if a.address != b.address or one.scope == other.scope]
     twice = {a.address for a in one.links} & {b.address for b in other.links} if one.scope != other.scope else set()
     doubtful = {_network(link.address, link.prefix) for link in one.links if link.address in twice}
+
+    # The order of attempts: sure subnets, routed pairs, doubtful subnets.
     joined = sorted(filter(_joined, pairs), key=_slowness)
     yield from _first((a, b) for a, b in joined if _network(a.address, a.prefix) not in doubtful)
     yield from _routed(one, other, pairs)
@@ -169,6 +178,8 @@ def _routed(one: Host, other: Host, pairs: Sequence[tuple[Link, Link]]) -> Itera
             forth, back = one.prefix(a.device, b.address), other.prefix(b.device, a.address)
             if forth >= 0 and back >= 0:
                 routed.append(((forth == 0) + (back == 0), (a, b)))
+
+    # One pair for each two devices and family of addresses: the sort puts the best first.
     best: dict[tuple[str, str, bool], tuple[Link, Link]] = {}
     for _, (a, b) in sorted(routed, key=lambda row: (row[0], _slowness(row[1]))):
         best.setdefault((a.device, b.device, ":" in a.address), (a, b))
@@ -209,13 +220,15 @@ def _network(address: str, prefix: int) -> Any:
 
 def widest(start: str, speeds: Mapping[str, Mapping[str, int]]) -> dict[str, tuple[str, ...]]:
     """Paths to all that can be reached: fewest hosts first, then the best slowest link, then the order of the hosts."""
+    # Breadth-first, a whole level at a time: all paths of a level have equally many hosts, so the widest of them is final.
+    # Host -> (Mbit/s of the slowest link, path).
     best: dict[str, tuple[int, tuple[str, ...]]] = {start: (1 << 62, (start,))}
     frontier = [start]
     while frontier:
         reached: dict[str, tuple[int, tuple[str, ...]]] = {}
-        for at in frontier:
-            width, path = best[at]
-            for other, speed in speeds[at].items():
+        for home in frontier:
+            width, path = best[home]
+            for other, speed in speeds[home].items():
                 if other not in best and min(width, speed) > reached.get(other, (-1, ()))[0]:
                     reached[other] = min(width, speed), (*path, other)
         best.update(reached)
@@ -228,6 +241,8 @@ def order(hosts: Sequence[Host]) -> list[str]:
     named = sorted(hosts, key=lambda one: (_natural(one.name), one.home))
     by_pair = ways(named)
     joined: Callable[[Host, Host], bool] = lambda a, b: by_pair[a.home, b.home].kind == "tcp"  # noqa: E731
+    # Neighbours in a pipeline or ring should have a direct link. The first
+    # permutation that has is nearest to the order of names.
     if len(named) <= MAX_ORDERED_HOSTS:
         chains = (chain for chain in permutations(named) if all(joined(a, b) for a, b in pairwise(chain)))
         return [one.home for one in next(chains, named)]

@@ -106,18 +106,23 @@ class Membership:
         self._admit_clients()
 
     def _worker_joins(self, peer: Peer, hello: Hello) -> None:
+        # 1. Its info, its proof, and its place in the cluster. An error refuses it before anything knows it.
         info = worker_info(hello.info)
         self._terms.admit(info)
         name, lease = self._lending.join(peer, info)
         worker = lease.cluster.named(name) if lease is not None else None
         if lease is not None and worker is not None:
             lease.cluster.forgive(worker)
+
+        # 2. Sessions that had lost it plan with it again.
         if lease is not None and worker is not None:
             self._workers[peer] = worker
             for session in lease.sessions.values():
                 session.regain(worker)
         log.info("worker %s joined", name)
         self._core.log_line("CONNECT", name, f"worker {name if worker is None else worker.index}, {info['backend']}")
+
+        # 3. Its Welcome and the world. Clients that wait may have enough workers now.
         names = [w.name for w in lease.cluster.workers] if lease else [name]
         self._core.send(peer, Welcome(0, name, names, [], CREDIT, self._core.process))
         if worker is not None:
@@ -131,6 +136,8 @@ class Membership:
         cluster = lease.cluster
         cluster.generation += 1
         cluster.announced = True
+        # The key is derived from the server's secret and the sessions'
+        # numbers: workers of another lease cannot connect with it.
         rows, ways = [w.row() for w in workers(lease)], cluster.routes()
         owners = [session.number for session in lease.sessions.values()] if self._terms.exclusive else []
         key = world_key(self._terms.link_secret, owners) if ways else ""
@@ -157,6 +164,7 @@ class Membership:
 
     def _admit_clients(self) -> None:
         """Welcome every waiting client whose workers are all here, and its own if they have to be."""
+        # The new list grows in order of arrival: it is `before` for each client, those that still wait and asked earlier.
         waiting, self._admission.waiting = self._admission.waiting, []
         for client in waiting:
             try:
@@ -172,9 +180,12 @@ class Membership:
                 self._core.fault(client.peer, "Hello", error)
 
     def _welcome(self, client: Waiting) -> None:
+        # 1. Its workers, and its config with their indices in it.
         lease = self._lending.grant(client, self._core.now)
         config = resolve(client.config, [worker.index for worker in lease.cluster.workers if not worker.lost])
         check_links(config, lease.cluster)
+
+        # 2. Its session.
         cluster, switches = lease.cluster, {k: v for k, v in client.hello.switches.items() if k not in OWN}
         self._workers.update({worker.peer: worker for worker in workers(lease)})
         terms = SessionTerms(
@@ -189,8 +200,10 @@ class Membership:
         session.about = client.about
         self._next_session += 1
         self._sessions[client.peer] = lease.sessions[client.peer] = session
+
+        # 3. The workers learn of one another before the first program that may need it; then the client may begin.
         worlds = cluster.form()
-        if worlds or not cluster.announced:  # before the first program that may need it
+        if worlds or not cluster.announced:
             self._announce_world(lease, worlds)
         self._core.log_line("CONNECT", self._core.name(client.peer), f"client with {len(config.groups)} groups")
         names, name, groups = [w.name for w in cluster.workers], self._core.name(client.peer), list(config.groups)
@@ -209,6 +222,8 @@ class Membership:
             return
         self._admission.forget(peer)
         self._traces.forget(peer)
+
+        # Forgotten first: what follows may find a fault and remove the peer again.
         session, worker, lease = self._sessions.pop(peer, None), self._workers.pop(peer, None), self._lending.of(peer)
         if session is not None and lease is not None:
             self._core.log_line("DISCONNECT", f"client{session.number}", reason)
@@ -216,6 +231,8 @@ class Membership:
             lease.watch.forget(session)
             lease.stragglers.forget(session)
             self._core.guarded(session, "its end", session.close)
+
+        # A client's end gives back its lease, and the workers of an exclusive server start afresh.
         if worker is None:
             for own in self._lending.release(peer, self._core.now):
                 self._core.send(own, Renew("the session that it was lent to has ended"))
@@ -233,11 +250,15 @@ class Membership:
         self._core.log_line("ERROR", worker.name, error)
         if reason != GOODBYE:
             self._observers.recent.add_error(self._core.now, -1, worker.name, error)
+
+        # Workers first: those in a collective with the lost one end their wait. Then each session plans without it.
         for other in workers(lease):
             self._core.send(other.peer, Abort(worker.index, worker.lost))
         for session in list(lease.sessions.values()):
             self._core.guarded(session, "the loss of a worker", session.lose, worker)
             self._round_robin.resume(session.peer)
+
+        # Ways that it relayed need another relay.
         if any(worker.index in row[6] for row in lease.cluster.relayed):
             self._announce_world(lease)
         for survey in lease.watch.without(worker.index):

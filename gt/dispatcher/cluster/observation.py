@@ -44,6 +44,7 @@ def lease_records(lease: Lease, answers: Answers, now: float, silent: float) -> 
     """Records of a lease's workers, sessions and links. silent: seconds after which a worker that has not answered is so."""
     current: dict[int, list] = {}  # by session
     for worker in lease.cluster.workers:
+        # An answer of the process before does not speak for its successor.
         answer = answers.get(worker.name)
         if answer is not None and answer.life != worker.lives:
             answer = None
@@ -80,6 +81,7 @@ def queue_records(waiting: list[Waiting]) -> Iterator[QueueRecord]:
 def schedule_record(session: ClientSession, answers: Answers) -> ScheduleRecord | None:
     """The last replay in a schedule, from answers about this session's programs; None if there was none."""
     names = [worker.name for worker in session.cluster.workers if not worker.lost and worker.name in answers]
+    # Actions first, then text: what does not fit a body is left out, and the record says the rest.
     report = schedule_report(session, [answers[name].stats for name in names])
     if report is None:
         return None
@@ -97,9 +99,11 @@ def _worker(lease: Lease, worker: Worker, answer: WorkerAnswer | None, where: li
     stats, info = answer.stats if answer is not None else {}, worker.info
     age = now - answer.at if answer is not None else -1.0
     busy = worker.done < worker.runs
+    # Silent is a worker whose newest answer is old, whatever it has to do.
     state = "lost" if worker.lost else "silent" if age > silent else "busy" if busy else "idle"
     memory: dict[str, Any] = {"arena": 0 if worker.lost else info.get("heap_bytes", 0)}
-    if worker.lost:  # its tensors are gone; its counters are the last known
+    # A lost worker's tensors are gone; its counters are the last known.
+    if worker.lost:
         stats = {**stats, "live_tensors": 0, "live_bytes": 0}
     elif answer is not None:
         live = memory["sessions"] = _counts(stats.get("session_bytes"))
@@ -169,14 +173,16 @@ def _waits(session: ClientSession) -> str:
 
 def _current(lease: Lease, position: list) -> list:
     """[session, op, file, line, group, kind] of a worker's position, [] if its op is no longer known."""
+    # Report.body["at"] has five parts, of which the third is the op's number and the fourth the instruction's kind.
     seq, kind = position[2:4] if len(position) == 5 else (None, "")
     if type(seq) is not int or type(kind) is not str:
         return []
     for session in lease.sessions.values():
+        # Rows are in order of op numbers. A replay covers many numbers, so the row may begin before `seq`.
         rows = session.journal.rows
-        n = bisect_right(rows, seq, key=lambda row: row.seq) - 1
-        if n >= 0 and rows[n].seq <= seq < rows[n].end:
-            op = rows[n].at(seq)
+        place = bisect_right(rows, seq, key=lambda row: row.seq) - 1
+        if place >= 0 and rows[place].seq <= seq < rows[place].end:
+            op = rows[place].at(seq)
             origin = op.origin
             file = plain(origin.file[-MAX_TEXT_CHARACTERS:])
             return [session.number, op.known.template.op, file, origin.line, _text(origin.group), plain(kind[:40])]
@@ -189,7 +195,7 @@ def _about(info: dict) -> tuple[str, int, str, str]:
 
 
 def _text(value: Any) -> str:
-    """A text of a peer on one line, "" for what is none."""
+    """A text of a peer on one line, "" for a value that is no text."""
     return plain(value[:MAX_TEXT_CHARACTERS]) if isinstance(value, str) else ""
 
 

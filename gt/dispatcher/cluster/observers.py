@@ -133,15 +133,20 @@ class Observers:
             raise ProtocolError("the message is one of observers, and this peer is not an observer")
         if not observer.seen <= message.seen <= observer.sent:
             raise ProtocolError(f"Observe.seen is {message.seen}, want {observer.seen} to {observer.sent}")
+
         observer.seen = message.seen
         observer.interval = max(MIN_INTERVAL_SECONDS, min(message.interval / 1000, MAX_INTERVAL_SECONDS))
         if observer.log != message.log:
             observer.log, observer.lines = message.log, self.recent.next_line
             self._follow_log()
-            if message.log:  # its first lines do not wait for a pause
+            # Its first lines do not wait for a pause.
+            if message.log:
                 observer.due, self._next = 0.0, min(self._next, max(self._core.now, self._began) + MIN_INTERVAL_SECONDS)
-        if not observer.sent:  # its first Records do not wait for a pause
+        # Nor do its first Records.
+        if not observer.sent:
             self._next = min(self._next, self._began + MIN_INTERVAL_SECONDS)
+
+        # The first observer of all: clients begin to tell roles and numbers.
         if not was:
             self._next = 0.0
             self._tell_clients(self._core.sessions)
@@ -180,12 +185,16 @@ class Observers:
         self._under_way, self._began = True, now
         self._turn += 1
         self._asked = {}
+
+        # The next observation begins after a pause that grows with the number of workers and the cost of their counting.
         leases = self._core.lending.leases
         count = sum(len(lease.cluster.workers) for lease in leases)
-        new = any(o.interval and not o.sent for o in self.peers.values())  # it gets two: rates take two
+        # A new observer gets two Records soon, since rates are differences of two.
+        new = any(o.interval and not o.sent for o in self.peers.values())
         counting = 0.0 if new else min(IDLE_SHARE * self._cost, MAX_PAUSE_SECONDS)
         self._next = now + max(MIN_INTERVAL_SECONDS, WORKER_SECONDS * count, counting)
         self._cost = self._counting = 0.0
+
         for lease in leases:
             shown = self._shown(lease)
             numbers: Mapping[int, list[int]] = shown.programs.newest if shown is not None else {}
@@ -233,14 +242,18 @@ class Observers:
                 f"the observer has not acknowledged {behind.sent - behind.seen} Records, want fewer than {MAX_UNREAD_RECORDS}"
             )
             self._core.refuse(peer, Refused(f"{text}: read faster, or ask for a longer interval"))
+
         ops = sum(session.op_stream.ops for session in self._core.sessions.values())
         self._budget.pay(now, self._answers, ops, len(due), self._counting)
-        if all(o.sent for o in self.peers.values() if o.interval):  # another waits for its second Records: rates take two
+        # The budget's pause does not hold up an observer that waits for its first two Records.
+        if all(o.sent for o in self.peers.values() if o.interval):
             self._next = max(self._next, now + self._budget.pause)
+
+        # What moves is made once for all of them; what changes seldom, for each that has not got it.
         wire = rows(self._records(now)) if due else []
         for peer, observer in due.items():
             observer.sent += 1
-            observer.due = self._began + (observer.interval if observer.sent > 1 else MIN_INTERVAL_SECONDS)  # rates take two
+            observer.due = self._began + (observer.interval if observer.sent > 1 else MIN_INTERVAL_SECONDS)
             self._core.send(peer, Records(observer.sent, wire + rows(self._new_records(observer))))
 
     def _new_records(self, observer: Observer) -> list[Record]:
@@ -263,6 +276,7 @@ class Observers:
         lag = core.pace.lag.counters()["loop_lag_recent"]
         sharing = "exclusive" if isinstance(lending, Exclusive) else "shared"
         interval = round(self._next - self._began, 3)
+        # Answers of workers that are in no lease any more are dropped here.
         workers = {worker.name for lease in lending.leases for worker in lease.cluster.workers}
         self._answers = {name: answer for name, answer in self._answers.items() if name in workers}
         moving = now, sharing, interval, len(self.peers), core.sent, core.received, lag

@@ -15,6 +15,8 @@ MAX_TEXT_CHARACTERS = 255
 MAX_RANK = (1 << 12) - 1
 MAX_LINKS, MAX_ROUTES = 64, 128
 MAX_MBPS = 1 << 30
+# Every field with its default, whose type a peer's value must have
+# exactly. What they mean is said in gt.wire.messages.handshake.
 WORKER: dict[str, Any] = {
     "name": "", "pid": 0, "host": "", "backend": "", "device": "", "heap_fd": -1, "heap_bytes": 0, "doorbell": "",
     "unique_id": "", "home": "", "proof": "", "ops": [], "rank": -1, "gpu": -1, "port": 0, "links": [], "nccl": "", "rates": [],
@@ -25,6 +27,7 @@ CLIENT: dict[str, Any] = {"user": "", "program": "", "host": "", "pid": 0}
 
 def worker_info(info: dict[str, Any]) -> dict[str, Any]:
     """A worker's info with all fields, `ops` as schemas by name. ProtocolError names a field that is unknown or bad."""
+    # Types first, for all fields alike; then ranges, field by field.
     whole = _whole(info, WORKER)
     if not -1 <= whole["heap_bytes"] < 1 << 62 or not whole["name"].isprintable() or len(whole["name"]) > MAX_NAME_CHARACTERS:
         got = f"heap_bytes is {whole['heap_bytes']} and name {whole['name']!r:.80}"
@@ -51,7 +54,7 @@ def _are_rates(rates: list) -> bool:
 
 def _link(row: Any) -> bool:
     """True for [address, prefix, device, mbps, routed]."""
-    match row:
+    match row:  # by patterns, which check length and types at once
         case [str(address), int(prefix), str(device), int(mbps), bool()]:
             return _network(address, prefix, device) and 0 <= mbps <= MAX_MBPS
     return False
@@ -70,6 +73,7 @@ def _network(address: str, prefix: int, device: str) -> bool:
         most = ipaddress.ip_address(address).max_prefixlen
     except ValueError:
         return False
+    # "%" begins a scope, which names a device of another host.
     return len(device) <= MAX_NAME_CHARACTERS and device.isprintable() and "%" not in address and 0 <= prefix <= most
 
 

@@ -61,6 +61,11 @@ class Told:
     files_level: int = 0
 
 
+# Three kinds of wait, each with its own clock:
+#   held:       questions in the inbox behind an upload that workers have not taken in     uploads.moved
+#   unanswered: questions whose work is done, and whose answer is not here                 request.moved, survey.since
+#   behind:     questions and batches whose work is not done                               WorkerPosition.since
+# Each clock begins again at Watch.awake: what passed while the dispatcher itself slept is nobody's fault.
 class Stragglers:
     """Reports of slow and stuck workers to the programs of one lease that wait for them. It remembers who was told of what."""
 
@@ -99,20 +104,23 @@ class Stragglers:
 
     def _end(self, session: ClientSession, behind: set[int], halted: dict[int, Halt], now: float) -> None:
         """End waits for a stopped worker, or for workers none of which makes progress."""
+        # One worker that gets on is enough: the others may be waiting for it.
         stalled = self._stalled(session, behind)
         if not stalled and behind.isdisjoint(halted):
             return
         for request in list(session.fetches.open.values()):
             waits, waited = self._waits(request.runs), now - max(request.since, self.watch.awake)
             # Seen while the question waited: a worker that was let go on since it was last looked at is not stopped.
-            stopped = {i: halted[i].how for i in waits & set(halted) if halted[i].seen > request.since}
+            stopped = {index: halted[index].how for index in waits & set(halted) if halted[index].seen > request.since}
             if stopped or (stalled and waits and waited >= session.stall_timeout):
                 reason = self._says(session, self._blamed(waits), now)
                 session.fetches.give_up(request, self._error(session, stopped, reason))
+
+        # A program without a question under way may wait for credit. It has no request to fail, so it is told under number -1.
         pending = session.op_stream.pending
         if pending and self._without_credit(session):
             waits = self._waits(pending[0].runs)
-            stopped = {i: halted[i].how for i in waits & set(halted)}
+            stopped = {index: halted[index].how for index in waits & set(halted)}
             if stopped or (stalled and waits):
                 reason = self._says(session, self._blamed(waits), now)
                 self._report_stuck(session, self._error(session, stopped, reason))
@@ -131,8 +139,11 @@ class Stragglers:
         if files:
             reason = self._files(files, now - uploads.moved)
         error = self._error(session, stopped, reason)
+
         if self._without_credit(session):
             self._report_stuck(session, error)
+
+        # Questions are answered with the error; everything else stays in the inbox in its order.
         left: deque[tuple[Message, tuple]] = deque()
         for message, frames in session.inbox:
             # FinishCapture ends a call whose ops are sent and which must not be made again: it waits until the worker is lost.
@@ -141,14 +152,17 @@ class Stragglers:
             else:
                 left.append((message, frames))
         session.inbox = left
+
+        # Who asks again waits as long again, and notices of files go on as if nothing had ended.
         if stalled:
-            uploads.moved = now  # who asks again waits as long again
+            uploads.moved = now
             if files and session.number in self._told:
-                self._told[session.number].files_since = now  # its notices go on
+                self._told[session.number].files_since = now
 
     def _end_unanswered(self, session: ClientSession, now: float) -> None:
         """End questions whose work is done and whose answer is not received."""
         surveys = self.watch.surveys
+        # `moved` is below 0 until the work before the request is done.
         for request in [r for r in session.fetches.open.values() if r.moved >= 0]:
             error = self.unanswered(session, request.owed, request.moved, now)
             if request.kind == "store" and self._expired(session, max(request.moved, self.watch.awake), now):
@@ -218,15 +232,20 @@ class Stragglers:
 
     def _warn(self, session: ClientSession, behind: set[int], now: float) -> None:
         """Say once a level where the slowest worker is that waits for nobody."""
+        # The worker that is late longest, among those that do not wait for others.
         places, awake = self.watch.places, self.watch.awake
         late = self._blamed({i for i in behind if now - max(places[i].came, awake) >= SLOW_SECONDS[0]})
         warned = self._told.setdefault(session.number, Told({}))
         if not late:
             return
+
+        # A new instruction begins at level 0 again.
         index, place = min(late.items(), key=lambda row: row[1].came)
         key = (index, place.life, *(place.at or ())[:2], place.came)
         if warned.key != key:
             warned.key, warned.level = key, 0
+
+        # A level is told once. The first level of a line that is slow in every step is told once a minute.
         level = _level(now - max(place.came, awake))
         if level <= warned.level:
             return
@@ -242,6 +261,8 @@ class Stragglers:
 
     def _warn_of_files(self, session: ClientSession, now: float) -> None:
         """Say once a level that a file system does not answer."""
+        # Files that workers read (uploads) or write (stores). A file system may be slow for as long as it likes: this is a
+        # notice, with the same levels as for a slow op.
         stores = [r for r in session.fetches.open.values() if r.kind == "store" and r.moved >= 0 and r.owed]
         files, since = session.uploads.files, session.uploads.moved
         if not files and stores:

@@ -56,6 +56,9 @@ class RoleTable:
         if not self._rows or now < self._due:
             return
         self._renewed, self._due = now, now + RENEWAL_SECONDS
+
+        # 1. Count tensors that are alike: a model has thousands of tensors, but few kinds of split, and each is computed
+        # once. Views share their storage, whose bytes count once.
         alike: Counter[tuple[str, Spec, Layout]] = Counter()  # tensors of one use that are split in one way
         weights: list[tuple[str, Tensor]] = []
         seen: set[int] = set()
@@ -65,11 +68,15 @@ class RoleTable:
                 alike[kind, tensor.spec, tensor.layout] += 1
                 if kind == WEIGHTS:
                     weights.append((name, tensor))
+
+        # 2. Bytes by worker and use.
         self._left = MAX_SPLITS
         by_worker: dict[str, Counter[str]] = {}
         for (kind, spec, layout), count in alike.items():
             for index, nbytes, _ in self._split(spec, layout):
                 by_worker.setdefault(workers[index].name, Counter())[kind] += count * nbytes
+
+        # 3. Gradients live for a part of each step, so they are shown as at the client's report, when they were alive.
         if self._new:
             self._gradients = {name: uses[GRADIENTS] for name, uses in by_worker.items()}
         self._new = False
@@ -82,6 +89,8 @@ class RoleTable:
 
     def _show(self, weights: list[tuple[str, Tensor]], workers: list[Worker], session: int) -> None:
         """Note the layouts of parameters, under another number if they are others."""
+        # Example: tensors [["fc1.weight", 0], ["fc2.weight", 0]] with
+        # splits [["f32[8,8]", "[S(1)]", "tp=2", 256, {"w0": boxes}]].
         shown: list[list] = []
         places: dict[tuple[Spec, Layout], int] = {}
         splits: list[list] = []
@@ -97,6 +106,8 @@ class RoleTable:
                 places[how] = len(splits)
                 splits.append(_split_row(*how, workers, pieces))
             shown.append([plain(name) or f"%{tensor.id}", places[how]])
+
+        # The number tells observers that something is new; equal layouts keep it, and are not sent again.
         more, number = len(weights) - len(shown), before.number + 1 if before is not None else 1
         if before is None or (before.tensors, before.splits, before.more) != (shown, splits, more):
             self._layouts = LayoutRecord(session, number, shown, splits, more)
@@ -114,7 +125,8 @@ class RoleTable:
             resting = min(away, by_use[use])
             by_use[use] -= resting
             away -= resting
-        for use in (WEIGHTS, OPTIMIZER, GRADIENTS):  # tensors may be gone since: what is told is never more than what is alive
+        # Tensors may be gone since: the uses together are never more than what is alive. The rest has no known use.
+        for use in (WEIGHTS, OPTIMIZER, GRADIENTS):
             uses[use] = min(left, by_use[use])
             left -= uses[use]
         return {**uses, USES[3]: left}

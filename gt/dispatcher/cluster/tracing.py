@@ -53,6 +53,10 @@ class TraceHost(Protocol):
     def send(self, peer: Peer, message: Message, frames: tuple = ()) -> None: ...
 
 
+# Life of a trace:
+#   1. Trace(on): every worker is asked to record. Workers on other hosts answer PINGS times, which measures their clocks.
+#   2. All have answered (`left` is empty): the client's request is answered and its program goes on; ops and events are noted.
+#   3. Trace(off): every worker sends its rows in parts, which are passed on. Behind the last come the dispatcher's own rows.
 @dataclass(slots=True)
 class SessionTrace:
     """A trace under way. left: workers that have not answered; request: of the client, that is answered then.
@@ -98,12 +102,15 @@ class Traces:
         session = self._core.sessions.get(peer)
         if session is None:
             raise ProtocolError("the session has not been welcomed yet")
+
+        # A client whose wait was interrupted may ask again, while workers are still being asked or are answering.
         cluster, trace = session.cluster, self.open.get(peer)
         if not message.on and (trace is None or trace.left):
             raise ProtocolError("Trace.on is False, want True: no trace has begun, or it is being ended")
         if trace is not None and message.on and trace.left and not trace.ending:
             trace.request = message.request  # the workers have been asked
             return
+
         alive, now = {w.index for w in cluster.workers if not w.lost}, self._core.now
         if message.on or trace is None:
             self.forget(peer)
@@ -141,11 +148,15 @@ class Traces:
             return
         if not abs(message.clock) < MAX_SECONDS:
             raise ProtocolError(f"TraceRows.clock is {message.clock!r}, want seconds")
+
+        # Every answer is also a reading of the worker's clock.
         client, trace = own
         index = worker.index
         self._note_clock(trace, index, message.clock)
         if index not in trace.left:
             return
+
+        # Beginning: a worker of another host is asked some more times for its clock. Ending: its rows are passed on.
         trace.moved = self._core.now
         if not trace.ending:
             trace.pings[index] = trace.pings.get(index, 0) + 1
@@ -168,6 +179,8 @@ class Traces:
         self._core.send(client, TraceRows(trace.request, index, *rows, part.clock, part.dropped, part.left))
 
     def _note_clock(self, trace: SessionTrace, index: int, clock: float) -> None:
+        # As in NTP: the worker read its clock about halfway. Of several
+        # trips the shortest has the least error, at most half of it.
         now, asked = self._core.pace.now(), trace.asked.pop(index, None)
         if asked is not None:
             trip = now - asked, clock - (asked + now) / 2
@@ -175,6 +188,7 @@ class Traces:
 
     def lose(self, worker: Worker) -> None:
         """A worker is lost: nobody waits for its answer."""
+        # Traces of other leases have other workers with the same index, so objects are compared.
         for peer, trace in list(self.open.items()):
             if trace.session.cluster.workers[worker.index : worker.index + 1] == [worker]:
                 waited = worker.index in trace.left
@@ -210,6 +224,7 @@ class Traces:
     def note(self, event: Event, began: float) -> None:
         """An event has been dealt with since `began`."""
         end = self._core.pace.now()
+        # A client's message belongs to its trace alone; workers and the clock serve all traces.
         if isinstance(event, Received):
             name, peer = type(event.message).__name__, event.peer
             traces = [self.open[peer]] if peer in self.open else []
@@ -232,8 +247,8 @@ class Traces:
                 self._core.send(peer, part)
         homes = [w.info.get("home", "") for w in trace.session.cluster.workers]
         own = self._core.process[1] if self._core.process else ""
-        # Clocks of one host are one clock, and need no measurement
-        ahead = [0.0 if own and home == own else trace.clocks.get(n, (0.0, 0.0))[1] for n, home in enumerate(homes)]
+        # Clocks of one host are one clock, and need no measurement.
+        ahead = [0.0 if own and home == own else trace.clocks.get(index, (0.0, 0.0))[1] for index, home in enumerate(homes)]
         body = {"clock": self._core.pace.now(), "workers": [w.name for w in trace.session.cluster.workers], "ahead": ahead}
         body["missing"] = [trace.missing[index] for index in sorted(trace.missing)]
         self._core.send(peer, Report(trace.request, body))
@@ -244,6 +259,7 @@ class Traces:
         Rows: ["event", kinds]; ["origin", number, file, line, group, backward, micro-batch]; ["op", seq, op, origin, layout].
         A replay is ["launch", seq, program], behind the program's ["program", number, [[op, origin, layout], ...]].
         """
+        # Events are flat numbers, four each: kind, 0, start, end. They go with the first part; names may need several.
         kinds: dict[str, int] = {}
         events: list[float] = []
         for name, start, end in trace.events:
@@ -260,6 +276,8 @@ class Traces:
 
 
 def _rows(trace: SessionTrace) -> Iterator[list[Any]]:
+    # Each origin and program is written once, before its first use, and named by number afterwards. Objects are compared by
+    # identity, as equal origins of two ops are one object in the journal.
     origins: dict[int, int] = {}
     programs: dict[int, int] = {}
     held: list[Any] = []  # keeps the objects alive whose identity is a key
@@ -276,6 +294,7 @@ def _rows(trace: SessionTrace) -> Iterator[list[Any]]:
         if not op.ops:
             yield ["op", op.seq, op.op, origins[id(op.origin)], _text(op.layout)]
             continue
+        # A replay names its program, whose ops were sealed once: all replays share the list.
         if id(op.ops) not in programs and named + len(op.ops) <= MAX_LAUNCHED_OPS:
             named += len(op.ops)
             programs[id(op.ops)] = len(programs)

@@ -89,14 +89,16 @@ class Worker:
         """(defines, code) of the Runs that were written since."""
         self.cut()
         cuts, self.cuts, self.seconds = self.cuts, [], 0.0
-        if self.told:  # now, if only by themselves: what is written next may be another session's, and sent before
+        # Definitions of programs are sent now, if need be in a Run without code:
+        # what is written next may be another session's, and sent before.
+        if self.told:
             cuts = cuts or [([], [])]
             cuts[0] = self.told + cuts[0][0], cuts[0][1]
             self.told = []
         return cuts
 
     def discard(self) -> None:
-        """Unwrite them."""
+        """Unwrite all that this event has written; the definitions in it have to be sent again."""
         self.cut()
         for defines, _ in self.cuts:
             self.known.difference_update(row[0] for row in defines)
@@ -151,6 +153,8 @@ class Cluster:
         name, rank = info.get("name") or "", info.get("rank", -1) if ranked else -1
         if rank >= 0:
             return self._place(peer, info, rank)
+
+        # A successor of a lost worker: by name, or nameless in any place that somebody had. Programs that name the index go on.
         for worker in self.workers:
             if worker.lost and (worker.name == name or not (name or worker.lost == ABSENT)):
                 worker.revive(peer, info)
@@ -162,6 +166,7 @@ class Cluster:
 
     def _place(self, peer: bytes, info: dict, rank: int) -> Worker:
         """A worker joins whose index its launcher has chosen. Refused if another one has that rank."""
+        # Lower ranks that have not joined yet get places without a process.
         while len(self.workers) <= rank:
             index = len(self.workers)
             self.workers.append(Worker(index, self._free_name(index), b"", {}, ABSENT))
@@ -184,6 +189,7 @@ class Cluster:
     def arrange(self) -> None:
         """Order workers of several hosts by host, before anything depends on their indices. Ranks are an order already."""
         ranked = any(worker.info.get("rank", -1) >= 0 for worker in self.workers)
+        # Plans, heaps and programs name workers by index, so indices may change only before the first session.
         settled, self.settled = self.settled, True
         if settled or self.formed or ranked or any(worker.lost for worker in self.workers):
             return
@@ -209,6 +215,7 @@ class Cluster:
 
     def fail_link(self, a: Worker, b: Worker, epoch: int, source: str, target: str, now: float) -> bool:
         """No connection between these addresses was made, or it broke. True if it was the way of the two in this epoch."""
+        # Both ends report the same failure, and late ones concern a way that is no longer in use: only the first one counts.
         one, other = links.home(a.info), links.home(b.info)
         way = self.ways().get((one, other)) if not (a.lost or b.lost) else None
         if way is None or not way.connected or (way.source, way.target) != (source, target):
@@ -241,6 +248,8 @@ class Cluster:
         self.relayed, self.nccl = [], []
         if len(hosts) < 2:
             return []
+
+        # Pairs with direct ways first: the epoch of a relayed way names the epochs of its legs, so it changes with them.
         ways, rows = self.ways(), []
         direct: dict[tuple[int, int], int] = {}
         ways |= {(one.home, one.home): links.within(one) for one in self.hosts_of(living)}
@@ -248,9 +257,12 @@ class Cluster:
         pairs.sort(key=lambda pair: len(ways[links.home(pair[0].info), links.home(pair[1].info)].via))
         for a, b in pairs:
             way = ways[links.home(a.info), links.home(b.info)]
+            # Pairs share out the relaying among the workers of the host between.
             relays = [hosts[one][(a.index + b.index) % len(hosts[one])] for one in way.via]
             path = [a, *relays, b]
             legs = [direct[min(x.index, y.index), max(x.index, y.index)] for x, y in pairwise(path)] if relays else []
+
+            # Peers are part of the way: a restarted process has none of the old connections.
             now = (way, [(one.index, one.lives, one.peer) for one in path], legs)
             key = a.index, b.index
             if self._routes.get(key) != now:
@@ -306,6 +318,7 @@ class Cluster:
         return self.next_key
 
     def _allocate(self, nbytes: int, members: tuple[int, ...]) -> int:
+        # Symmetric: an offset has one meaning on all workers. Nothing is given back: channels and teams are kept for good.
         offset = self.heap_used
         limit = min(self.workers[i].info.get("heap_bytes", 0) for i in members)
         if offset + nbytes > limit:
@@ -346,6 +359,7 @@ class Cluster:
 
         again: only once all of a host are back that did so before.
         """
+        # By host: workers that can take part now, and those that did before.
         hosts: dict[str, list[int]] = {}
         before: dict[str, set[int]] = {}
         for worker in self.workers:
@@ -353,6 +367,8 @@ class Cluster:
                 before.setdefault(links.home(worker.info), set()).add(worker.index)
             if not worker.lost and worker.info.get("unique_id"):
                 hosts.setdefault(links.home(worker.info), []).append(worker.index)
+
+        # A host forms only once none of its former members lives in the old world: its memory is still mapped there.
         worlds = []
         for home, able in hosts.items():
             former = before.get(home, set())

@@ -44,6 +44,14 @@ class Inline:
         """No thread goes on."""
 
 
+# The baton passes like this (one column a thread; only the holder of the baton touches shared state):
+#   loop                               thread of a leg
+#   begin: starts the thread, waits
+#                                      call() begins; apart(): sets `_back`
+#   goes on with other peers           the long pass, beside the loop
+#                                      the pass ends: joins `_ready`, wakes the loop, waits for `go`
+#   go_on: sets `go`, waits for `_back`
+#                                      the rest of call(); its end sets `_back`
 class _Leg:
     """One call and its thread."""
 
@@ -103,6 +111,7 @@ class Background(Inline):
         try:
             yield
         finally:
+            # At the server's end nobody hands the baton over again.
             if not self._closed:
                 self._ready.append(leg)
                 self._wake()
@@ -127,6 +136,7 @@ class Background(Inline):
     def close(self) -> None:
         self._closed = True
         self._later.clear()
+        # Threads inside of a pass see `_closed` at its end. One that takes longer is left: it is a daemon.
         legs, end = list(self._legs), time.monotonic() + PATIENCE_SECONDS
         for leg in legs:
             leg.go.set()

@@ -45,14 +45,18 @@ class Reserve:
 
     def poll(self, now: float) -> bool:
         """True while the process has too few descriptors, which is said once."""
+        # The probe: one descriptor more than is kept. While it is to be had, libzmq can accept a connection too.
         if not self.short:
             if self._keep(KEPT_DESCRIPTORS + 1):
                 os.close(self._kept.pop())
                 return False
             log.warning("%s; it goes on with those who are connected", self.reason())
             self.short = True
+            # The kept descriptors are given up now, so that newcomers are accepted and can be told.
             self._counted, self._strangers = 0, 1  # nobody has looked yet
             self.close()
+
+        # The shortage is over only with some to spare, or it would begin again at once.
         self._shed(now)
         if self._keep(KEPT_DESCRIPTORS + SPARE_DESCRIPTORS):
             for descriptor in self._kept[KEPT_DESCRIPTORS:]:
@@ -98,12 +102,15 @@ class Reserve:
         """End connections to the server's port that belong to nobody who is served."""
         limit, known = resource.getrlimit(resource.RLIMIT_NOFILE)[0], self._known()
         told, ended = self._told(), 0
-        start, end = self._place, min(self._place + MAX_LOOKED_DESCRIPTORS, limit)  # all are in use: no folder has to be read
+        # Nearly all numbers up to the limit are in use, so trying each one is no slower than reading /proc/self/fd.
+        start, end = self._place, min(self._place + MAX_LOOKED_DESCRIPTORS, limit)
         for descriptor in range(start, end):
             with contextlib.suppress(OSError):
                 status = os.fstat(descriptor)
                 if descriptor in known or not stat.S_ISSOCK(status.st_mode) or not self._accepted(descriptor):
                     continue
+
+                # A number of a descriptor may be used again for another connection; an inode tells them apart.
                 since = self._silent.get(status.st_ino, now)
                 if now - since >= PATIENCE_SECONDS:
                     _shut(descriptor)
@@ -111,6 +118,8 @@ class Reserve:
                     since = math.inf
                 self._seen[status.st_ino] = since
                 self._counted += descriptor not in told
+
+        # A round over all descriptors takes several calls. At its end, this round's sightings replace the last one's.
         self._place = end
         if end >= limit:
             self._place, self._silent, self._seen = 0, self._seen, {}
@@ -118,7 +127,7 @@ class Reserve:
         self._room = ended or self._room
 
     def _accepted(self, descriptor: int) -> bool:
-        """True for a connection that came to the server's port."""
+        """True for a connection that was accepted at the server's port."""
         connection = socket.socket(fileno=descriptor)
         try:
             if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:

@@ -1,4 +1,4 @@
-"""Lag of the dispatcher's loop, from one look at its sockets to the next: whoever asks something waits for as long."""
+"""Lag of the dispatcher's loop: the time from one look at its sockets to the next, for which every peer waits."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class SessionHost(Protocol):
 
 
 class RoundRobin:
-    """One core's. `pending`: somebody has more to do, though nothing comes."""
+    """The turns of one core's sessions. `pending`: work is left, even if no message arrives."""
 
     def __init__(self, core: SessionHost, pace: Pace) -> None:
         self._core, self._pace = core, pace
@@ -57,10 +57,11 @@ class RoundRobin:
         self._pace.background.begin(done)
 
     def waits(self, event: Received) -> bool:
-        """True if a session's message is kept for later, or means nothing any more as what came before it was refused."""
+        """True if a session's message is kept for later, or is dropped because an earlier one was refused."""
         if type(event.message) not in DEFERRED:
             return False
         core, session = self._core, self._core.sessions[event.peer]
+        # Order within a session: nothing overtakes what waits already. `_stalled` may have ended the session.
         if session.inbox or self._stalled(event.peer, session, event.message):
             if len(session.inbox) >= MAX_DEFERRED_MESSAGES:
                 core.refuse(
@@ -73,12 +74,13 @@ class RoundRobin:
         return event.peer not in core.sessions
 
     def resume(self, peer: Peer) -> None:
-        """Take what waits for a session, as far as it can be and the turn lasts."""
+        """Handle a session's waiting messages, until it stalls or the turn is over."""
         core = self._core
         while (session := core.sessions.get(peer)) is not None and session.inbox:
             if self._stalled(peer, session, session.inbox[0][0]):
                 break
-            if session.inbox:  # or the session has just ended
+            # `_stalled` may have ended the session.
+            if session.inbox:
                 core.handle_message(peer, *session.inbox.popleft())
             if self._pace.spent:
                 break
@@ -89,6 +91,8 @@ class RoundRobin:
         self._pace.background.go_on()
         if not self._waiting:
             return
+
+        # The first in the row leaves it; `_note` puts it at the end again, if it has more to do.
         peer = next(iter(self._waiting))
         del self._waiting[peer]
         session = self._core.sessions.get(peer)
@@ -114,6 +118,7 @@ class RoundRobin:
 
     def _stalled(self, peer: Peer, session: ClientSession, message: Message) -> bool:
         """True if a message has to wait; a question ends the waiting of what was sent before it."""
+        # Ops may be held back for a decision that depends on later ones. A question wants their result, so no more can follow.
         if not session.stalled and not isinstance(message, Ops):
             self._core.attempt(peer, "Ops", session.op_stream.finish)
             if not isinstance(message, FinishCapture) and not session.op_stream.busy:

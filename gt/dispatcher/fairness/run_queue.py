@@ -23,7 +23,7 @@ SHARED_DIVISOR = 8
 
 @dataclass(slots=True)
 class Unit:
-    """Work of one session for some workers. costs: estimated seconds on each; uploads: what is dropped if it is not sent."""
+    """Work of one session for some workers. costs: estimated seconds on each; uploads: dropped if it is not sent."""
 
     owner: int
     costs: dict[int, float]
@@ -64,17 +64,17 @@ class RunQueue:
                 self._beside.update(flights)
 
     def leave(self, owner: int) -> list[Unit]:
-        """The session is over: what it had waiting, which is not to be sent."""
+        """The session is over: its waiting units, which must not be sent."""
         for flights in self._flights.values():
             flights.pop(owner, None)
         left = list(self._lines.pop(owner, ()))
         self.waiting -= len(left)
         self._long.pop(owner, None)
-        self._beside = {one for flights in self._flights.values() if len(flights) > 1 for one in flights}
+        self._beside = {session for flights in self._flights.values() if len(flights) > 1 for session in flights}
         return left
 
     def lose(self, worker: int) -> None:
-        """A worker is gone, and with it what it had under way."""
+        """A worker is lost: nothing is under way there."""
         for owner, flight in self._flights.get(worker, {}).items():
             self._count(owner, -sum(seconds > 0 for _, seconds in flight.units))
             flight.units.clear()
@@ -114,12 +114,14 @@ class RunQueue:
 
     def done(self, worker: int, run: int) -> None:
         """A worker has executed its Runs up to this one."""
+        # A Run's number acknowledges all before it.
         for owner, flight in self._flights.get(worker, {}).items():
             units = flight.units
             while units and units[0][0] <= run:
                 seconds = units.popleft()[1]
                 flight.seconds -= seconds
                 self._count(owner, -(seconds > 0))
+            # Sums of floats drift: an empty flight has exactly none.
             if not units:
                 flight.seconds = 0.0
 
@@ -129,6 +131,8 @@ class RunQueue:
 
     def due(self) -> Iterator[Unit]:
         """Units whose turn it is, one of each session after the other. `sent` must be told before the next is asked for."""
+        # Rounds until a whole round finds nothing that fits. Who is served
+        # goes to the end of `_lines`, whose order is that of turns.
         served = self.waiting > 0
         while served:
             served = False
@@ -140,7 +144,7 @@ class RunQueue:
                     yield line.popleft()
 
     def all(self) -> Iterator[Unit]:
-        """Every unit, whoever's turn it is: workers are to meet what was planned until now before what comes next."""
+        """Every unit regardless of turns, so that workers execute all earlier plans before the next one."""
         while self.waiting:
             for line in self._lines.values():
                 if line:
@@ -148,11 +152,14 @@ class RunQueue:
                     yield line.popleft()
 
     def _fits(self, unit: Unit) -> bool:
+        # It has to fit on each of its workers. Without MIN_UNITS a worker would be idle while its acknowledgement travels.
         for worker, seconds in unit.costs.items():
             flights = self._flights.get(worker, {})
             flight = flights.get(unit.owner)
             if flight is None or len(flight.units) < MIN_UNITS:
                 continue
+
+            # Alone on a worker, a session may be far ahead. With others there, their next unit waits for all that is ahead.
             contended = len(flights) > 1
             if flight.seconds + seconds > (AHEAD_SECONDS / SHARED_DIVISOR if contended else AHEAD_SECONDS) or (
                 contended and len(flight.units) >= MAX_UNITS

@@ -43,7 +43,8 @@ class Leavings:
                     item = container.popitem()[1] if isinstance(container, dict) else container.pop()
                     if emptied is not None:
                         emptied(item)
-                item = None  # before the clock is looked at, or the turn is over
+                # Freed before the clock is looked at, since freeing is what takes time.
+                item = None
                 if self._pace.spent:
                     return
             self._rest.popleft()

@@ -47,7 +47,7 @@ class BlockPlace(NamedTuple):
 
 
 class SessionArenas:
-    """Those of one session."""
+    """Arenas and files of one session."""
 
     def __init__(self, context: SessionContext) -> None:
         self._context, self._cluster = context, context.cluster
@@ -67,6 +67,8 @@ class SessionArenas:
             raise ProtocolError(f"OfferArena: {got}, want more than {HEADER_BYTES} bytes, a process and its descriptor")
         if not _NONCE.fullmatch(message.nonce) or len(message.home) > MAX_HOME_CHARACTERS:
             raise ProtocolError(f"OfferArena.nonce is {message.nonce!r:.40}, want {2 * NONCE_BYTES} hex digits")
+        # Clients choose numbers that may be equal, so workers get the dispatcher's. The proof binds the arena to this session:
+        # a worker opens only memory whose owner wrote it there, and so no client lends memory of another process.
         key = self._cluster.key()
         proved = replace(message, arena=key, nonce=owner_proof(message.nonce, self._context.number))
         self._offer(message.arena, SharedArena(proved))
@@ -95,6 +97,7 @@ class SessionArenas:
             self._ask(arena, worker)
 
     def _ask(self, arena: SharedArena, worker: Worker) -> None:
+        # Only processes of one host can share memory. A file is opened through its owner's arena, which must be open.
         owner = arena.owner or arena.offer
         assert isinstance(owner, OfferArena)
         if not worker.lost and owner.home and worker.info.get("home") == owner.home and owner.arena in self.by_key:
@@ -133,6 +136,7 @@ class SessionArenas:
         arena = self._arenas.get(index)
         if arena is None:
             return None
+        # Blocks of an arena are aligned and lie behind its header; a tensor of a file begins anywhere.
         first, unit = (0, 1) if isinstance(arena.offer, OfferFile) else (HEADER_BYTES, BLOCK_BYTES)
         if offset % unit or not first <= offset <= arena.offer.nbytes - nbytes:
             raise ProtocolError(
@@ -191,6 +195,7 @@ class SessionArenas:
 
     def shared(self, place: BlockPlace, workers: Iterable[int]) -> bool:
         """True if all of these workers share the block's arena."""
+        # The client may have closed the arena since the place was parsed.
         return self.by_key.get(place.arena.offer.arena) is place.arena and place.arena.workers.issuperset(workers)
 
     # ---- workers, and the end

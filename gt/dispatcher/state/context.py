@@ -50,12 +50,18 @@ class SessionContext:
         self.number, self.peer, self.config, self.cluster = number, peer, config, cluster
         self.out, self.terms, self.pace = out, terms, terms.pace
         self.ended = False
+
+        # What the config and the workers say, and all tensors of the session.
         self.groups = Groups(config)
         self.ops = SessionOps(cluster.library_ops())
         self.table = Table()
+
+        # The pen, the journal of ops that workers may still report, and what has failed of them.
         self.emitter = Emitter(cluster, number, terms.page)
         self.journal = OpJournal()
         self.failures = Failures(cluster, self.table, self.journal)
+
+        # The client's stream: batches, and the templates and origins that its numbers name.
         self.queue = OpQueue()
         self.templates: dict[int, OpSchema] = {}
         self.origins: dict[int, Origin] = {0: NO_ORIGIN}
@@ -79,7 +85,7 @@ class SessionContext:
     def set_layout(self, tensor: Tensor, layout: Layout) -> None:
         """Note the layout of a tensor, which may have had another one before."""
         tensor.layout = self.intern(layout)
-        self.table.relaid += 1
+        self.table.relaid += 1  # programs that were checked against the old layouts check again
 
     def default_mesh(self) -> Mesh:
         """The mesh of ungrouped work: the first worker that is alive."""
@@ -97,7 +103,7 @@ class SessionContext:
         return row
 
     def note_planned(self, known: OpSchema, reads: tuple[Storage, ...], makes: tuple[Storage, ...]) -> None:
-        """Journal what is done beside ops, under a number of its own; the op that is being planned gets the next."""
+        """Journal work beside the client's ops under a number of its own; the op in hand gets the next."""
         self.journal.add(Planned(self.emitter.seq, known, self.emitter.origin, reads, (), makes))
         self.emitter.end_op()
 
@@ -110,7 +116,7 @@ class SessionContext:
         self.emitter.end_op()
 
     def apart(self) -> AbstractContextManager[None]:
-        """Let other sessions go on during long work that touches nothing but what is this session's.
+        """Let other sessions go on during long work, which may touch this session's state alone.
 
         Nothing may be written for workers and not be sent. Numbers of ops are others' afterwards: begin a Run.
         """

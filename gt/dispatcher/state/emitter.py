@@ -19,6 +19,8 @@ LONG_SECONDS = 1e-4  # seconds that an instruction is estimated to take, to be c
 COMPILE_SECONDS = 0.1  # estimated seconds until a worker has compiled a program
 
 
+# Plans, programs and `_shared` hold definitions; a worker knows them by number only. When the last holder is gone, the callback
+# of this reference puts the number into `_ended`, and `forget` has workers drop it too. No plan has to be closed by hand.
 class _Life(weakref.ref):
     """Tells, on its callback, which definition has ended with the plan that held it."""
 
@@ -58,7 +60,7 @@ class Emitter:
     # ---- numbers of ops
 
     def begin_run(self) -> None:
-        """Number what is written from here on after all that any session has planned."""
+        """Begin a Run: its ops get numbers behind all that any session has planned."""
         self.base = self.seq = self.cluster.seq
 
     def resume_run(self, base: int) -> None:
@@ -66,11 +68,11 @@ class Emitter:
         self.base = self.seq = base
 
     def begin_op(self) -> None:
-        """Give what is written next a number that no session has used."""
+        """Give the next op a number that no session has used."""
         self.seq = self.cluster.seq
 
     def end_op(self) -> None:
-        """The op that was being planned has its number for good; what is written next has another."""
+        """The op in hand keeps its number for good; the next op gets another."""
         self.seq = self.cluster.seq = self.cluster.seq + 1
 
     @contextmanager
@@ -99,7 +101,8 @@ class Emitter:
         return self._shared[kind]
 
     def bind(self, orders: Iterable[Order]) -> list[Bound]:
-        """Definitions for orders, one shared by all workers that are told the same."""
+        """Definitions for orders; workers with equal orders share one."""
+        # Payloads are dicts, which cannot be keys. There are few different ones among the orders of a step.
         bound: list[Bound] = []
         seen: list[tuple[str, dict, Define]] = []
         for order in orders:
@@ -116,21 +119,24 @@ class Emitter:
 
     def write_all(self, bound: Sequence[Bound], operands: Sequence) -> None:
         """Append one instruction for each of several workers, with the same operands."""
-        at, costs, kept_costs = self.seq - self.base, self.costs, self.kept
+        # An instruction is [number of the definition, seq relative to the Run's base, operands ...].
+        relative_seq, costs, kept = self.seq - self.base, self.costs, self.kept
         for worker, define in bound:
             number = define.number
+            # A Run that would not fit a message goes on in another one.
             if len(worker.code) > MAX_NUMBERS_PER_RUN or worker.weight > MAX_NUMBERS_PER_RUN:
                 worker.cut()
             if number not in worker.known:
                 worker.define(define)
                 self.used.add(worker.index)
+                # Its first launch compiles it.
                 if define.kind in PROGRAMS and define.payload["backend"] != "eager":
                     self._count(worker, COMPILE_SECONDS)
-            worker.code += (number, at, *operands)
+            worker.code += (number, relative_seq, *operands)
             if number in costs:
                 self._count(worker, costs[number])
-            if kept_costs is not None:
-                kept_costs[number] = define
+            if kept is not None:
+                kept[number] = define
         self.sent += len(bound)
 
     def _count(self, worker: Worker, seconds: float) -> None:
@@ -138,7 +144,7 @@ class Emitter:
         self.seconds = max(self.seconds, worker.seconds)
 
     def estimate(self, define: Define, seconds: float) -> None:
-        """Have a definition count for what it takes."""
+        """Note the estimated seconds of a definition, which count towards a worker's time from now on."""
         if seconds > max(LONG_SECONDS, self.costs.get(define.number, 0.0)):
             self.costs[define.number] = seconds
 
@@ -173,6 +179,7 @@ class Emitter:
     def end(self) -> None:
         """Have workers drop all that is this session's, whatever else was written and not sent."""
         self.begin_run()
+        # END frees the session's whole range of ids, so also temporaries that no table names.
         for worker in self.cluster.workers:
             if worker.index in self.used and not worker.lost:
                 worker.code += (END, 0, 2, self.offset, self.offset + (1 << BASE_BITS))
@@ -181,9 +188,12 @@ class Emitter:
     def forget(self, everything: bool = False) -> None:
         """Have workers drop the definitions that no plan names any more, or all of this session's. What this writes has to be
         sent: it is not written again."""
+        # Numbers are never used again, so it is safe to forget one that instructions under way still name: a worker executes
+        # its stream in order, and FORGET is behind them.
         ended = {life.number for life in self._ended}
         self._ended.clear()
         gone = set(self.defined) if everything else ended
+
         for number in gone:
             self.defined.pop(number, None)
             self.costs.pop(number, None)

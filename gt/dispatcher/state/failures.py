@@ -1,4 +1,4 @@
-"""Failed ops, and the ops that fail with them: taint spreads over the ops planned since, as far as values flow.
+"""Failed ops, and the ops that fail with them: taint spreads over later ops along the flow of values.
 
 Workers run every op, with placeholders where one failed; only here is it known whose value is then worthless.
 """
@@ -34,7 +34,7 @@ class Planned:
 
     @property
     def end(self) -> int:
-        """Sequence number of what came after it."""
+        """The number behind its last op."""
         return self.seq + 1
 
     def at(self, seq: int) -> Planned:
@@ -55,6 +55,7 @@ class Placed(Planned):
         (storage,) = self.makes
         if storage.recipe is not None or not storage.tensors.keys() <= self.slots.keys():
             return False
+        # Views that have ended since need no slot: no op can name them again.
         storage.recipe, storage.slots = self.recipe, {i: slot for i, slot in self.slots.items() if i in storage.tensors}
         storage.undecided, storage.default, storage.rest = self.undecided, False, None
         for tensor in storage.tensors.values():
@@ -123,6 +124,9 @@ class Launched(Planned):
         return self.ops[seq - self.seq]
 
 
+# Example: op 5 fails a storage, op 6 overwrites it whole, op 9 fails it again, and a report for op 7 arrives last:
+#   Mark(5, None, A)   Mark(6, A, None)   Mark(7, None, B)   Mark(9, B, C)
+# `after` of a mark equals `before` of the next, and `after` of the newest is `storage.failed`.
 @dataclass(slots=True, eq=False)
 class Mark:
     """An op failed or healed a storage: why its value was worthless before the op, and is since."""
@@ -145,6 +149,7 @@ class OpJournal:
         self._tape: list[Planned] | None = None
         self._layouts: dict[int, Layout | None] = {}
         self._trace: Callable[[Planned], None] | None = None
+        # The method itself, since this is called for every op; `_choose` replaces it.
         self.add: Callable[[Planned], None] = self.rows.append
 
     def record(self, rows: list[Planned] | None, layouts: dict[int, Layout | None] | None = None) -> None:
@@ -192,17 +197,20 @@ class OpJournal:
     def set_cause(self, seq: int, storage: Storage, cause: Cause | None) -> None:
         """Op `seq` has left this value failed for this cause, or good. Ops behind it may have been marked before it."""
         marks = self.marks.setdefault(storage, [])
-        at = len(marks)
-        while at and marks[at - 1].seq > seq:
-            at -= 1
-        newest = at == len(marks)
-        before = storage.failed if newest else marks[at].before
+        # Workers run ahead of one another, so a report may concern an op before one that has a mark already. Find its place.
+        place = len(marks)
+        while place and marks[place - 1].seq > seq:
+            place -= 1
+        newest = place == len(marks)
+
+        # Only the newest mark decides what the storage is now; behind an older one, later marks have the last word.
+        before = storage.failed if newest else marks[place].before
         if before is not cause:
-            marks.insert(at, Mark(seq, before, cause))
+            marks.insert(place, Mark(seq, before, cause))
             if newest:
                 storage.failed = cause
             else:
-                marks[at + 1].before = cause
+                marks[place + 1].before = cause
 
     def fail(self, seq: int, storage: Storage, cause: Cause) -> None:
         """Op `seq` has failed this value, unless it had failed before."""
@@ -218,11 +226,12 @@ class OpJournal:
         """These ops were not begun: what they would have written is as it was."""
         for storage, marks in self.marks.items():
             for mark in [mark for mark in marks if mark.seq in seqs]:
-                at = marks.index(mark)
-                del marks[at]
-                if at < len(marks):
-                    marks[at].before = mark.before
-                elif storage.failed is mark.after:  # else it has failed for another reason since
+                place = marks.index(mark)
+                del marks[place]
+                if place < len(marks):
+                    marks[place].before = mark.before
+                # Otherwise it has failed for another reason since.
+                elif storage.failed is mark.after:
                     storage.failed = mark.before
 
     def remove(self, seqs: Collection[int]) -> None:
@@ -234,6 +243,8 @@ class OpJournal:
     def undo_moves(self, seqs: Collection[int]) -> None:
         """These ops were not begun: what they would have moved stays where it was, if it is still there."""
         gone: set[Storage] = set()
+        # Newest first: each undo restores `storage.moved`, so the move before it is recognized in turn. A move that freed
+        # pieces cannot be undone, and nor can the moves before it.
         for move in reversed(self.moves):
             storage = move.storage
             if move.seq in seqs and storage.moved == move.seq and storage.recipe is None and storage not in gone:
@@ -245,22 +256,29 @@ class OpJournal:
     def taint(self, seqs: Collection[int], cause: Cause) -> None:
         """Mark what these ops made and wrote, and all that was computed from it since; a whole overwrite heals."""
         first = min(seqs)
-        tainted: set[Storage] = set()  # at the row in hand: afterwards it may have failed for another cause
+        # Forward data flow over the journal. `tainted` is the state at the row in hand: `storage.failed` is the state behind
+        # the last row, and may have another cause by then.
+        tainted: set[Storage] = set()
         for row in self.rows:
             if row.end <= first:
                 continue
+
+            # A replay is one row: if one of its ops failed, all its results count as harmed.
             if isinstance(row, Launched):
                 harmed = any(row.seq <= seq < row.end for seq in seqs)
                 row.cause = row.cause or (cause if harmed else None)
             else:
                 harmed = row.seq in seqs
+
             if harmed or not tainted.isdisjoint(row.reads):
                 for storage in (*row.writes, *row.makes):
                     tainted.add(storage)
                     self.fail(row.seq, storage, cause)
+                # Out of memory: there may be no placeholder either, so a later overwrite has no memory to write into.
                 for storage in row.makes if cause.full else ():
                     storage.unallocated = True
             elif row.known.overwrites:
+                # The op reads nothing tainted and writes the whole storage: its value is good from here on.
                 for storage in row.writes:
                     if storage in tainted and not storage.unallocated:
                         tainted.discard(storage)
@@ -310,30 +328,38 @@ class Failures:
     def spread(self, row: Planned) -> None:
         """Fail an op that reads a failed storage; heal the storages that one overwrites whole from good ones."""
         overwrites, writes = row.known.overwrites, row.writes
+        # The old value of a storage that is written whole has no influence on the new one.
         sources = [s for s in row.reads if not (overwrites and s in writes)]
         cause = next((s.failed for s in sources if s.failed), None)
         if cause is not None:
             for storage in (*writes, *row.makes):
                 self._journal.fail(row.seq, storage, cause)
         elif overwrites:
+            # With a lost worker the piece itself is gone, so there is nothing to write into; the same without memory for it.
             for storage in writes:
                 if storage.failed is not None and storage.failed.lost < 0 and not storage.unallocated:
                     self._journal.set_cause(row.seq, storage, None)
 
     def trouble(self, seq: int, error: GTError, others: Sequence[int] = (), full: bool = False) -> None:
-        """A worker reported that op `seq` failed. One that was given a placeholder fails of that, which is no news."""
+        """A worker reported that op `seq` failed. An op may fail because its operand is a placeholder, which is no news."""
+        # A report with `others` stands for the failures of a Run beyond the first few, which were reported one by one. Its
+        # text says nothing, so the last error is the cause here too.
         older = self._journal.earlier(seq)
         error = (self._last_error or error) if others else error
         if older is None:
             self._last_error = error
+
         # What it made is worthless either way. The cause is another object: what healed of the older one stays as it is.
         cause = Cause(error, seq=seq, full=full) if older is None else Cause(older.error, older.lost, older.seq, older.full)
+
+        # One memory shortage fails many ops: the client hears of the first, until it has been told and goes on.
         reported = others or (full and (seq < self.full_upto or any(report.full for report in self.unreported)))
         if self.taint(seq, cause, others) and older is None and not reported and len(self.unreported) < MAX_UNREPORTED_FAILURES:
             self.unreported.append(cause)
 
     def taint(self, seq: int, cause: Cause, others: Iterable[int] = ()) -> bool:
         """Op `seq` and others failed for this cause; False if another worker of the mesh has reported it."""
+        # Each worker of a mesh reports the same op.
         new = {seq, *others} - self._failed_ops
         if not new:
             return False
@@ -345,12 +371,17 @@ class Failures:
     def drop(self, seqs: Collection[int]) -> None:
         """Ops were not begun: what they would have made has no value, what they would have changed keeps its own."""
         self.troubled = self.dropped = True
-        seqs = set(seqs) - self._failed_ops  # each worker of the mesh reports them
+        # Each worker of the mesh reports them.
+        seqs = set(seqs) - self._failed_ops
         self._failed_ops |= seqs
         self._dropped_ops |= seqs
         self.first_dropped = min((self.first_dropped, *seqs))
+
+        # 1. What these ops would have written is as good or bad as before, and recipes that they executed are recipes again.
         self._journal.unmark(seqs)
         unplaced = [row for row in self._journal.rows if row.seq in seqs and isinstance(row, Placed) and row.undo()]
+
+        # 2. What they would have made has no value. A view's memory is there all the same: only the view has to be made again.
         for row in self._journal.rows:
             if row.seq in seqs and row not in unplaced:
                 cause = Cause(not_begun(row), seq=row.seq)
@@ -360,18 +391,23 @@ class Failures:
                     else:
                         self._journal.fail(row.seq, storage, cause)
                         storage.unallocated = True
+
+        # 3. What they would have moved is where it was; a storage whose old pieces are freed by now has failed.
         self._table.relaid += 1  # layouts are undone, so programs compare all of them again
         self._journal.undo_moves(self._dropped_ops)  # some workers may have reported earlier ones before
         for storage in {id(tensor.storage): tensor.storage for tensor in self._table.rows.values()}.values():
-            if storage.moved in self._dropped_ops and storage.recipe is None:  # its pieces are on their way from what is freed
+            if storage.moved in self._dropped_ops and storage.recipe is None:
                 op = self._journal.find(storage.moved)
                 error = not_begun(op) if op is not None else OpFailed(NOT_MOVED)
                 self._journal.fail(storage.moved, storage, Cause(error, seq=storage.moved))
                 storage.unallocated = True
+
+        # Last, since the steps above look these rows up.
         self._journal.remove(seqs)
 
     def cause_of_loss(self, worker: Worker | None) -> Cause:
         assert worker is not None
+        # One cause for all tensors of a worker, by identity: so the client is told of a loss once.
         if worker.index not in self._losses:
             under_way = next((row.number for row in self._journal.rows if isinstance(row, Launched)), 0)
             self._lost = Cause(worker_lost(worker.name, worker.lost, under_way), lost=worker.index)
@@ -379,7 +415,7 @@ class Failures:
         return self._losses[worker.index]
 
     def loss(self) -> Cause | None:
-        """The cause for which a worker misses a peer: another is lost, or was until its successor came."""
+        """The cause for which a worker misses a peer: another one is lost, or was until its successor joined."""
         lost = next((w for w in self._cluster.workers if w.lost), None)
         return self._lost if lost is None else self.cause_of_loss(lost)
 
@@ -411,6 +447,7 @@ def op_failed(row: Planned | None, seq: int, kind: str, message: str, worker: st
     replay = ""
     if isinstance(row, Launched):
         replay = f"\n  this was replay {row.number} of a program: its outputs mix two steps; restore them from a checkpoint"
+    # Line and op first, since that is what the user can change; then worker and group, the worker's words, and what to do.
     row = row.at(seq)
     origin, op = row.origin, row.known.template.op
     where = f"{origin.file}:{origin.line}" if origin.file else "an op"

@@ -32,9 +32,16 @@ MAX_DESCRIBED_TENSORS = 4096  # tensors in one Describe
 MAX_STORED_TENSORS = 256  # tensors in one Store
 
 
+# Life of a fetch:
+#   1. `fetch` reduces a partial value, asks one holder of each distinct part, and sends the Runs.
+#   2. Workers answer with Pieces. They stay in `held` until all workers of the session have executed `runs`.
+#   3. `answer_ready` finds a failure upstream, and answers Failed, or announces the Value and sends what was held.
+#   4. Later Pieces pass through; the last one ends the request (`_finish`).
+# Example: f32[4,6] split by rows over workers 0 and 1. keys {7: 0, 8: 1}, sizes {7: 48, 8: 48},
+# parts [[7, [[[0, 2], [0, 6]]]], [8, [[[2, 4], [0, 6]]]]].
 @dataclass(slots=True)
 class Request:
-    """One fetch or describe under way. runs: how far workers must come before it may be answered; since: when it came."""
+    """One request under way. runs: by worker, the Run that must be done before the answer; since: time of the request."""
 
     number: int
     kind: str
@@ -64,6 +71,7 @@ class Request:
             return {index for key, index in self.keys.items() if key not in self.specs}
         if self.place is not None:
             return {self.keys[key] for key, left in self.left.items() if left}
+        # A worker is waited for only if the end of its next frame is within its window; beyond that the client is waited for.
         ends = {key: self.sizes[key] - left + min(left, CHUNK) for key, left in self.left.items() if left}
         return {self.keys[key] for key, end in ends.items() if end <= self.granted.get(key, AHEAD)}
 
@@ -82,7 +90,7 @@ class Request:
 
 
 class Fetches:
-    """Those of one session."""
+    """Requests of one session, by number while they are open."""
 
     def __init__(
         self,
@@ -117,14 +125,19 @@ class Fetches:
         if (lost := lost_in(self._cluster, mesh)) is not None:
             self._fail(number, self._failures.cause_of_loss(lost))
             return
+
+        # A tensor that has no place yet is computed for this answer alone, and freed below: reading does not place it.
         self._outbox.begin_run()
         source = tensor if tensor.layout is not None else self._materializer.read(tensor)
         if source.layout is not None and source.layout.partial:
             self._redistributor.reduce_partial(source.storage)
         assert source.layout is not None
+
         request = Request(number, "fetch", {}, [tensor, source], shape=tensor.spec.shape, dtype=tensor.spec.dtype)
         request.place = self._block(place, tensor.spec, source.layout.mesh.workers)
-        if tensor.spec.nbytes > CHUNK:  # its pieces pass as they come, once all that was asked before is known to be good
+        # A large value does not wait for its own Run: its pieces pass as workers send them, once all ops before are known to be
+        # good. So the ops before are sent as a Run of their own.
+        if tensor.spec.nbytes > CHUNK:
             request.runs = self._outbox.flush(self._emitter.base)
         with self._emitter.op():
             self._ask_parts(request, source.id, source.layout, tensor.spec)
@@ -143,6 +156,8 @@ class Fetches:
             return
         tensors = [self._context.row(tensor_id) for tensor_id, _ in rows]
         places = [self._arenas.file(place, tensor.spec.nbytes) for tensor, (_, place) in zip(tensors, rows)]
+
+        # All or none: refused if a tensor has failed, a worker is lost, or a worker does not share the file system.
         if self._refused(number, tensors):
             return
         layouts = [tensor.layout or replicated(self._context.default_mesh()) for tensor in tensors]
@@ -153,6 +168,9 @@ class Fetches:
         if not all(self._arenas.shared(place, layout.mesh.workers) for place, layout in zip(places, layouts)):
             self._context.send(Report(number, {"shared": False}))
             return
+
+        # `later`: workers copy the tensors first and write afterwards. Otherwise ops wait for the answer (`holds`), since they
+        # could change what is being written.
         self._emitter.begin_run()
         request = Request(number, "store", {}, [], holds=not later)
         for tensor, place in zip(tensors, places):
@@ -175,7 +193,7 @@ class Fetches:
         return block if block is not None and self._arenas.shared(block, workers) else None
 
     def _synchronize(self, number: int) -> None:
-        """A byte made by each worker of the session, which its device comes to after all that was issued."""
+        """Fetch a byte from each worker of the session, which its device makes behind all that was issued."""
         emitter = self._emitter
         if self._refused(number, []):
             return
@@ -185,6 +203,8 @@ class Fetches:
         if self._byte is None:
             self._byte = emitter.define("fill", {"shape": (), "stride": (), "dtype": "uint8"})
         request = Request(number, "fetch", {}, [], shape=(len(workers),), dtype="uint8")
+        # A fetch of a fill that the device executes last: the byte arrives
+        # when the device is through. rank: place in the answer.
         mark = emitter.temporary()
         with emitter.op():
             request.seq = emitter.seq
@@ -200,11 +220,15 @@ class Fetches:
     def _ask_parts(self, request: Request, source: int, layout: Layout, spec: Spec, later: bool = False) -> None:
         emitter = self._emitter
         define = emitter.common("fetch")
+
+        # Workers with an equal part are rows of one list; one of them is asked. A replicated value has one part: all of it.
         everyone = [*range(len(layout.mesh.workers))]
         holders: dict[tuple, list[int]] = {(): everyone} if layout.replicated else {}
         for rank in [] if layout.replicated else everyone:
             holders.setdefault(spans(layout, spec.shape, rank), []).append(rank)
+
         for ranks in holders.values():
+            # Of a checkpoint each worker writes its share: the one with least bytes so far.
             rank = ranks[0]
             if request.kind == "store":
                 rank = min(ranks, key=lambda rank: self._stored[layout.mesh.workers[rank]])
@@ -214,10 +238,12 @@ class Fetches:
             else:
                 parts = [[list(span) for span in box] for box in boxes(layout, spec.shape, rank)]
                 nbytes = spec.itemsize * prod(local_shape(layout, spec.shape, rank))
+
             key = self._cluster.key()
             request.parts.append([key, parts])
             request.keys[key] = index
-            request.sizes[key], request.left[key] = nbytes, max(nbytes, 1)  # an empty piece is one message all the same
+            # An empty piece is one message all the same, so 1 is left of it.
+            request.sizes[key], request.left[key] = nbytes, max(nbytes, 1)
             if request.place is not None:
                 arena, offset = request.place
                 block = UseBlock(key, arena.offer.arena, offset, list(spec.shape), spec.itemsize, parts, True, later)
@@ -266,7 +292,7 @@ class Fetches:
         self.answer_ready()
 
     def _refused(self, number: int, tensors: list[Tensor]) -> bool:
-        """Answer at once what is already known to have failed."""
+        """Fail a request at once if its tensors, or ops before it, are known to have failed."""
         for tensor in tensors:
             if tensor.storage.failed is not None:
                 self._fail(number, tensor.storage.failed)
@@ -318,9 +344,12 @@ class Fetches:
         if request.kind == "describe":
             raise ProtocolError(f"Piece.key is {message.key}, want Described for this key")
         size, total = sum(len(f) for f in frames), request.sizes[message.key]
+        # The op gave another shape than the client's shape inference: an error of the request, not of the protocol.
         if message.total != total:
             self._misfit(request, f"it has {message.total} bytes on worker {self._cluster.workers[index].name}, not {total}")
             return
+
+        # A block or file: the worker has written the bytes itself and says so once, without frames.
         if request.place is not None:
             if frames or message.offset != total:
                 raise ProtocolError(f"Piece.offset is {message.offset} with {size} bytes of a piece in an arena, want {total}")
@@ -332,6 +361,8 @@ class Fetches:
                     other.moved = self._cluster.now
             self._finish(request)
             return
+
+        # Frames: in order and without gaps.
         offset = total - request.left[message.key] if total else 0
         if message.offset != offset or size > total - offset or (total and not size):
             raise ProtocolError(f"Piece.offset is {message.offset} with {size} bytes of {total}, want {offset}")
@@ -366,11 +397,12 @@ class Fetches:
             self._drop(request)
 
     def failed(self, seq: int, worker: str, how: str) -> bool:
-        """A worker could not answer: whoever asked is told. False if nobody asked under this number."""
+        """A worker could not answer: fail the request. False if no request has this number."""
         request = next((r for r in self.open.values() if r.seq == seq or seq in r.named), None)
         if request is None:
             return False
         self._drop(request)
+        # The failure of an op upstream says more than the worker's failure to answer.
         cause = next((t.storage.failed for t in request.tensors if t.storage.failed), None)
         if cause is not None:
             self._fail(request.number, cause)
@@ -382,7 +414,7 @@ class Fetches:
         return True
 
     def drop(self, seqs: Collection[int]) -> None:
-        """Questions of these numbers were not begun, for an interrupt."""
+        """An interrupt dropped the questions of these numbers."""
         for request in list(self.open.values()):
             name = next((name for seq, name in request.named.items() if seq in seqs), "")
             if name or request.seq in seqs:
@@ -410,12 +442,14 @@ class Fetches:
     def answer_ready(self, acked: int = -1) -> bool:
         """Answer the requests that have come far enough. acked: a batch to acknowledge; True if the first value does."""
         acknowledged = False
+        # All workers have executed what was issued before these requests, and every failure among it has been reported.
         for request in list(self.open.values()):
             if request.verified or not self._outbox.reached(request.runs):
                 continue
             if request.moved < 0:
                 request.moved = self._cluster.now
             cause = next((t.storage.failed for t in request.tensors if t.storage.failed), None)
+            # A failure elsewhere is reported by the first answer after it, as CUDA reports asynchronous errors.
             if cause is None and self._failures.unreported:
                 cause = self._failures.unreported.popleft()
             if cause is not None:
@@ -432,7 +466,7 @@ class Fetches:
         return acknowledged
 
     def _answer_value(self, request: Request, acked: int) -> None:
-        """Announce a value that is good, with what is here of it; one that is here whole and small is one message."""
+        """Announce a good value and send the pieces that are here. A whole small one is sent within the announcement."""
         request.verified = True
         buffered, request.held = request.held, []
         value = Value(request.number, list(request.shape), request.dtype, request.parts, acked)
@@ -462,10 +496,12 @@ class Fetches:
             self.holding -= request.holds
         for key in request.keys:
             self.by_key.pop(key, None)
+            # -1 ends the window: a worker that waits for it forgets the rest of the piece.
             if request.left.get(key) and (request.sizes[key] > AHEAD or request.place is not None):
                 self._update_window(request, key, -1)
 
     def _fail(self, number: int, cause: Cause) -> None:
+        # Ops that are planned by now and find no room fail of the same shortage, which this tells.
         if cause.full:
             self._failures.full_upto = self._cluster.seq
         reported = [other for other in self._failures.unreported if other is cause or (other.full and cause.full)]
@@ -474,13 +510,13 @@ class Fetches:
         self._context.send(Failed(number, errors.to_wire(cause.error)))
 
     def give_up(self, request: Request, error: GTError) -> None:
-        """Nobody knows when this will be answered: the client may ask again."""
+        """End a request whose answer may take for ever; the client may ask again."""
         self._cluster.send_all()  # a worker forgets the piece once it has handled the Runs before
         self._drop(request)
         self._context.send(Failed(request.number, errors.to_wire(error)))
 
     def fail_all(self, cause: Cause) -> None:
-        """A worker is lost: whoever waits is told."""
+        """A worker is lost: fail all requests."""
         for request in list(self.open.values()):
             self._drop(request)
             self._fail(request.number, cause)

@@ -47,6 +47,7 @@ class Scribe:
 
     def received(self, known: OpSchema, origin: Origin, ins: Sequence[int]) -> None:
         """An op has come."""
+        # An example of a form: "\0 %8d RECV        client0    op=aten.mm.default group=mlp %%%d %%%d @ train.py:12".
         key = known.template.op, len(ins), origin
         form = self._received.get(key)
         if form is None:
@@ -63,6 +64,7 @@ class Scribe:
         if len(outs) == 1:
             self._put(form % (seq, outs[0], *ins))
         else:
+            # One line for each output, each with the op's number, the output's id and all operands.
             self._put(form % tuple([n for out in outs for n in (seq, out, *ins)]))
 
     def step(self, line: PlanLine) -> None:
@@ -90,6 +92,7 @@ class Scribe:
 
 
 def _form(entry: Log) -> str:
+    # `%` of names is escaped, since the line becomes a format; each hole becomes its `%d`.
     plain = text(entry, 0).replace("%", "%%").replace(MARK, "?")
     return MARK + plain.replace(f"{_SEQ:>8}", "%8d", 1).replace(_HOLE, "%d")
 

@@ -23,10 +23,11 @@ COUNTS = ("limit", "session_limit", "used", "session", "others")
 
 
 def memory_report(session: ClientSession, worker: Worker, memory: dict[str, Any]) -> str:
-    """Lines of an error, from OpError.memory; "" for what is no such thing: what a worker says is not trusted."""
+    """Lines of an error, from OpError.memory; "" if that is malformed, since a worker's word is not trusted."""
     top = memory.get("top")
     if any(type(memory.get(name)) is not int for name in COUNTS) or type(top) is not list or not all(map(_named, top)):
         return ""
+    # Sums first, then the lines with most bytes, then what to try.
     limit, own, used, mine, others = (memory[name] for name in COUNTS)
     bounds = [f"the limit of this worker is {size(limit)}, of which {size(used)} are taken"] if limit else []
     bounds += [f"that of a session {size(own)}"] if own else []
@@ -80,16 +81,19 @@ class Holder(NamedTuple):
 
 
 def _holders(session: ClientSession, worker: Worker, top: list[list[int]]) -> Iterator[Holder]:
+    # An id on a worker is one of three: a tensor of the table, a copy of one in another layout, or a value inside of a program.
     rows, offset = session.table.rows, session.emitter.offset
     copies = {made: t for t in rows.values() for _, made in (t.copies or {}).values()}
     within: dict[int, tuple[Origin, str]] | None = None  # tensors that programs make, looked up when needed
     for name, nbytes in top:
-        i = name - offset
-        tensor, copied = rows.get(i) or copies.get(i), i in copies
+        tensor_id = name - offset
+        tensor, copied = rows.get(tensor_id) or copies.get(tensor_id), tensor_id in copies
         if tensor is not None and tensor.storage.origin is not None:
             ids = [] if copied else list(islice(tensor.storage.tensors, MAX_SHOWN_IDS))
             yield Holder(ids, nbytes, tensor.storage.origin, "a copy" if copied else "")
             continue
+
+        # Decoding all programs takes long, so it is done once, and only if some id needs it.
         if within is None:
             within = {made: origin for program in session.programs.all.values() for made, origin in _made(program, worker)}
         ids = [] if tensor is None else list(islice(tensor.storage.tensors, MAX_SHOWN_IDS))

@@ -44,7 +44,8 @@ class OpQueue:
 
     def lookahead(self) -> Iterator[tuple[list, int]]:
         """Code behind the op that is being planned, and where it begins; NeedsLookahead at its end if more may come."""
-        for n, batch in enumerate(self.coming):
-            yield batch.code, batch.at if n else self.position
+        # The first batch is planned in part: its op in hand ends at `position`.
+        for place, batch in enumerate(self.coming):
+            yield batch.code, batch.at if place else self.position
         if not self.final:
             raise NeedsLookahead

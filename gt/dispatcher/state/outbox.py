@@ -1,4 +1,4 @@
-"""A session's way to workers: what is written for them is sent when its uploads are here and its turn has come."""
+"""A session's way to workers: instructions are sent once their uploads are here, and it is the session's turn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BufferedInstructions:
     runs: dict[int, int]
     timed: bool
     seconds: dict[int, float]  # that it takes on each worker, by estimate
-    uploads: Sequence[tuple[int, list[Worker]]] = ()  # that it takes, and of whom
+    uploads: Sequence[tuple[int, list[Worker]]] = ()  # (key, workers) of uploads that these instructions consume
     also: Sequence[dict[int, int]] = ()  # other `runs`, of what was made one with it
 
 
@@ -48,27 +48,28 @@ class Outbox:
         self._cluster.queue.enter(context.number)
 
     def cut(self) -> None:
-        """Send what is written so far apart from what follows."""
+        """Send the instructions written so far, apart from those that follow."""
         self.flush(self._emitter.base)
 
     @property
     def joins(self) -> bool:
-        """True if what is written may be sent with what is written next."""
+        """True if the instructions written so far may be sent together with later ones."""
         return self._context.tape is None and self.deferred is None and not (self.held or self._uploads.awaited)
 
     def join(self) -> dict[int, int]:
-        """Leave what is written for the next flush; the number of each worker's last Run, once sent."""
+        """Leave the instructions for the next flush; returns each worker's last Run, filled in once they are sent."""
         runs = dict.fromkeys((worker.index for worker in self._cluster.workers), UNSENT)
         self.joined.append(runs)
         return runs
 
     def begin_run(self) -> None:
-        """Number what is written from here on, unless it is sent with what was written before."""
+        """Begin a Run, unless its instructions are sent together with earlier ones."""
         if not self.joined:
             self._emitter.begin_run()
 
     def flush(self, base: int) -> dict[int, int]:
-        """Send what is written for workers, or hold it back for its uploads; the number of each one's last Run, once sent."""
+        """Send the instructions, or hold them for their uploads; returns each worker's last Run, filled in once sent."""
+        # FORGET must not overtake instructions that are held and name the definition.
         if not (self.held or self._uploads.awaited):
             self._emitter.forget()
         written = self.written(base)
@@ -83,13 +84,16 @@ class Outbox:
         return written.runs
 
     def written(self, base: int) -> BufferedInstructions:
-        """Take what is written for workers; it is no longer theirs."""
+        """Take the instructions that are written for workers."""
         emitter, workers = self._emitter, self._cluster.workers
         seconds = {w.index: w.seconds for w in workers if w.seconds} if emitter.seconds else NO_SECONDS
+        # A row names the worker's life: a successor, which knows none of these definitions, is not sent it (`_transmit`).
         rows = [(w, w.lives, *part) for w in workers for part in w.take()]
         emitter.seconds = 0.0
         emitter.used.update(worker.index for worker, *_ in rows if not worker.lost)
         emitter.begin_run()
+
+        # Runs get their numbers in `_transmit`. Until then nobody has reached UNSENT, so nothing that waits for it is answered.
         runs = {index: UNSENT for index in emitter.used}
         also, self.joined = self.joined, []
         buffered = BufferedInstructions(base, rows, runs, self._context.tape is not None, seconds, also=also)
@@ -99,11 +103,14 @@ class Outbox:
 
     def dispatch(self, buffered: BufferedInstructions) -> None:
         """Send it when it is this session's turn, and not before a recording that it belongs to is over."""
-        if self.deferred is not None and buffered.timed:  # else written before the recording: its uploads were awaited
+        # Otherwise it was written before the recording, and its uploads were awaited.
+        if self.deferred is not None and buffered.timed:
             self.deferred.append(buffered)
             if self._prevents_deferral():
                 self.send_deferred()
             return
+
+        # Short work of a session that has its workers to itself takes no turn. All else queues with its costs.
         queue, number = self._cluster.queue, self._context.number
         if not buffered.seconds and queue.free(number):
             self._transmit(buffered)
@@ -145,6 +152,7 @@ class Outbox:
         for worker, life, defines, code in buffered.rows:
             if worker.lost or worker.lives != life:
                 continue
+
             if worker.index not in self.uses:
                 self.uses.add(worker.index)
                 queue.use(number, worker.index)
@@ -155,6 +163,9 @@ class Outbox:
                 sent[worker.index] = worker.runs
         for index, run in sent.items():
             queue.sent(number, index, run, buffered.seconds.get(index, 0.0))
+
+        # In place: batches and requests hold these dicts, and wait for the numbers in them. A worker has to have executed all
+        # its Runs up to now, also those without a row here.
         workers = self._cluster.workers
         reach = {index: workers[index].runs for index in self._emitter.used if not workers[index].lost}
         for runs in (buffered.runs, *buffered.also):

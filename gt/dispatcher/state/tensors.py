@@ -36,6 +36,10 @@ class LaunchCount:
     launches: int = 0
 
 
+# States of a storage:
+#   unplaced: `recipe` holds the ops that will create it, and the layouts of its tensors are None.
+#   placed:   `recipe` is None; the layout of each tensor says which piece each worker has.
+# `Table.check` asserts that it is one of both.
 class Storage:
     """Memory that one or several tensors view. `failed` says why its content cannot be trusted."""
 
@@ -70,6 +74,7 @@ class Storage:
     @property
     def version(self) -> int:
         """A number that grows with each write."""
+        # A launch of a program increases one count, however many storages the program writes; this adds the counts up.
         return self.writes + sum([program.launches for program in self.programs])
 
     def written_by(self, program: LaunchCount) -> None:
@@ -78,7 +83,7 @@ class Storage:
 
     def forget(self, program: LaunchCount) -> None:
         """A program of it is dropped: its launches still count. It may be told so twice."""
-        programs = tuple([one for one in self.programs if one is not program])
+        programs = tuple([count for count in self.programs if count is not program])
         if len(programs) < len(self.programs):
             self.programs = programs
             self.writes += program.launches
@@ -116,7 +121,7 @@ class Tensor:
         storage.tensors[tensor_id] = self
 
     def leave(self) -> None:
-        """Its session is over: what it names goes without the help of the collector of cycles."""
+        """Its session is over: break its reference cycles, so that memory is freed without the collector."""
         self.storage.tensors.clear()
         self.base = self.via = self.copies = self.sums = None
 

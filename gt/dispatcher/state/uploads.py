@@ -33,6 +33,10 @@ SMALL_BYTES = 64 << 10  # bytes of an upload of which workers do not say that th
 WINDOW_BYTES = 2 * CHUNK  # bytes of one session between its client and the workers: at twice that, others wait twice as long
 
 
+# Four counts of bytes, each at most the one before it:
+#   total >= granted (the client may send) >= received (from the client) >= taken[worker] (that the worker has confirmed)
+# granted - done bytes are under way. Their sum over the open uploads is at most WINDOW_BYTES: so a slow worker slows its client
+# down, and the dispatcher's memory does not fill up.
 @dataclass(slots=True)
 class Upload:
     """One region of a host copy. granted, received: by and from the client; taken: by each worker it is for."""
@@ -77,7 +81,7 @@ class BlockUpload:
 
 
 class Uploads:
-    """Those of one session."""
+    """Uploads of one session, by key while they are under way."""
 
     def __init__(self, context: SessionContext, arenas: SessionArenas) -> None:
         self._context, self._cluster, self._queue, self._arenas = context, context.cluster, context.queue, arenas
@@ -95,6 +99,7 @@ class Uploads:
         """The bytes of an op that uploads: in this batch, or kept by the client under the tensor's id; None for another op."""
         if known.name != "gt.upload":
             return None
+        # The op's value: index of a frame of this batch; -1 for a copy that the client keeps; below that, a place in an arena.
         spec, index, frames = known.template.outs[0].spec, values[0], self._queue.frames
         if type(index) is not int or index >= len(frames):
             raise ProtocolError(f"Ops.code uploads frame {index!r:.40} of {len(frames)}")
@@ -115,6 +120,8 @@ class Uploads:
         kind, data = source
         self._context.uploaded += spec.nbytes
         self.unsent.append((key, workers))
+
+        # A copy that the client keeps: workers read it from shared memory, or the client sends the region in messages.
         if kind == "host":
             total = prod(piece_shape(parts)) * spec.itemsize
             living = [w.index for w in workers if not w.lost]
@@ -125,6 +132,8 @@ class Uploads:
                 self._readers[data] += 1
                 self._hand_over(BlockUpload(key, data, place, spec, boxes, set(living)))
             return key
+
+        # Bytes that came with the batch. As items without a type (V4 for f32), so that any dtype is cut into boxes alike.
         flat = np.frombuffer(data, dtype=np.uint8).view(f"V{spec.itemsize}") if spec.nbytes else np.empty(0, "V1")
         piece = read_boxes(flat.reshape(spec.shape), parts).reshape(-1) if spec.nbytes else flat
         raw = memoryview(piece.view(np.uint8)).cast("B") if spec.nbytes else memoryview(b"")
@@ -138,6 +147,7 @@ class Uploads:
 
     def _hand_over(self, upload: BlockUpload) -> None:
         """Have workers read a block, or ask the client for messages if some do not share it; later if that is undecided."""
+        # Three answers of the workers: not told yet, all share the arena, or some do not, and then all get messages.
         if self._arenas.undecided(upload.place, upload.workers):
             self._undecided.append(upload)
             self.awaited += 1
@@ -166,6 +176,7 @@ class Uploads:
 
     def _read(self, upload: BlockUpload, index: int) -> None:
         """A worker has read it, or is gone."""
+        # `awaited` is computed: it may change with the last worker.
         awaited = upload.awaited
         upload.workers.discard(index)
         self.awaited -= awaited and not upload.awaited
@@ -193,6 +204,7 @@ class Uploads:
             self._end_read(upload.tensor)
 
     def _end_read(self, tensor: int) -> None:
+        # The client may overwrite or free a host copy once it is released, so the last read has to end first.
         self._readers[tensor] -= 1
         if not self._readers[tensor]:
             del self._readers[tensor]
@@ -211,7 +223,7 @@ class Uploads:
     # ---- in messages
 
     def expect(self, key: int, tensor: int, boxes: list, total: int, workers: Iterable[int]) -> None:
-        """Ask the client for a region, and for as much of it now as there is room for."""
+        """Ask the client for a region, of which it may send now as much as the window has room for."""
         upload = self.open[key] = Upload(key, total, dict.fromkeys(workers, 0))
         self.awaited += 1
         self.moved = self._cluster.now
@@ -239,6 +251,8 @@ class Uploads:
         size = sum(len(frame) for frame in frames)
         if upload is None or upload.arrived:
             raise ProtocolError(f"UploadChunk.key {message.key} was not asked for")
+
+        # The client cannot read its file. Workers are told, or their instructions would wait for ever.
         if message.total == UNREADABLE and not size:
             for index in upload.taken:
                 self._context.out(self._cluster.workers[index].peer, Data(message.key, 0, UNREADABLE), ())
@@ -254,21 +268,26 @@ class Uploads:
                 f"UploadChunk.offset is {message.offset} with {size} bytes, "
                 f"want {upload.received}, up to {upload.granted} at most"
             )
+
         upload.received += size
         self.moved = self._cluster.now
         upload.empty_came = True
         for index in upload.taken:
             worker = self._cluster.workers[index]
             self._context.out(worker.peer, Data(message.key, message.offset, message.total), frames)
+
+        # Workers do not confirm small uploads: without `taken`, bytes are done as soon as they are received.
         if upload.total <= SMALL_BYTES:
             upload.taken.clear()
         if upload.arrived:
             self.awaited -= 1
             self._drop_if_done(upload)
-        self.pump()  # also before its end: what no worker takes any more is under way no longer than until here
+        # Also before its end: if all its workers are lost, its bytes are done on arrival, which makes room at once.
+        self.pump()
 
     def took(self, index: int, key: int, upto: int) -> None:
         """A worker has taken in so many bytes. ProtocolError if it was not sent them."""
+        # A block is read at once and whole.
         read = self.reads.get(key)
         if read is not None:
             if index not in read.workers or upto != read.nbytes:
@@ -276,6 +295,8 @@ class Uploads:
             self._read(read, index)
             self.moved = self._cluster.now
             return
+
+        # Bytes in messages are confirmed in steps.
         upload = self.open[key]
         if index not in upload.taken or not upload.taken[index] <= upto <= upload.received:
             raise ProtocolError(f"UploadProgress.upto is {upto} of upload {key}, of which {upload.received} bytes were sent")
@@ -285,7 +306,7 @@ class Uploads:
         self.pump()
 
     def waits(self) -> set[int]:
-        """Workers that have still to take in what came of uploads, or to tell whether they share an arena."""
+        """Workers that have not taken in all received bytes of uploads, or not told whether they share an arena."""
         waits = {index for upload in self.open.values() for index, upto in upload.taken.items() if upto < upload.received}
         return waits.union(self._arenas.asked, *(upload.workers for upload in self.reads.values() if upload.awaited))
 

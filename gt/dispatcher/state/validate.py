@@ -59,7 +59,9 @@ class Definitions:
         number, form = row if type(row) is list and len(row) == 2 else (None, None)
         if type(number) is not int or not FIRST <= number < FIRST + MAX_TEMPLATES:
             raise ProtocolError(f"Ops.templates: {row!r:.80} is not [number, template], numbers from {FIRST}")
-        parts = weight(form, check.MAX_TEMPLATE_PARTS)  # if it has more, that is refused before its nesting is looked at
+
+        # Weighed before anything recursive looks at it: a template that is too large is refused by `check.template`.
+        parts = weight(form, check.MAX_TEMPLATE_PARTS)
         if parts <= check.MAX_TEMPLATE_PARTS:
             codec.check(form, "Ops.templates")
         try:
@@ -68,7 +70,9 @@ class Definitions:
             raise UnsupportedOp(f"Ops.templates: template {number}: {error}") from None
         except (TypeError, ValueError, KeyError) as error:
             raise ProtocolError(f"Ops.templates: template {number}: {error}") from error
-        if number in self._templates:  # the client's table has started again
+        # The client's table of templates is full and starts again: numbers from FIRST on get new meanings, and their parts
+        # count anew.
+        if number in self._templates:
             self._templates[number].plans.clear()
             self._template_parts = 0 if number == FIRST else self._template_parts
         self._template_parts += parts
@@ -90,6 +94,8 @@ class Definitions:
             raise ProtocolError(
                 f"Ops.origins: {group.count('/') + 1} groups are within one another, at most {MAX_NESTED_GROUPS} are taken"
             )
+
+        # Many origins have equal names, and each name is kept once; a typing error in a group's name is reported once.
         file, group = self._name(file), self._name(group)
         meaning, missing = self._context.groups.find(group, backward)
         for name in missing:
@@ -98,6 +104,8 @@ class Definitions:
                 near = hint(name, self._context.config.groups) if len(self._unknown_groups) <= MAX_GROUP_HINTS else ""
                 text = f"the config has no group {name[:MAX_SHOWN_CHARACTERS]!r}: ops run as outside it{near}"
                 self._context.send(Notice(f"{file}:{line}: {text}"))
+
+        # Of nested contexts, the innermost transfer (a group `A_to_B`) says where the op's result is sent.
         leads = (self._context.groups.destination(name, backward) for name in reversed(group.split("/")))
         target = next((lead for lead in leads if lead is not None), None)
         self._origins[number] = Origin(file, line, group, backward, micro, meaning, target)

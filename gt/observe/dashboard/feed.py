@@ -101,6 +101,7 @@ class Feed:
             self._changed.wait_for(lambda: self._closed or self._version > page.version, ALIVE_SECONDS)
             if self._closed:
                 return None
+            # The time is over: the page gets a sign of life, which also finds out whether it is still open.
             if self._version <= page.version:
                 return []
             page.version = self._version
@@ -110,6 +111,7 @@ class Feed:
         events: list[Event] = []
         if self._state is not None:
             samples = self._history.samples
+            # While samples are only added, a page needs the new ones alone; after a merge, or with another server, all of them.
             if page.epoch != self._history.epoch:
                 page.epoch = self._history.epoch
                 events.append(("history", samples))
@@ -149,6 +151,7 @@ class Feed:
                 with self._connect(self._log_wanted()) as stream:
                     with self._changed:
                         self._stream = stream
+                    # Rates and schedules begin anew: the server may be another one.
                     self._view, self._predicted = LiveView(), PredictedSchedules()
                     while self._wanted(LINGER_SECONDS):
                         stream.log = self._log_wanted()
@@ -176,10 +179,12 @@ class Feed:
 
     def _take(self, records: list[Record]) -> None:
         state = self._view.update(records)
+        # Another server at the same address: its sessions have the same numbers, and nothing else in common.
         life = state["server"].get("life", "")
         if life != self._life:
             with self._changed:
                 self._life, self._schedules = life, {}
+        # A simulation is repeated only for another replay. All of this is done without the lock, as it takes a while.
         schedules = {
             s["number"]: self._predicted.beside(s["number"], s["schedule"])
             if s["number"] not in self._schedules or _mark(self._schedules[s["number"]]) != _mark(s["schedule"])
@@ -193,6 +198,7 @@ class Feed:
             self._history.add(state)
             for record in records:
                 if isinstance(record, LogRecord):
+                    # Another server counts its lines from 0: ours goes on, since open pages have its numbers.
                     self._next_line = record.number if record.number > self._next_line else self._next_line + len(record.lines)
                     self._lines.extend(record.lines)
             self._bump()

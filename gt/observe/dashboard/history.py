@@ -36,6 +36,8 @@ class History:
                 self._note_peak(worker, at)
         names = {worker["name"] for worker in state["workers"]}
         self.peaks = {name: peak for name, peak in self.peaks.items() if name in names}
+
+        # After k merges, 2 ** k states make one sample, so the samples cover the whole past in bounded memory.
         self._pending.append(_sample(state, at))
         if len(self._pending) >= self._every:
             self.samples.append(_merged(self._pending))

@@ -23,6 +23,7 @@ class PageKeys:
 
     def exchange(self, key: str) -> str:
         """The cookie for a key, which is worth nothing from then on; "" for another."""
+        # A link works once: one that was seen in a history or over a shoulder afterwards opens nothing.
         if not hmac.compare_digest(key.encode(), self.key.encode()):
             return ""
         self.key = secrets.token_urlsafe(32)

@@ -81,6 +81,8 @@ class PageHandler(BoundedHandler):
         except ValueError:
             self.send_error(400)
             return
+        # In this order: the right host, then a link with a key, then the
+        # cookie; events also want the proof, which only the page has.
         if not names_this(self.headers.get("Host", ""), self.server.host):
             self._send(421, "text/plain", b"this server has another name\n")
         elif url.path == "/" and "key" in query:
@@ -123,6 +125,7 @@ class PageHandler(BoundedHandler):
         self._begin(200, "text/event-stream", {})
         if self.command == "HEAD":
             return
+        # From here on the connection has no deadline; its owner is the cookie, that is, one browser.
         self.server.admit(self.connection, self._cookie())
         page = self.server.feed.open(log)
         try:

@@ -25,6 +25,7 @@ class PredictedSchedules:
         told = {
             name: [each for each in rows if isfinite(each[1]) and isfinite(each[2])] for name, rows in row["actions"].items()
         }
+        # JSON has no infinities, so actions without an end are left out.
         begin = min((start for actions in told.values() for _, start, _ in actions), default=0.0)
         ran = {name: [[a, start - begin, end - begin] for a, start, end in actions] for name, actions in told.items()}
         shown = {key: row[key] for key in ("name", "replays", "predicted", "measured")}
@@ -42,6 +43,7 @@ class PredictedSchedules:
         unit = row["measured"]["makespan"] * (1 - row["measured"]["idle"]) / busy if busy else 0.0
         planned = {}
         for name, actions in ran.items():
+            # Rows of a schedule do not name workers: a worker's row is the one that has all of its actions.
             names = {action for action, _, _ in actions}
             line = next((line for line in lines if names and names <= {action for action, _, _ in line}), None)
             if line is not None:

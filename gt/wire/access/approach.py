@@ -45,12 +45,15 @@ class Approach:
 
     def attempt(self, context: zmq.Context, bell: int, until: float, over: Callable[[], bool]) -> bool:
         """Try once, until a moment of the monotonic clock at most, or over() when the bell rings: whether it is connected."""
+        # 1. A key. With another one than last time (the server has restarted), earlier refusals mean nothing.
         self.close(0)
         key = auth.key(self._entry(), self._token, self._ip, self._port)
         if key != self._key:
             self._key, self._denied, self._broken = key, 0, 0
         if key is None:
             return False
+
+        # 2. A socket of its own: libzmq would go on trying with the old key.
         sock = self.sock = context.socket(zmq.DEALER)
         options(sock, self._heartbeat, MAX_BODY_BYTES)
         show(sock, key)
@@ -59,6 +62,8 @@ class Approach:
         sock.setsockopt(zmq.RCVHWM, 0)
         # The next attempt is ours, and a link once made is not made again. Without any, what came last would be dropped.
         sock.setsockopt(zmq.RECONNECT_IVL, NEVER_MILLISECONDS)
+
+        # 3. The monitor tells how the handshake ends.
         self.monitor = sock.get_monitor_socket(CONNECTED | MADE | CLOSED | GONE | FAILED)
         sock.connect(endpoint(sock, self._ip, self._port))
         outcome = self._outcome(self.monitor, bell, min(until, time.monotonic() + HANDSHAKE_SECONDS), over)
@@ -73,6 +78,8 @@ class Approach:
             return self._misfit()
         if self._broken < MAX_FAILED_HANDSHAKES:
             return ""
+
+        # Handshakes break without a reason: ask the port which mechanism it speaks.
         self._broken = 0
         spoken = tcp.mechanism(self._ip, self._port)
         mine = self._key.mechanism if self._key is not None else NULL
@@ -86,6 +93,7 @@ class Approach:
 
     def why(self, seconds: float) -> str:
         """The reason why there is no connection after so long."""
+        # From the outside in: no listener, no answer, no ZMTP, no key of ours, all as it should be, another mechanism.
         tried = f"(tried for {seconds:g} s)"
         start = f"start one with `python -m gt.server -p {self._port}`"
         if not tcp.listens(self._ip, self._port):
@@ -124,26 +132,28 @@ class Approach:
                     self.descriptor = value
                 if event & (MADE | CLOSED | FAILED):
                     return event
+                # The server closed the connection without a word: it may have no descriptors left.
                 if event == GONE:
                     return FAILED & ~DENIED
             left = until - time.monotonic()
             if left <= 0:
                 break
             ready = poll.poll(left * 1000)
+            # Left unread for the caller; polling it again would return at once.
             if any(descriptor == bell for descriptor, _ in ready):
-                poll.unregister(bell)  # it is read once there is something to be done
+                poll.unregister(bell)
         return 0
 
     def _misfit(self, spoken: str = "") -> str:
         """Words for what does not agree. spoken: the server's mechanism, "" for ours."""
         mine = self._key.mechanism if self._key is not None else NULL
-        spoken, at = spoken or mine, f"the server at {self.address}"
+        spoken, server = spoken or mine, f"the server at {self.address}"
         if spoken == mine == NULL:
-            return f"{at} refused this process"
+            return f"{server} refused this process"
         if spoken == mine:
-            return f"{at} has another token: {BOTH}" if self._token else f"{at} wants a token: {BOTH}"
+            return f"{server} has another token: {BOTH}" if self._token else f"{server} wants a token: {BOTH}"
         if spoken == CURVE:
-            return f"{at} wants a token: {BOTH}" if not self._token else f"{at} encrypts, and its file says otherwise"
+            return f"{server} wants a token: {BOTH}" if not self._token else f"{server} encrypts, and its file says otherwise"
         if spoken == PLAIN:
-            return f"{at} lets in its own user's processes only: start it with --encrypt for all who have its token"
-        return f"{at} lets anybody in, so it cannot show that it has the token: unset GT_TOKEN, or give the server one"
+            return f"{server} lets in its own user's processes only: start it with --encrypt for all who have its token"
+        return f"{server} lets anybody in, so it cannot show that it has the token: unset GT_TOKEN, or give the server one"

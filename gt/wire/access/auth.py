@@ -38,7 +38,7 @@ class Access:
 
 @dataclass(frozen=True)
 class AccessEntry:
-    """A port's mechanism, and what it takes to be let in: the text of a runtime file.
+    """A port's mechanism, and its secret: the text of a runtime file.
 
     given: whether people gave the server a token, which clients then need besides. secret: "" where the token is all.
     """
@@ -88,6 +88,7 @@ def entry(access: Access, ip: str, host: str = "") -> AccessEntry:
     if access.token.startswith(MADE):
         raise Refused(f"a token that begins with {MADE} is another server's own: make one with `gt key FILE`")
     has_token = bool(access.token)
+    # Off loopback everybody can connect: CURVE with a token, or the owner's explicit word for none.
     if not loopback(ip):
         if has_token:
             return AccessEntry(CURVE, given=True)
@@ -97,6 +98,8 @@ def entry(access: Access, ip: str, host: str = "") -> AccessEntry:
             f"a server on {host or ip} needs a token: set GT_TOKEN or pass --token-file (`gt key FILE` makes one), "
             "or let anybody in with --insecure"
         )
+
+    # On loopback only this host's users can, and the secret of a file of mode 0600 keeps out the other ones.
     if access.encrypt:
         return AccessEntry(CURVE, "" if has_token else access.secret or made(), has_token)
     return AccessEntry(PLAIN, access.secret or made(), has_token)
@@ -114,7 +117,7 @@ def read(text: str) -> AccessEntry | None:
 
 
 def lock(found: AccessEntry, token: str, ip: str, port: int) -> Credentials:
-    """Credentials that the server compares with those that clients show. token: the one it was given."""
+    """Credentials that the server compares with those that clients show. token: from the server's owner, "" for none."""
     return _credentials_for(found, token, ip, port)
 
 
@@ -137,6 +140,7 @@ def opens(shown: Credentials, mechanism: str, credentials: list[bytes], client: 
     """True if ZAP's credentials are those of a key. client: the public key that belongs to its `client`."""
     if mechanism != shown.mechanism:
         return False
+    # Comparisons take the same time wherever two texts differ, so that their time tells nothing.
     if mechanism == PLAIN:
         return len(credentials) == 2 and hmac.compare_digest(credentials[1], shown.password)
     if mechanism == CURVE:
@@ -146,6 +150,7 @@ def opens(shown: Credentials, mechanism: str, credentials: list[bytes], client: 
 
 def _credentials_for(found: AccessEntry, token: str, ip: str, port: int) -> Credentials:
     """A password holds for one address only: a listener at another learns nothing from it."""
+    # HMAC(secret, "gt IP:PORT\0token"): who reads the wire, or listens in the server's place, cannot use it at another address.
     own = token if found.given else ""
     if found.mechanism == PLAIN:
         text = f"gt {ip}:{port}\0{own}".encode("utf-8", "replace")
@@ -159,6 +164,7 @@ def _credentials_for(found: AccessEntry, token: str, ip: str, port: int) -> Cred
 @lru_cache(maxsize=8)
 def _derived(token: str) -> tuple[bytes, bytes]:
     """The secret keys of server and clients: 64 bytes of scrypt(token), salt and costs as above, p = 1."""
+    # scrypt makes each guess of a weak token expensive. Cached, since a server asks for each of its addresses.
     both = hashlib.scrypt(
         token.encode("utf-8", "replace"), salt=_SALT, n=_COST, r=_BLOCK, p=1, dklen=64, maxmem=2 * 128 * _COST * _BLOCK
     )

@@ -31,6 +31,7 @@ class Published:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
+        # Compared by inode: a server that has taken the port since has replaced the file, and keeps its own.
         with contextlib.suppress(OSError), _alone(self.path.parent):
             if os.path.samestat(os.fstat(descriptor), os.lstat(self.path)):
                 os.unlink(self.path)
@@ -44,6 +45,7 @@ def publish(ip: str, port: int, text: str) -> Published:
     try:
         with _alone(folder):
             _sweep(folder)
+            # Locked before it has its name, so a reader never finds the file without the lock. The rename is atomic.
             new = folder / f".{path.name}.{os.getpid()}"
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(new)
@@ -62,6 +64,7 @@ def publish(ip: str, port: int, text: str) -> Published:
 
 def find(ip: str, port: int) -> str | None:
     """The text of this user's running server at an address, None if there is none."""
+    # A server on every address serves this one too.
     everywhere = ("0.0.0.0", "::") if ip.startswith("127.") else ("::",) if ip == "::1" else ()
     names = [_name(address, port) for address in (ip, *everywhere)]
     for folder in _folders():
@@ -81,6 +84,7 @@ def find(ip: str, port: int) -> str | None:
 
 def _text(descriptor: int) -> str | None:
     """Text of a file, if it is ours and its server has the port, of this network."""
+    # Checks are of the open descriptor, so nobody can swap the file behind them.
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077 or not _held(descriptor):
         return None
@@ -144,6 +148,8 @@ def _own_folder() -> Path:
                 os.mkdir(folder, 0o700)
             if not _fault(folder):
                 return folder
+
+    # /tmp is everybody's: another user may have made the folder first, to read what is put there. `_fault` refuses that.
     last = _folders()[-1]
     with contextlib.suppress(OSError):
         os.mkdir(last, 0o700)
