@@ -66,6 +66,8 @@ class ListOps:
 
     def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Cut, bring and emit; or only emit, where all layouts are those for which nothing had to be brought."""
+        # The plan of a list op is a list of parts, one for each layout of a leader. It is kept under the layouts of all
+        # operands if nothing was moved for it: then the same layouts need the same parts, and no tensor has to be brought.
         combined = list_rules.combination(known, values)
         key = ("list", combined, *[id(t.layout) for t in ins])
         cuts = None if self._failures.troubled else known.plans.get(key)
@@ -78,6 +80,7 @@ class ListOps:
         self._planner.hits += 1
         for number, (part, plan) in enumerate(cuts):
             ids = [ins[i].id for i in part.ins]
+            # State of the next part comes back while this part is computed.
             if self._offload.active and number + 1 < len(cuts):
                 self._offload.restore(ins[i] for i in cuts[number + 1][0].ins)
             self._emit(part, plan, ins, ids, values, outs)
@@ -99,6 +102,7 @@ class ListOps:
 
     def _buckets(self, known: OpSchema, origin: Origin, ins: list[Tensor], combined: str | None) -> dict[Layout, list[int]]:
         """Indices of the lists by the layout of the tensor that leads there; what is not done on pieces is brought whole."""
+        # Example, AdamW on five parameters: {[R]: [0, 3], [S(0)]: [1, 2], [R] of the second stage: [4]} are three ops.
         lead = known.columns[0].indices(T)
         in_parts, whole = list_rules.runs_in_parts(known), None
         buckets: dict[Layout, list[int]] = {}
@@ -178,6 +182,8 @@ class ListOps:
 
     def _in_terms(self, t: Tensor, layout: Layout, term: Partial) -> Layout:
         """The layout that a number gets which workers write by what their pieces are: terms, wherever the leader is split."""
+        # Each worker writes the number for its pieces, so what all of them have are terms (found_inf: their maximum is wanted).
+        # A number that is whole now is the same on all of them, so it counts as equal terms, and nothing moves.
         views = t.storage.tensors.values()
         there = all(v.layout is not None and v.layout.mesh == layout.mesh for v in views)
         if not there or any(p not in (R, term) for v in views for p in v.layout.placements):  # type: ignore[union-attr]
@@ -203,6 +209,8 @@ class ListOps:
         return known.plans[key]
 
 
+# The op over some indices is an op of its own: `Chosen` renumbers the tensors and scalars that it takes from the lists, and
+# `where` and `order` do so for outputs and writes.
 def _over(known: OpSchema, indices: tuple[int, ...], count: int) -> ListPart:
     template, chosen = known.template, Chosen(indices, count)
     args = tuple(map(chosen, template.args))

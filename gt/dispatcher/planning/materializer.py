@@ -40,6 +40,8 @@ class Materializer:
         """True if an op is no use of its inputs, but one more step of a recipe."""
         if known.name == "gt.upload":
             return True
+        # Uploads and views always, for their memory is a recipe's. Other ops only where a config has groups: without groups
+        # there is nothing to wait for.
         template = known.template
         if template.dynamic or known.columns or any(t.placed for t in ins):
             return False
@@ -57,6 +59,12 @@ class Materializer:
 
     def defer(self, known: OpSchema, ins: list[Tensor], values: tuple, out_ids: list[int], data: Any) -> None:
         """Add the op to the recipe of its target or base, or begin one with those of its inputs."""
+        # A recipe is a small program. Its values are slots, numbered as they are made:
+        #
+        #     step       ins     outs
+        #     empty      ()      (0,)
+        #     normal_    (0,)    ()        in place: it makes no slot
+        #     view       (0,)    (1,)      slots of the storage: {id of the weight: 0, id of the view: 1}
         template = known.template
         steps, slots, count = _joined(ins)
         new_slots = tuple(range(count, count + known.results))
@@ -88,6 +96,7 @@ class Materializer:
 
     def take_back(self, since: int) -> None:
         """Ops from this number on were not executed: no tensor that is older is changed by them."""
+        # A tensor that was made by the ops that are taken back keeps its recipe: it is worthless, but it can be placed.
         for storage in {id(tensor.storage): tensor.storage for tensor in self._table.rows.values()}.values():
             root = next((slot for i, slot in storage.slots.items() if storage.tensors[i].base is None), None)
             created = next((step.seq for step in storage.recipe or () if root in step.outs), since)
@@ -111,6 +120,8 @@ class Materializer:
     def place(self, storage: Storage, want: Layout) -> Layout:
         """Make a storage on workers, its live views too, and its root in layout `want` if its recipe can; the root's layout."""
         root = next(t for t in storage.tensors.values() if t.base is None)
+        # 1. A layout for every value of the recipe. If the wanted one cannot be made in parts, all is made whole on each
+        #    worker, and the caller splits it.
         recipe = storage.recipe
         assert recipe is not None
         names = {slot: i for i, slot in storage.slots.items()}
@@ -118,11 +129,14 @@ class Materializer:
         if layouts is None:
             layouts = self._layouts(recipe, storage, root, replicated(want.mesh))
             assert layouts is not None
+        # 2. Its steps. The bytes of an upload may not be there yet, so a storage with one is in the journal as a planned op is.
         self._run(recipe, layouts, names)
         if self._hosts(recipe):
             self._context.note_planned(recipe[-1].known, (), (storage,))
         else:
             self._context.note_placed(recipe[-1].known, storage)
+
+        # 3. The storage is placed: tensors have layouts instead of slots.
         self.drop_recipe(storage)
         for tensor in storage.tensors.values():
             tensor.layout = self._context.intern(layouts[storage.slots[tensor.id]])
@@ -206,6 +220,7 @@ class Materializer:
 
     def _upload(self, step: RecipeStep, layout: Layout, tensor: int) -> None:
         """Tell each worker to expect its part, and send it (or ask the client for it): equal parts once."""
+        # Ranks with the same part (replicas) share one upload and one definition.
         emitter, spec = self._emitter, step.known.template.outs[0].spec
         assert spec is not None
         parts: dict[tuple, list[int]] = {}
@@ -289,10 +304,10 @@ def root_layout(tensor: Tensor, want: Layout) -> Layout:
 
 def _root_split(root: Tensor, view: Tensor, place: Shard) -> Any:
     """The dim of the root that steps through memory as the view's split dim does."""
-    a, b = root.spec, view.spec
-    if a.numel != b.numel or len(a.shape) != len(b.shape):
+    memory, seen = root.spec, view.spec
+    if memory.numel != seen.numel or len(memory.shape) != len(seen.shape):
         return R
-    for dim, (n, stride) in enumerate(zip(a.shape, a.stride, strict=True)):
-        if stride == b.stride[place.dim] and n == b.shape[place.dim]:
+    for dim, (extent, stride) in enumerate(zip(memory.shape, memory.stride, strict=True)):
+        if stride == seen.stride[place.dim] and extent == seen.shape[place.dim]:
             return Shard(dim, place.parts)
     return R

@@ -121,6 +121,9 @@ class OpStream:
             return
         if not self.pending or self.pending[0].seq > upto:
             return
+        # All workers have to skip the same ops. So each stops and says which op it has begun last. The largest answer is where
+        # all of them stop (`_answered`): workers that are behind go on to there, since a collective that one has begun needs
+        # all of its members.
         begins, self.interrupted = self.interrupted < 0, max(self.interrupted, upto)
         self._host_copies.forget()  # ops that make them may be skipped
         if begins:
@@ -133,6 +136,7 @@ class OpStream:
 
     def paused(self, worker: int, seq: int) -> None:
         """A worker begins nothing after this op. The last to say so lets all go on to the same one."""
+        # An answer to an interrupt that is over by now says nothing about this one: only the last answer counts.
         self._questions[worker] -= 1
         if worker not in self._pausing or self._questions[worker] > 0:
             return
@@ -207,12 +211,15 @@ class OpStream:
             self._work = work
 
     def _plan_batch(self, message: Ops, frames: tuple) -> Iterator[None]:
+        # 1. A number that is defined again: the client has dropped its table of templates. All that was kept by number goes.
         pace, definitions = self._pace, self.definitions
         numbers = [row[0] for row in message.templates if type(row) is list and row]
         if any(type(number) is int and number in self._context.templates for number in numbers):
             if self.coming:
                 yield from self._advance(True)  # the client's table has started again: what waits is by the old one
             self.fragments.clear()
+
+        # 2. Definitions, then the stream; in between others have their turns.
         for define, rows in ((definitions.define, message.templates), (definitions.define_origin, message.origins)):
             for row in rows:
                 if pace.spent:
@@ -223,6 +230,8 @@ class OpStream:
 
     def acknowledge(self) -> None:
         """Acknowledge the batches that all workers have executed, forget their journal, and answer what waited for them."""
+        # Workers execute in order, so a batch is through if its last Run is through on each worker. Only then is it known which
+        # of its ops have failed.
         last, pending = None, self.pending
         while pending and self._outbox.reached(pending[0].runs):
             last = pending.popleft()
@@ -250,6 +259,7 @@ class OpStream:
                 self._free_stale()
             emitter.seconds = 0.0
             queue.frames = batch.frames
+            # `ended` is false where the turn is over (`spent`) or an op waits for what follows: the batch stays in `coming`.
             try:
                 ended = self._stream(batch)
             finally:
@@ -267,6 +277,7 @@ class OpStream:
                 yield
         self.acknowledge()
 
+    # An op in the code: template, origin, operands, scalars, results. A number below FIRST is a control code.
     def _stream(self, batch: QueuedBatch) -> bool:
         """Plan a batch from where it was left; True if to its end."""
         context, queue, code = self._context, self._queue, batch.code

@@ -114,6 +114,10 @@ class Planner:
             return False
         return origin.meaning is not None and ins[0].storage.param
 
+    # Stages of `_planned`:
+    # 1. What has to be settled before a plan can be looked up or made: places of targets, ops that are done as several.
+    # 2. A new plan, where none is known for these layouts or a parameter may still move; it is kept under both of its keys.
+    # 3. The inputs are brought to where the plan wants them, and the op is written for the workers.
     def _planned(
         self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int], plan: OpPlan | None
     ) -> None:
@@ -133,6 +137,7 @@ class Planner:
                 return
             if self._decompose.op(known, origin, ins, outs, values, mesh):
                 return
+            # Planning may place or move inputs, so the key of the layouts that the plan is for is known only behind it.
             before = self._key(origin, ins)
             plan = self._plan(known, origin, ins, outs, mesh)
             key = self._key(origin, ins)
@@ -184,6 +189,7 @@ class Planner:
     def _write(
         self, known: OpSchema, plan: OpPlan, ins: list[Tensor], brought: list[int], values: tuple, outs: list[int]
     ) -> None:
+        # Ids of sessions are apart by the session's offset. The first session has 0, and its hot path adds nothing.
         emitter = self._emitter
         offset = emitter.offset
         if offset:
@@ -247,6 +253,8 @@ class Planner:
 
     def _mesh(self, known: OpSchema, origin: Origin, ins: list[Tensor]) -> Mesh:
         """An in-place op and a view run where their target is, a grouped op on its group's mesh, others with most bytes."""
+        # The cases in the order of their claims: a write and a view have no choice, a group says where its ops run, and other
+        # ops go where least has to be moved.
         placed = [t for t in ins if t.layout is not None]
         writes = known.template.writes
         if writes and ins[writes[0]].layout is not None:
@@ -259,7 +267,7 @@ class Planner:
             return origin.meaning.mesh
         if not placed:
             return next((t.storage.home.mesh for t in ins if t.storage.home is not None), self._context.default_mesh())
-        weight: dict[Mesh, int] = {}
+        weight: dict[Mesh, int] = {}  # bytes of operands on each mesh
         for t in placed:
             assert t.layout is not None
             weight[t.layout.mesh] = weight.get(t.layout.mesh, 0) + t.spec.nbytes
@@ -293,6 +301,8 @@ class Planner:
         return self._starts(known, ins, mesh, meaning, False)
 
     def _plan(self, known: OpSchema, origin: Origin, ins: list[Tensor], outs: list[int], mesh: Mesh) -> OpPlan:
+        # 1. Operands that the op's group or the op itself moves for good: weights go home, and terms that are written are added
+        #    up, unless the same terms are added to them.
         meaning = _own(origin, mesh)
         if meaning is not None:
             place_weights(self._context, self._redistributor, known, meaning, ins, outs)
@@ -300,6 +310,8 @@ class Planner:
             target = ins[index]
             if target.layout is not None and target.layout.partial and not self._terms_stay(known, ins):
                 self._redistributor.reduce_partial(target.storage)
+        # 2. The rule's answer for the layouts that the inputs start from. A view's base and a written operand cannot be copies,
+        #    so where the rule wants another layout of them, they move there, and the op is planned again.
         stays = bool(known.template.writes) or known.name in VIEWS
         starts = self._starts(known, ins, mesh, meaning, stays)
         wants, makes = self._at_rest(known, ins, starts) or self._decide(known, ins, starts, mesh)
@@ -314,6 +326,8 @@ class Planner:
                 if there:
                     self._redistributor.relayout(target.storage, replicated(mesh))
             return self._plan(known, origin, ins, outs, mesh)
+
+        # 3. The first use of a parameter in a group is settled, and the definitions for the workers are made.
         if meaning is not None and known.name not in VIEWS:
             self._settle_parameters(known, ins, wants, mesh)
             self._replicated.check(known, origin, ins, wants)
@@ -358,6 +372,9 @@ class Planner:
         """
         if tensor.storage.rest is not None and not stays and tensor.layout is not None and tensor.layout.mesh == mesh:
             return list(zero.used(tensor.layout).placements)
+
+        # As it is, if it is here already. Two kinds of tensors may get another split: whole user data that enters the group,
+        # and a parameter whose first use is to come.
         enters = tensor.storage.undecided and not tensor.storage.param and meaning is not None and not stays
         chooses = tensor.storage.param and (
             tensor.layout is None or (not stays and tensor.may_choose(mesh) and len(tensor.spec.shape) == 1)
@@ -372,6 +389,8 @@ class Planner:
         if chooses:
             free = meaning is not None and meaning.kind in (COLUMN, ROW)
             return [None if free and name == "tp" else R for name, _ in mesh.axes]
+
+        # From another mesh, or not placed yet: as the group splits what enters, parameters whole.
         if meaning is None and tensor.layout is None and tensor.storage.home is not None and tensor.storage.home.mesh == mesh:
             meaning = tensor.storage.home
         if meaning is None or tensor.storage.param:
@@ -383,6 +402,7 @@ class Planner:
 
     def _entering(self, tensor: Tensor, mesh: Mesh, meaning: Meaning) -> Sequence[Placement]:
         """As the group splits what enters; a view of what is split here, or so on a like mesh, as that has it."""
+        # A view is split where its base's copy is split here, so that the copy can be viewed and nothing moves twice.
         if self._materializer.unsplittable(tensor.storage):
             return [R] * len(mesh.axes)
         base, root = tensor.base, tensor
@@ -411,13 +431,16 @@ class Planner:
         self, known: OpSchema, ins: list[Tensor], starts: list[list], mesh: Mesh
     ) -> tuple[list[tuple[Placement, ...]], list[tuple[Placement, ...]]]:
         """Placements wanted of inputs and of outputs, from the rule's answer for each axis."""
+        # A rule sees one mesh axis at a time. columns: the placements of all inputs on each axis, [[x_dp, w_dp], [x_tp, w_tp]].
         columns = [[start[axis] for start in starts] for axis in range(len(mesh.axes))]
         by_axis = zip(
             self._keep_terms(known, decide_along(known, columns, mesh.sizes), columns, mesh), columns, mesh.sizes, strict=True
         )
-        decisions = [whole(known) if size == 1 else d or self._gathered(known, places) for d, places, size in by_axis]
-        wants = [tuple(d.wants[i] for d in decisions) for i in range(len(ins))]
-        outs = [tuple(d.outs[i] for d in decisions) for i in range(len(known.template.outs))]
+        decisions = [
+            whole(known) if size == 1 else decision or self._gathered(known, places) for decision, places, size in by_axis
+        ]
+        wants = [tuple(decision.wants[i] for decision in decisions) for i in range(len(ins))]
+        outs = [tuple(decision.outs[i] for decision in decisions) for i in range(len(known.template.outs))]
         return wants, outs
 
     def _keep_terms(
@@ -456,6 +479,8 @@ class Planner:
 
 def _key(origin: Origin, ins: list[Tensor]) -> tuple:
     """Key of a plan besides the op: the groups, and the layout of each input (layouts are interned)."""
+    # Identities instead of layouts: a hash of an int costs far less. Interned layouts live as long as the session, so that no
+    # identity comes to stand for another layout.
     layouts: list[Any] = []
     for t in ins:
         layout = t.layout

@@ -62,6 +62,7 @@ class Redistributor:
         """Copy a view to another mesh: its base is copied once, split as the view is wanted, and the copy is viewed. A view of
         a view goes the same way, and a view of a sharded parameter on its own mesh.
         """
+        # 1. The chain of views up to a base that can be copied: views[0] is the tensor, the last one is a view of the base.
         if tensor.base is None or tensor.base.layout is None:
             return None
         if tensor.base.layout.mesh == want.mesh and (tensor.storage.rest is None or tensor.base.layout.partial):
@@ -71,6 +72,7 @@ class Redistributor:
             views.append(base)  # a copy of this would not have its strides
         if base is None or any(t.via is None or not _of_its_base(t.via[0]) or t.spec.numel != base.spec.numel for t in views):
             return None
+        # 2. The base's copy in a layout from which the views lead to `want`, then the views on it. Those between are freed.
         layouts = self._of_copies(base, views, want)
         if layouts is None:
             return None
@@ -92,6 +94,8 @@ class Redistributor:
             return [whole] * len(views) + [want]
         if base.layout is None or base.layout.partial or want.partial:
             return None
+        # Rules lead from a base to its view, not back. So every split of the base is tried as a start, the likely ones first,
+        # and followed through the views until one ends in `want`.
         split = [[p] if not isinstance(p, Shard) else self._splits(base, p.parts, p.dim) for p in want.placements]
         starts = [*product(*split)]
         if base.layout.mesh.axes == want.mesh.axes:
@@ -148,6 +152,7 @@ class Redistributor:
 
         The sums stay in pieces where the storage rests so, or where `tensor`, a view of all of it, is wanted in pieces.
         """
+        # With ZeRO a reduce_scatter may do: half the bytes of an all_reduce, and each worker keeps its piece alone.
         root = next(t for t in storage.tensors.values() if t.base is None)
         emitter = self._emitter
         assert root.layout is not None
@@ -208,6 +213,7 @@ class Redistributor:
 
     def rest(self, storage: Storage, want: Layout) -> Layout:
         """The layout of a storage's root between uses, where a use wants it in layout `want`."""
+        # A parameter that is still a recipe with views is best split along a dim that the recipe can be run in parts of.
         shape = next(t for t in storage.tensors.values() if t.base is None).spec.shape
         for dim in zero.dims(want, shape) if storage.recipe is not None and len(storage.tensors) > 1 else ():
             layout = zero.rest(want, shape, dim)
@@ -315,6 +321,7 @@ class Redistributor:
 
     def _remake(self, view: Tensor) -> None:
         """Run a view's op again on its base, which has moved."""
+        # A view without a local form on the new layout: the whole storage is gathered, which makes all of its views again.
         assert view.base is not None and view.base.layout is not None and view.via is not None
         known, values, index = view.via
         emitter = self._emitter

@@ -70,9 +70,9 @@ def table(stage: int, nbytes: int, parts: int) -> dict[str, int]:
 
 def _bytes(root: Tensor, layout: Layout) -> Iterable[tuple[int, int]]:
     """(worker, bytes) of a tensor in a layout."""
-    each = root.spec.nbytes // max(root.spec.numel, 1)
+    itemsize = root.spec.nbytes // max(root.spec.numel, 1)
     for rank, index in enumerate(layout.mesh.workers):
         elements = 1
         for extent in local_shape(layout, root.spec.shape, rank):
             elements *= extent
-        yield index, elements * each
+        yield index, elements * itemsize

@@ -56,6 +56,7 @@ class ProgramWriter:
 
     def write(self, rows: Sequence[Instruction], owned: Sequence[int] | None = None) -> None:
         """Write rows. owned: tensors from before that are freed at their last use too; with them results have new names."""
+        # 1. The tensors that die behind each row: those made here and those handed over, unless they outlive the program.
         self._channels = sorted({use for row in rows for use in _channels(row.define)})
         made, last = last_uses(rows)
         ends = defaultdict(list)
@@ -65,9 +66,13 @@ class ProgramWriter:
         for i in owned or ():
             if i in last:
                 ends[last[i]].append(i)
+        # 2. Results have the same names in every replay. Those of the replay before are freed at the start, so that both are
+        #    not alive at once; but not what this replay reads first, as a tensor that gets another layout here.
         if owned is None:
-            read = _read_before_made(rows)  # a tensor from before that gets another layout here is made again
-            self._free([i for i in made if i in self.lasting and i not in read])  # values that the replay before has made
+            read = _read_before_made(rows)
+            self._free([i for i in made if i in self.lasting and i not in read])
+
+        # 3. The rows, with frees between.
         for n, row in enumerate(rows):
             self._row(row)
             self._free(ends.get(n, ()))
@@ -79,6 +84,8 @@ class ProgramWriter:
         self._end()
 
     def _row(self, row: Instruction) -> None:
+        # `actions` has [place in the code, name] where an action begins. A forward action and its own backward pass right
+        # behind it are one region of a device graph, "1F0+1B0".
         self._at = self.index.get(row.seq, self._at)
         if row.action != self._action:
             if self._action and self.backend == "cudagraphs" and row.action in backward_of(self._action):
@@ -86,6 +93,8 @@ class ProgramWriter:
             else:
                 self._actions.append([len(self._code), row.action])
             self._action = row.action
+        # A draw is written relative to the call's random counter, and a launch adds its own. Draws with another seed stay as
+        # they are.
         payload, operands = row.define.payload, list(row.operands)
         if row.kind == "op" and payload["random"] is not None:
             place = payload["tensors"] + payload["values"] - 2
@@ -102,7 +111,7 @@ class ProgramWriter:
 
     def _end(self) -> None:
         if self._code:
-            first = [] if self.parts else self._channels
+            first = [] if self.parts else self._channels  # the first part declares the channels of all
             self.parts.append(
                 {
                     "code": self._code, "randoms": self._randoms, "actions": self._actions, "backend": self.backend,

@@ -77,6 +77,9 @@ class DeferredRuns:
         if not held or self._failures.troubled or self._outbox.held:
             self._outbox.send_deferred()
             return
+
+        # 1. Apart, since it may take long: the programs, and the tensors of each worker at the end. Other sessions go on, and a
+        #    worker may be lost meanwhile.
         ends = {worker.index: StreamEnds() for worker in self._cluster.workers}
         with self._context.apart():
             tape = replace(tape, code=_with_unique_names(tape.code, self._fresh))
@@ -84,10 +87,12 @@ class DeferredRuns:
             parts = self._parts(tape, held[0].base, ends)
         if self._outbox.deferred is not held:  # a worker was lost meanwhile, and the buffered instructions are sent
             return
-        if not tape.code:
+        if not tape.code:  # no unique names
             self._outbox.send_deferred()
             self._emitter.begin_run()
             return
+
+        # 2. Uploads go ahead as they were written, then one run has the programs, and the frees that are left.
         self._outbox.deferred = None
         for one in sent:
             self._outbox.dispatch(one)
@@ -105,6 +110,7 @@ class DeferredRuns:
 
     def _parts(self, tape: Recording, base: int, ends: dict[int, StreamEnds]) -> dict[int, tuple[list[dict], list[int]]]:
         """Each worker's part: programs that are executed once, the one that places weights first; and ids to free then."""
+        # 1. Weights that are placed by the call are made ahead, by a program of their own.
         lasting = {i for end in ends.values() for i in end.made}
         ahead: dict[int, list[Instruction]] = {}
         later: dict[int, list[Instruction]] = {}
@@ -113,6 +119,9 @@ class DeferredRuns:
         rest = replace(tape, code=later)
         if self.recompute:
             rest = self._lowering.rematerialized(rest, lasting, self.recompute)
+
+        # 2. Two programs for each worker, and the ids to free behind them: what only passed from the first to the second, and
+        #    tensors from before that the call freed. What the call itself made and freed dies within a program.
         parts: dict[int, tuple[list[dict], list[int]]] = {}
         for index, end in ends.items():
             rows = rest.code.get(index, [])
@@ -147,9 +156,10 @@ def _with_unique_names(code: Code, fresh: Callable[[], int]) -> Code:
     """
     renamed: Code = {}
     for worker, rows in code.items():
+        # The last definition of a name keeps it, since later instructions use it. Earlier ones get fresh names.
         last = {i: n for n, row in enumerate(rows) for i in row.makes}
         names: dict[int, int] = {}  # by name: the one that stands for it at this row
-        older: set[int] = set()
+        older: set[int] = set()  # names from before the code
         renamed[worker] = []
         for n, row in enumerate(rows):
             reads, makes = row.reads, row.makes

@@ -69,12 +69,15 @@ class _Scalars:
         n = self._op_of.get(row.seq, -1)
         if n < 0 or row.kind != "op" or not self._pattern.ops[n].values:
             return ()
+        # Planning may have made another op of it, whose scalars are not the client's.
         op, payload = self._pattern.ops[n], row.define.payload
         first, count = payload["tensors"], payload["values"]
         if payload["op"] != op.known.template.op:
             self._changed.add(n)
             return ()
         places: Sequence[int] = op.values
+        # The usual case: all scalars, in order. Else a part of a list op, whose scalars are found by identity; two that are one
+        # object cannot be told apart, and then all of the op's scalars are constants of the program.
         own = row.operands[first : first + len(op.values)]
         if count != op.known.values or [text(value) for value in own] != [text(self._code[place]) for place in places]:
             identities = {id(self._code[place]): place for place in op.values}
@@ -98,6 +101,8 @@ def write_fragment(
     bounds: FragmentBounds,
 ) -> FragmentCode | str:  # fmt: skip
     """The programs of a recorded fragment, or why there are none. numbers: of its ops, as instructions have them."""
+    # 1. Names of the program's own for all tensors. A tensor from before that the code makes again (it got another layout) is
+    #    an input and a result: `rebound`. It may not be freed inside, as `moved` ones are.
     tape = run_passes(tape, context, PASSES)
     names: defaultdict[int, int] = defaultdict(context.fresh)
     made = {i for rows in tape.code.values() for row in rows for i in row.makes}
@@ -105,6 +110,7 @@ def write_fragment(
     bounds.moved = [n for n in bounds.moved if n not in rebound]
     ins = [names[i] for i in bounds.ins]
     outs = [*(names[i] for i in bounds.outs), *(ins[n] for n in rebound)]
+    # 2. Each worker's code. Uploads are constants: they were kept when they were recorded, and are no instructions of a launch.
     scalars = _Scalars(pattern, call, numbers)
     backend = "inductor" if context.compiled else "eager"  # a graph would need its inputs at the same addresses
     seal = FinishCapture(0, 0, "", backend, [], call.seed, call.counter, 0)

@@ -3,6 +3,12 @@
 A branch that Python takes by chance makes another run of ops each time, of which all but the branch was met before. Two runs
 part behind the last op that both have, and meet before the first op that both have again. These places are learned by
 comparing runs, as a trace cache learns where traces end. Ops are compared by template and line, not by shapes or tensor ids.
+
+Example, where Python chooses X or Y by chance:
+
+    first run:   A B X C D
+    second run:  A B Y C D        they part behind B and meet before C
+    from then on: [A B] [X] [C D] and [A B] [Y] [C D]: two of three parts are met again
 """
 
 from __future__ import annotations
@@ -91,12 +97,14 @@ class FragmentCuts:
 
     def _learn(self, known: Outline, new: Outline) -> None:
         """Note where a new run differs from one that was met before."""
+        # At the head ops are compared with the tensors that they read: runs of one op over other tensors have parted. At the
+        # tail numbers of tensors differ after another middle, so only template and line are compared.
         most, size = min(len(known.names), len(new.names)), len(new.names)
         head = 0
         while head < most and known.names[head] == new.names[head] and not known.differs(head, new, head):
             head += 1
         if head == size == len(known.names):
-            return
+            return  # nothing that is compared differs
         tail = 0
         while tail < most - head:
             n = -1 - tail
@@ -115,6 +123,7 @@ class FragmentCuts:
 
     def split(self, code: list, templates: Mapping[int, OpSchema]) -> list:
         """A batch whose fragment, if it has one, ends and begins at these places. What cannot be followed stays as it is."""
+        # 1. The header, and the places where parts begin. This is a client's code too: every count is checked before its use.
         if not self.parted and not self.met:
             return code
         at = _behind_uploads(code, templates)
@@ -126,9 +135,11 @@ class FragmentCuts:
         count = code[end + 1] if end + 1 < len(code) and code[end] == END_FRAGMENT else None
         if len(bounds) < 3 or type(count) is not int or not 0 <= count <= len(code) - end - 2:
             return code
+        # 2. An id that the fragment's end frees is freed at the end of the part that names it last (or of the last part).
         freed: list[list[int]] = [[] for _ in counters]
         for i in code[end + 2 : end + 2 + count]:
             freed[last.get(i, -1) if type(i) is int else -1].append(i)
+        # 3. The batch again, each part with a header, an end, and the random counter at its start.
         result = code[:at]
         for n, ended in enumerate(freed):
             rows = code[bounds[n] : bounds[n + 1]]
@@ -144,6 +155,9 @@ class FragmentCuts:
         self, code: list, at: int, end: int, draws: tuple[int, int], templates: Mapping[int, OpSchema]
     ) -> tuple[list[int], list[int], dict[int, int]]:
         """Places where parts begin, and the end of the last; the random counter of each; the last part to name each tensor."""
+        # A part begins before an op that is in `met`, or behind one that is in `parted` (`wanted`). Frees and declarations
+        # between two ops stay with the op before. A part's counter is that of its first draw: the client's counter counts up
+        # over the whole fragment.
         parted, met, (seed, counter) = self.parted, self.met, draws
         bounds, counters, last = [at], [counter], dict[int, int]()
         drawn = ops = wanted = False

@@ -2,6 +2,16 @@
 
 A fragment's code is a list of numbers. Templates and origins must be equal. Ids of tensors may differ if the same ids stand
 in the same places. Scalars are parameters. A comparison is a few calls over the whole list, not a loop over ops in Python.
+
+Example, two ops: mul of tensor 5 by 0.5 makes 8, add of 8 and 5 makes 9:
+
+    code:    [20, 3, 5, 0.5, 8,  21, 3, 8, 5, 9]        template, origin, operands, scalars, results of each op
+    fixed:    0  1               5  6                   places of templates and origins: 20, 3, 21, 3
+    ins:            2                     8             tensor 0 from before, in places 2 and 8
+    made:                    4         7     9          tensors 0 and 1 made here: 0 in places 4 and 7, 1 in place 9
+    values:              3                              of the first op
+
+The code [20, 3, 6, 0.1, 10,  21, 3, 10, 6, 11] has the same pattern. With 7 in place of the second 6 it has another one.
 """
 
 from __future__ import annotations
@@ -70,10 +80,12 @@ class FragmentPattern:
     makers: list[int]  # the op that makes each
     params: list[tuple[bool, int]]  # tensors that it declares as parameters: whether from before, and the number
     freed: list[tuple[bool, int]]  # tensors that its code frees, in the same form
-    fixed: tuple[Getter, tuple]
+    fixed: tuple[Getter, tuple]  # takes the numbers that have to be equal, and these
+    # Each tensor from before by its first place, then all places of such tensors, and the number of the tensor at each of them.
     first_in: Getter
     in_places: Getter
     in_order: tuple[int, ...]
+    # The same for tensors that the code makes.
     first_made: Getter
     made_places: Getter
     made_order: tuple[int, ...]
@@ -82,6 +94,8 @@ class FragmentPattern:
 
     def match(self, code: list, seed: int, counter: int) -> FragmentCall | None:
         """The numbers of a call that has this pattern; None if it has another."""
+        # 1. Templates and origins. 2. The ids at all places follow from those at first places. 3. Two tensors of the pattern
+        #    are never one: else an op might write what another reads, which the program does not know.
         at_fixed, fixed = self.fixed
         if at_fixed(code) != fixed:
             return None
@@ -92,6 +106,7 @@ class FragmentPattern:
             return None
         if len({*ins, *new_ids}) != len(ins) + len(new_ids):
             return None
+        # 4. Draws with the session's seed, at the same distance from the fragment's counter. 5. Scalars that planning used.
         if any(code[place] != seed or code[place + 1] - counter != relative for place, relative in self.randoms):
             return None
         if any(text(code[place]) != shown for place, shown in self.constants.items()):
@@ -123,6 +138,8 @@ def count_ops(code: list, templates: Mapping[int, OpSchema]) -> int:
     return ops
 
 
+# The code is from a client and not trusted: what cannot be followed has no pattern, and is planned op by op, where the errors
+# are raised.
 def parse(code: list, templates: Mapping[int, OpSchema], seed: int, counter: int) -> FragmentPattern | None:
     """The pattern of a fragment's code; None where it has something else than ops whose shapes are known."""
     before, made = _Names(), _Names()
@@ -149,6 +166,7 @@ def parse(code: list, templates: Mapping[int, OpSchema], seed: int, counter: int
                 (made if code[place] in made.numbers else before).add(code[place], place)
             at += 2 + code[at + 1]
             continue
+        # An op: template, origin, operands, scalars, results.
         known = templates.get(code[at])
         if known is None or known.template.dynamic or known.name == "gt.upload" or at + 2 + known.length > end:
             return None
@@ -157,7 +175,7 @@ def parse(code: list, templates: Mapping[int, OpSchema], seed: int, counter: int
         fixed += (at, at + 1)
         for place in range(at + 2, scalars):
             (made if code[place] in made.numbers else before).add(code[place], place)
-        stop = outs
+        stop = outs  # end of the scalars that are parameters: a seed and counter are bound by the launch
         if known.random and known.values > 1 and code[outs - 2] == seed:
             stop -= 2
             randoms.append((stop, code[stop + 1] - counter))

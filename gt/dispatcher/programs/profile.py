@@ -21,6 +21,8 @@ def record_times(sessions: Iterable[ClientSession], times: list) -> None:
     for number, seconds in rows:
         if type(number) is not int or type(seconds) is not float or not 0 <= seconds <= MAX_SECONDS:
             raise ProtocolError(f"Done.times has {number!r:.40}, {seconds!r:.40}, want a definition and its seconds")
+    # Numbers of definitions are unique over all sessions, and each session takes its own. The fewest seconds are kept: slower
+    # executions have waited for something.
     for session in sessions:
         least, known = session.programs.times, session.emitter.defined
         for number, seconds in rows:

@@ -53,7 +53,7 @@ class RecordedLayouts:
         return all(map(is_, map(_LAYOUT, self.tensors), self.layouts))
 
     def changed(self) -> Iterator[tuple[Tensor, Layout]]:
-        """Tensors that lie otherwise, and their recorded layouts. To move one may move those behind it."""
+        """Tensors whose layout is another one now, and their recorded layouts. To move one may move those behind it."""
         return ((t, layout) for t, layout in zip(self.tensors, self.layouts, strict=True) if t.layout is not layout)
 
 
@@ -61,8 +61,8 @@ class RecordedLayouts:
 class Program:
     """code: its definitions by worker, in order. layouts, made: of its inputs and of its results, when it was recorded.
 
-    compared: the table's `relaid` at which all layouts were as recorded. No other container changes, so that a launch refers
-    to them as they are: what it costs does not grow with the tensors.
+    compared: the table's `relaid` at which all layouts were as recorded. A launch refers to its containers as they are, and
+    nothing changes them: the cost of a launch does not grow with the number of tensors.
     """
 
     uses: list[Define]  # definitions that its code names: they live as long as it
@@ -132,6 +132,7 @@ class Programs:
 
     def record(self, slot: int, how: int, ids: Sequence[int]) -> None:
         """Keep the instructions that follow. Unplaced inputs get the layouts of the last call. how: see DeferredRuns.begin."""
+        # 1. Inputs that have no place yet get one before the recording: placing them is no part of each replay.
         self.discard()
         self._failures.recover()
         self.times = {number: took for number, took in self.times.items() if number in self._emitter.defined}
@@ -143,7 +144,9 @@ class Programs:
                 fits = layout is not None and dims == len(tensor.spec.shape)
                 wanted = layout if layout is not None and fits else replicated(self._context.default_mesh())
                 self._redistributor.place(tensor.storage, root_layout(tensor, wanted))
-        self.drop_copies()  # a kept one would be of the value that there was
+        # 2. Copies end, since a kept one would be of the value that there was. What is written so far is sent: the recording
+        #    takes what is sent from here on.
+        self.drop_copies()
         self._outbox.cut()
         before = {i: t.layout for i, t in self._table.rows.items()}
         tape = self._context.tape = Recording(slot, inputs, before, hints is None)
@@ -234,6 +237,7 @@ class Programs:
             raise ProtocolError(f"FinishCapture.backend is {message.backend!r:.40}, want one of {', '.join(BACKENDS)}")
         if message.recompute not in (0, *BOUNDS):
             raise ProtocolError(f"FinishCapture.recompute is {message.recompute!r:.40}, want 0, 1 or 2")
+        # 1. Apart from other sessions, whose turns come meanwhile: passes and code. Nothing is written for workers here.
         self.deferred.end(tape)
         added: dict[str, Define] = {}
         program: Program | None = None
@@ -246,6 +250,7 @@ class Programs:
                 parts = {worker: [packed_payload(part) for part in rows] for worker, rows in parts.items()}
                 program = self._program(tape, pairs)
                 program.order = context.schedule
+        # 2. Either definitions for workers, or all is taken back: storages know the program already.
         self._emitter.begin_run()
         why = why or self._failures.harm(tape.journal)  # one may be reported since
         if why or program is None:
@@ -264,6 +269,8 @@ class Programs:
             self._make(program, pairs, message, parts)
         self._outbox.cut()
         self.sealed = self._cluster.seq
+
+        # 3. The report, in which workers have their names.
         counts = {self._cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
         recomputed = {self._cluster.workers[worker].name: row for worker, row in context.recomputed.items()}
         batched = {self._cluster.workers[worker].name: row for worker, row in context.batched.items()}
@@ -413,6 +420,8 @@ class Programs:
 
     def _program(self, tape: Recording, pairs: list[tuple[int, int]]) -> Program:
         """The program of a recording, not defined yet; its storages know of it already."""
+        # Storages by their part in a launch, for the journal: a failure spreads from reads to writes and makes. Only those that
+        # are alive now count, and each is named once however many ops touch it.
         rows, costs = self._table.rows, self._emitter.costs
         carried = [rows[read].storage for read, _ in pairs]
         older = [tensor for i in tape.before if (tensor := rows.get(i)) is not None]
@@ -487,6 +496,8 @@ class Programs:
 
     def _made_again(self, storage: Storage, layout: Layout) -> None:
         """Restore the layout of a result that was changed since: its terms were added up, or it moved."""
+        # A result is overwritten by the replay, so its present value does not count. It moves to the layout without terms, and
+        # is then declared to be terms: the replay writes these.
         terms = {axis: place for axis, place in enumerate(layout.placements) if isinstance(place, Partial)}
         self._redistributor.relayout(
             storage, Layout(layout.mesh, tuple(R if n in terms else p for n, p in enumerate(layout.placements)))

@@ -97,7 +97,7 @@ class Recording:
 
     def append(self, worker: int, base: int, code: Sequence) -> None:
         """Keep the instructions that are sent to a worker, but for frees: sealing decides where a value dies."""
-        if self.size > self.room:
+        if self.size > self.room:  # no program can be made of it: `obstacle` says so, and memory is not spent on it
             self.code.clear()
             return
         rows = self.code[worker]

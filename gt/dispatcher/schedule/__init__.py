@@ -61,6 +61,7 @@ def make(request: ScheduleRequest, costs: Costs | None = None) -> Schedule:
     zero-bubble schedules, L, R and O, and `auto` minimizes them; by default all stages cost the same. ConfigError where the
     schedule does not permit the placement, or its activations exceed the limit.
     """
+    # Validation first. Then one of three ways: stages on several workers, the choice of the best, or one schedule by name.
     name, micro_batches = request.name, request.micro_batches
     where = checked(request.workers)
     if name not in NAMES:
@@ -77,7 +78,7 @@ def make(request: ScheduleRequest, costs: Costs | None = None) -> Schedule:
         return Schedule(name, whole(rows), where)
     rows = auto.named(SCHEDULES, name, single, micro_batches, costs)
     rows = rows if request.backward else forwards(rows)
-    if costs is not None:
+    if costs is not None:  # without costs nobody knows which stages have an L, R or O
         rows = insert_epilogue(rows, costs)
     _keep_within(name, rows, priced, limits)
     return Schedule(name, whole(rows), where)
@@ -85,11 +86,12 @@ def make(request: ScheduleRequest, costs: Costs | None = None) -> Schedule:
 
 def _shared(name: str, where: Sequence[Members], m: int, costs: Costs, limits: list[float], backward: bool) -> Rows:
     if name not in shared_stages.NAMES:
-        stage = next(stage for stage, some in enumerate(where) if len(some) > 1)
+        stage = next(stage for stage, members in enumerate(where) if len(members) > 1)
         raise ConfigError(
             f"{name} wants one worker for each stage, and stage {stage} is on workers {list(where[stage])} together: try "
             f"{' or '.join(shared_stages.NAMES)}"
         )
+    # A named schedule that does not fit is an error with its peak. Only `auto` may choose a slower order that fits.
     most = limits if name == "auto" else [float("inf")] * len(limits)
     rows = auto.best(((name, rows) for rows in shared_stages.orders(name, where, m, costs)), m, costs, most, backward)[1]
     _keep_within(name, rows, costs, limits)

@@ -49,11 +49,12 @@ def best(
 ) -> tuple[str, Rows]:
     """The fastest of named rows within the limits, with L, R and O. NoRoom if none fits."""
     shortest: Judged | None = None
-    least = float("inf")
+    least = float("inf")  # the smallest peak of all candidates, for the error
     for name, made_so in made:
         rows = made_so if backward else forwards(made_so)
         line = simulate(rows, costs)
         least = min(least, max(line.peak))
+        # The cheap tests come first: a placement of L, R and O costs several simulations.
         if any(peak > limit * CLOSE for peak, limit in zip(line.peak, limits)):
             continue
         if shortest is not None and line.makespan > shortest[0] * CLOSE:
@@ -83,11 +84,14 @@ def candidates(
     for name in tables:
         with suppress(ConfigError):  # it does not permit the placement
             yield name, named(tables, name, workers, m, costs)
+    # Orders are made with blocks as stages, and with all stages apart: other actions may then come within a block. Each order
+    # is filled once, whichever table it is from.
     known: set[tuple] = set()
     runs = blocks(workers)
     for grouping in (runs, single(workers)):
         merged = costs.merged(grouping)
         for name, rows in orders(tables, [workers[run[0]] for run in grouping], m, merged, limits):
+            # (stage, micro-batch) without the letter: in a row the first of a pair is its F, the second its B or I.
             order = tuple(tuple(action[::2] for action in row if action.kind != "W") for row in rows)
             if order in known:
                 continue
@@ -97,8 +101,9 @@ def candidates(
                 if filled is not None:
                     yield f"auto, {name}", expand(filled, grouping)
         if len(runs) == len(workers):
-            break
-    if min(limits) < float("inf"):  # the order with least memory
+            break  # no block has two stages, so the second grouping is the first
+    # The order with least memory: each micro-batch goes forward and comes back before the next one begins.
+    if min(limits) < float("inf"):
         yield (
             "auto, one by one",
             [
@@ -138,6 +143,7 @@ def orders(
     elif taken > 1:
         yield "interleaved ahead", loops(workers, m, 2)
         yield "interleaved ahead", loops(workers, m, 3)
+    # A limit of memory decides how far list scheduling runs ahead, so it is tried with several, in parts of 1F1B's memory.
     for part in (0.5, 1.0, 1.5, 2.0):
         greedy_rows = greedy(workers, m, costs, [min(limit, part * most) for limit, most in zip(limits, whole(workers, costs))])
         if greedy_rows is not None:
@@ -156,6 +162,7 @@ def within(workers: Placement, costs: Costs, limits: Sequence[float], ahead: flo
     for stage, worker in enumerate(workers):
         most = 1 + int(ahead * (len(workers) - 1 - stage))
         room = limits[worker] / costs.activation[stage] if costs.activation[stage] else most
+        # More than the stage before has in flight would never arrive.
         fitting.append(int(max(1, min([most, room * CLOSE, *fitting[-1:]]))))
     return fitting
 

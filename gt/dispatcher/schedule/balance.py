@@ -18,21 +18,26 @@ Unit = tuple[float, str]  # an op of the forward: its time and its label
 
 
 def balance(costs: Costs, units: Sequence[Sequence[Unit]], request: schedule.ScheduleRequest) -> dict[str, Any]:
-    """Seconds and share of each stage, and under "better" a cut between two ops that gains WORTH or more by simulation.
+    """Seconds and share of each stage, and under "better" a cut between two ops that gains MIN_GAIN_SHARE by simulation.
 
     units: ops of one forward of each stage. A stage's backward is divided as its forward is.
     """
+    # 1. Shares. A stage on several workers is as much work as its time on each of them.
     totals = [f + i + w for f, i, w in zip(costs.forward, costs.input, costs.weight)]
     where = checked(request.workers)
     work = [total * len(members) for total, members in zip(totals, where)]
     report: dict[str, Any] = {"seconds": totals, "share": [part / sum(work) if sum(work) else 0.0 for part in work]}
     if not all(sum(unit[0] for unit in stage) for stage in units) or any(len(members) > 1 for members in where):
         return report
+
+    # 2. The best cut of all ops into as many stages. An op takes its part of its stage's whole time, backward included.
     flat = [unit[0] / sum(u[0] for u in own) * total for own, total in zip(units, totals) for unit in own]
     ends = cut(flat, len(totals))
-    better = [sum(flat[a:b]) for a, b in zip([0, *ends], [*ends, len(flat)])]
+    better = [sum(flat[start:end]) for start, end in zip([0, *ends], [*ends, len(flat)])]
     if max(better) > (1 - MIN_GAIN_SHARE) * max(totals):
         return report
+
+    # 3. Its gain by simulation: a smaller largest stage need not make the step shorter. ConfigError: it does not fit in memory.
     scale = [new / old if old else 1.0 for new, old in zip(better, totals)]
     moved = replace(
         costs, forward=_by(costs.forward, scale), input=_by(costs.input, scale), weight=_by(costs.weight, scale)
@@ -59,6 +64,7 @@ def moved_ops(units: Sequence[Sequence[Unit]], ends: Sequence[int]) -> list[dict
         source, target = (n, n + 1) if new < old else (n + 1, n)
         start = sum(map(len, units[:source]))
         own, label = labels[start : start + len(units[source])], labels[min(new, len(labels) - 1)]
+        # A file and line may come up several times, as in a loop over layers: so the label has its occurrence with it.
         seen = 1 + own[: max(0, new - start)].count(label)
         row = {"from": source, "to": target, "ops": min(abs(old - new), len(own)), "of": len(own), "at": label}
         moves.append({**row, "time": seen, "times": own.count(label)})
@@ -88,6 +94,8 @@ def _by(times: Sequence[float], scale: Sequence[float]) -> tuple[float, ...]:
 
 def cut(costs: Sequence[float], parts: int) -> list[int]:
     """Ends of all runs but the last, of `parts` runs, with the costliest run as cheap as possible."""
+    # Bisection of the limit of a run: a greedy filling with that limit has `parts` runs at most, or more. 60 halvings reach the
+    # precision of a float.
     low, high = max(costs, default=0.0), sum(costs)
     for _ in range(60):
         middle = (low + high) / 2

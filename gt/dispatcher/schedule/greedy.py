@@ -43,6 +43,8 @@ class _Greedy:
 
     def all(self) -> list[list[Action]] | None:
         """Execute the action with the earliest start of all workers, again and again: it can change the others' choices."""
+        # An entry of the heap is (start, rank, worker, version, action). A worker's best action is pushed again whenever it may
+        # have changed, under a new version. Entries of older versions are skipped when they come up, not searched for.
         version = [0] * len(self.own)
         heap: list[tuple[float, int, int, int, Action]] = []
         changed = set(range(len(self.own)))
@@ -58,6 +60,7 @@ class _Greedy:
                 break
             start, _, worker, _, action = heapq.heappop(heap)
             self.do(worker, action, start)
+            # The action is an input of the stages beside its own, and of no others.
             stage = action.stage
             changed = {worker, self.workers[max(stage - 1, 0)], self.workers[min(stage + 1, len(self.workers) - 1)]}
         return self.rows if min(self.weights) == self.m else None
@@ -66,6 +69,7 @@ class _Greedy:
         """A worker's next action and its start. W runs while nothing else can."""
         best = min(self.able(worker), default=None)
         if self.pending[worker]:
+            # The oldest W runs if nothing else can, if it delays nothing, or if its memory is wanted.
             stage = self.pending[worker][0]
             clock = self.clock[worker]
             if best is None or clock + self.costs.weight[stage] <= best[0] or self.tight(worker, best[2]):
@@ -78,8 +82,10 @@ class _Greedy:
             return False
         return self.used[worker] + self.costs.activation[action.stage] + self.reserve[action.stage] > self.limits[worker]
 
+    # Yields the next I and F of each of a worker's stages, if their inputs are ready and memory suffices.
     def able(self, worker: int) -> Iterator[Found]:
         clock = self.clock[worker]
+        # What pending W keep counts as free: `next` executes them before an F that needs it (`tight`).
         free = self.limits[worker] - self.used[worker] + sum(self.costs.kept[stage] for stage in self.pending[worker])
         for stage in self.own[worker]:
             micro = self.back[stage]
@@ -98,6 +104,7 @@ class _Greedy:
         own = self.forward[stage][micro]
         return max(own, self.gradient[stage + 1][micro] + self.lag[stage + 1]) if stage + 1 < len(self.workers) else own
 
+    # Appends an action to its worker's row, and notes its end and its change of memory.
     def do(self, worker: int, action: Action, start: float) -> None:
         stage, kind, micro = action
         costs = self.costs

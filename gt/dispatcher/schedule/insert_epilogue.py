@@ -39,6 +39,8 @@ def insert_epilogue(rows: Rows, costs: Costs) -> Made:
 
 def _place(rows: Made, costs: Costs, kind: str, insert: Insert) -> Made:
     """Rows with one letter added for every stage that has it, in the order in which stages are ready."""
+    # A shared stage's L, R and O are meetings of its workers. They are at the ends of their rows and sorted alike in all of
+    # them, so every worker has them in one order, and they cannot deadlock.
     line = simulate(rows, costs)
     ready = _ready(rows, line, costs, kind)
     shared = [len(workers) > 1 for workers in members(rows)]
@@ -69,6 +71,8 @@ def _slots(row: Row, line: Timeline, worker: int, costs: Costs) -> list[Slot]:
 
 def _first(slots: list[Slot], costs: Costs, kind: str, stage: int) -> int:
     """The place after the last action in the row that a stage's L, R or O depends on."""
+    # With `joint` an optimizer waits for stages of other workers too, so it is at the end. With `own` it waits for all stages
+    # of its worker, whichever stage it is counted for.
     every, own = kind == "O" and costs.joint, kind == "O" and costs.own
     mine = ((place, action) for place, (_, _, action) in enumerate(slots) if own or action.stage == stage)
     needed = (place for place, action in mine if action.kind in NEEDS[kind])
@@ -86,6 +90,8 @@ def _ready(rows: Rows, line: Timeline, costs: Costs, kind: str) -> list[float]:
         return ready
     if costs.joint:
         return [max(ready)] * costs.stages
+
+    # `own`: the latest of the stages in a row is the time of all of them.
     last = [0.0] * costs.stages
     for row in rows:
         own = max((ready[action.stage] for action in row), default=0.0)

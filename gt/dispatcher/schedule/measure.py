@@ -28,6 +28,7 @@ def _hidden(pairs: Sequence[tuple[Stamps, Stamps]]) -> dict[str, Any]:
     for actions, moves in pairs:
         doing, moving = ([(start, end) for _, start, end in stamps] for stamps in (actions, moves))
         seconds.append(_busy(moving))
+        # |transfers and actions at once| = |transfers| + |actions| - |their union|
         both = seconds[-1] + _busy(doing) - _busy([*doing, *moving])
         parts.append(round(both / seconds[-1], 4) if seconds[-1] else 1.0)
     return {"transfers": seconds, "hidden": parts} if any(seconds) else {}

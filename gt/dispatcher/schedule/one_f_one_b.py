@@ -60,6 +60,8 @@ def loops(workers: Placement, m: int, slope: int) -> List:
         rounds = list(parts(m, len(set(workers))))
         forwards = [Action(stage, "F", i) for batches in rounds for stage in own for i in batches]
         backwards = [Action(stage, "B", i) for batches in rounds for stage in reversed(own) for i in batches]
+        # Warm-up: a full round in all stages but the last, then `slope` forwards for each worker behind. Megatron-LM's
+        # interleaved schedule has slope 2; 1 is that of plain 1F1B, whose order ZB-H1 takes.
         after = len(rows_after(workers, own[0]))
         warm = (len(own) - 1) * len(rounds[0]) + slope * after
         rows.append(list(alternate(forwards, backwards, min(warm, len(forwards)))))

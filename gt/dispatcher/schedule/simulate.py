@@ -39,6 +39,7 @@ def simulate(rows: Rows, costs: Costs) -> Timeline:
     run = _Run(rows, costs)
     run.all()
     makespan = max((times[-1] for times in run.end if times), default=0.0)
+    # A reduction beside compute may end after later entries of its row, so the row's last end is not enough.
     makespan = max(makespan, *run.link.values())
     return Timeline(run.start, run.end, makespan, tuple(makespan - busy for busy in run.busy), tuple(run.peak))
 
@@ -89,6 +90,11 @@ class _Run:
         if sum(self.at) < sum(map(len, self.rows)):
             raise ConfigError(self.deadlock())
 
+    # Stages of a turn of the loop of `advance`:
+    # 1. By kind: when the action may start (`ready`), the cell that it waits for (`waits`), its time (`took`) and its change
+    #    of the memory in use (`change`).
+    # 2. Execution. Of a shared stage, the last worker to arrive executes the action for all its mates.
+    # 3. Its end is published in `forward` or `gradient`, and the worker that waits for this cell (`wakes`) may advance.
     def advance(self, worker: int) -> None:
         """Advance one worker until it waits, and wake those that wait for it. One long loop: `auto` runs it very often."""
         row, m, costs, lag, forward, gradient = self.rows[worker], self.m, self.costs, self.lag, self.forward, self.gradient
@@ -169,6 +175,7 @@ class _Run:
                 self.busy[mate] += took
             self.used[mate] += change
             self.peak[mate] = max(self.peak[mate], self.used[mate])
+        # The caller goes on with its own row; its mates had stopped at this action.
         self.able += [mate for mate in mates if mate != worker]
         return begin + took
 

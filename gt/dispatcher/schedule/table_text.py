@@ -12,6 +12,7 @@ def show(rows: Rows, costs: Costs, width: int = 160) -> str:
 
     An all-reduce that overlaps compute is not drawn, nor an action shorter than half a column.
     """
+    # size: columns of a cell, so that every action's name has room; a blank parts it from the next.
     line = simulate(rows, costs)
     size = 1 + max((len(str(action)) for row in rows for action in row), default=0)
     times = [b - a for start, end in zip(line.start, line.end) for a, b in zip(start, end) if b > a]

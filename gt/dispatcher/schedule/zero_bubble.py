@@ -53,6 +53,7 @@ def zb_v(workers: Placement, m: int) -> List:
 
 def vee(r: int, p: int, m: int) -> Iterator[Action]:
     """The r-th worker's row of ZB-V for at least 2p - 1 micro-batches: its stage on the way down (a) and up again (b)."""
+    # "Fb" is the next F of stage b. `gone` counts how often each was done, which is the micro-batch of its next action.
     stages = {"a": r, "b": 2 * p - 1 - r}
     gone = dict.fromkeys(("Fa", "Fb", "Ia", "Ib", "Wa", "Wb"), 0)
 
@@ -62,13 +63,17 @@ def vee(r: int, p: int, m: int) -> Iterator[Action]:
                 yield Action(stages[step[1]], step[0], gone[step])
                 gone[step] += 1
 
+    # Warm-up: F of a until the first micro-batch is back at b; F of both until its gradient is at b; then b alone until the
+    # gradient is at a.
     yield from do("Fa", 2 * (p - r) - 1)
     yield from do("Fb Fa", r)
     yield from do("Fb Ib Wb", p - r)
+    # Steady state: every turn has each of the six actions once.
     while gone["Fb"] < m:
         if gone["Fa"] < m:
             yield from do("Fa")
         yield from do("Ia Wa Fb Ib Wb")
+    # Cool-down. W are put off, since only I are waited for; those that are left are last.
     yield from do("Ia Ib", r)
     yield from do("Ia Wa", p - r)
     yield from do("Wb", m - gone["Wb"])

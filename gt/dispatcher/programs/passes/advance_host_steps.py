@@ -70,6 +70,7 @@ Memory = Hashable
 
 
 def _advanced(worker: int, rows: list[Instruction], context: PassContext) -> list[Instruction]:
+    # 1. The row that each step may follow, and thereby the order of steps.
     movables = _movables(worker, rows, context)
     ready: dict[int, list[_Movable]] = defaultdict(list)  # row -> steps that may follow it
     for movable in (m for of_row in movables.values() for m in of_row if m.step):
@@ -79,6 +80,9 @@ def _advanced(worker: int, rows: list[Instruction], context: PassContext) -> lis
     if not early:
         return rows
     context.advanced[worker] = [len(steps), early]
+
+    # 2. The rows again. A movable row is placed where it is ready, or at its old place, whichever comes first. Row -1 stands
+    #    for the start: steps on gradients from before the recording.
     following = dict(pairwise(steps))
     order: list[Instruction] = []
     for n in range(-1, len(rows)):
@@ -110,6 +114,7 @@ def _movables(worker: int, rows: Sequence[Instruction], context: PassContext) ->
     movables: dict[int, list[_Movable]] = {}
     homes, before = context.homes, -1
     for n, (row, access) in enumerate(zip(rows, accesses(rows))):
+        # Tensors from before that share a storage are one memory, which the rows themselves do not show.
         memory: list[Memory] = [("before", homes[i]) if i in homes else i for i in access.reads]
         changed = row.define.effects.writes
         if row.kind not in MOVABLE:
@@ -133,6 +138,7 @@ def _dependences(
     memory: Sequence[Memory], numbers: Iterable[int], changed: Container[int], uses: Mapping[Memory, _Uses]
 ) -> tuple[int, list[_Movable]]:
     """`behind` and `after` of a row. numbers: of its tensors, whose memory `memory` has; changed: of those that it changes."""
+    # A write waits for all earlier uses of its memory, a read for earlier writes only.
     after: dict[_Movable, None] = {}
     behind = -1
     for k in numbers:
@@ -152,6 +158,8 @@ def _parts(
     tensors = [listed.tensors(index) for index in range(listed.count)]
     if len({memory[k] for of_index in tensors for k in of_index}) < sum(map(len, tensors)):  # two indices share memory
         return [(row, [*range(len(memory))])]
+    # A part ends when it has `bucket` bytes, but never between indices that are ready at the same row: a second part would not
+    # begin earlier.
     behind = [_dependences(memory, [*of_index, *listed.beside], changed, uses)[0] for of_index in tensors]
     parts: list[list[int]] = [[]]
     nbytes = 0

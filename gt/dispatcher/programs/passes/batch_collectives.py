@@ -31,6 +31,8 @@ _Key = tuple[str, tuple[int, ...], str]  # kind, workers, action of a schedule
 
 def batch_collectives(recording: Recording, context: PassContext) -> Recording:
     """The recording with a `together` before each run of collectives that may be done as one."""
+    # All members of a team need runs of the same lengths in the same order. Otherwise one would begin two collectives as one
+    # while another begins only the first, and both would wait for ever.
     runs = {worker: _runs(rows) for worker, rows in recording.code.items()}
     lengths = [count for counts in runs.values() for of_team in counts.values() for count in of_team]
     alike = all(runs[w][key] == runs[peer][key] for w in runs for key in runs[w] for peer in key[1] if peer in runs)

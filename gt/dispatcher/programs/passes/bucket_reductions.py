@@ -49,6 +49,7 @@ def names_only(row: Instruction) -> bool:
 
 def _with_optimizer_split(rows: Sequence[Instruction], define: MakeDefinition) -> list[Instruction]:
     """Rows, with the list op that first needs the last bucket as two ops: over the tensors that do not, and the rest."""
+    # late: the memory of the last run of reductions without another row between, which is the last bucket.
     memory = _touched_memory(rows)
     late: set[int] = set()
     last = -1
@@ -172,6 +173,7 @@ class _Bucket:
 
 def _moved(rows: Sequence[Instruction], room: int) -> Iterator[Instruction]:
     """Rows, each reduction behind the last that touches its terms, or a little later with others."""
+    # Invariant: no row is yielded that touches the memory of a waiting reduction. Where one comes, the bucket ends before it.
     ready, placed = _ready(rows)
     memory = _touched_memory(rows)
     scattered = sum(r.nbytes for of_row in ready.values() for r in of_row if r.rows[0].kind == "reduce_scatter")
@@ -199,11 +201,12 @@ def _ready(rows: Sequence[Instruction]) -> tuple[Mapping[int, list[_Reduction]],
     """By number of a row the reductions that may follow it, and the numbers of all rows of reductions."""
     memory = accesses(rows)
     last: dict[int, int] = {}  # memory -> the row that touched it last
-    specs: dict[int, Spec] = {}
+    specs: dict[int, Spec] = {}  # by name, for the bytes of terms: an all_reduce has no shape in its definition
     ready: dict[int, list[_Reduction]] = defaultdict(list)
     placed: set[int] = set()
     for n, row in enumerate(rows):
         if row.kind in REDUCTIONS:
+            # A reduce_scatter takes the rows right behind it along that only name its piece.
             block = _block(rows, memory, n)
             touched = {i for k in block for i in (*memory[k].reads, *memory[k].makes)}
             names = {i for k in block for i in rows[k].makes}

@@ -19,7 +19,7 @@ MakeDefinition = Callable[[str, dict], Define]  # the definition of a kind with 
 class PassContext:
     """Inputs and reports of the passes over one recording.
 
-    asked: text of the schedule, "" for none. compiled: whether a compiler fuses ops between borders. graphs: whether workers
+    asked: text of the schedule, "" for none. compiled: true if a compiler fuses ops between borders. graphs: true if workers
     replay device graphs. recompute: as FinishCapture.recompute. times: measured seconds by definition. older: shapes of tensors
     from before. lasting: tensors alive afterwards. homes: by what tensors from before share memory. fresh: a new tensor id.
     """

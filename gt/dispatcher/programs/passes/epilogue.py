@@ -63,6 +63,8 @@ Dependences = dict[ScheduledInstruction, Uses]
 
 def place_epilogue(parts: Parts, meshes: Sequence[tuple[int, ...]]) -> Epilogue:
     """Give the parts after the micro-batches their place: a stage and letter, or before or after all actions."""
+    # 1. The stages that each part depends on, over all workers. 2. A letter for each, worker by worker. 3. An optimizer that is
+    #    of several stages (one fused op over all parameters) or waits for all (clipping) counts for its worker's first stage.
     stages = {worker: {stage for stage, mesh in enumerate(meshes) if worker in mesh} for worker in parts}
     footprints = {part: footprint for rows in parts.values() for part, footprint in _footprints(rows)}
     uses = _uses(parts, stages, footprints)
@@ -83,7 +85,7 @@ def place_epilogue(parts: Parts, meshes: Sequence[tuple[int, ...]]) -> Epilogue:
 def _footprints(rows: Sequence[ScheduledInstruction]) -> Iterable[tuple[ScheduledInstruction, Footprint]]:
     """The footprint of each part. A name that is defined again, for another tensor, counts as memory that is written then."""
     known: set[int] = set()
-    again: set[int] = set()
+    again: set[int] = set()  # names that are defined a second time; (i,) below stands for such a name, beside memory i
     for part in rows:
         again.update(known.intersection(part.row.makes))
         known.update(part.row.reads, part.row.makes)
@@ -98,6 +100,8 @@ def _uses(parts: Parts, stages: dict[int, set[int]], footprints: Footprints) -> 
     """The dependences of each part after the micro-batches, messages and collectives included."""
     links = [(send, receive) for send, receive in match_transfers(parts) if receive.tail]
     teams = [team for team in match_collectives(parts) if any(part.tail for part in team)]
+    # A fixed point: dependences along each worker's rows, then those that messages and collectives carry to other workers. Sets
+    # only grow, so it ends.
     given: Dependences = {}  # from other workers
     while True:
         uses: Dependences = {}
@@ -118,6 +122,8 @@ def _along(
     rows: Sequence[ScheduledInstruction], own: set[int], footprints: Footprints, given: Dependences
 ) -> Iterable[tuple[ScheduledInstruction, Uses]]:
     """One worker's, in the order of the calls."""
+    # By memory: the stages that its writers, or its readers, so far depend on. An action depends on its own stage alone here:
+    # the schedule keeps the order among actions.
     wrote: dict[object, Uses] = defaultdict(frozenset)
     read: dict[object, Uses] = defaultdict(frozenset)
     for part in rows:
@@ -140,6 +146,8 @@ def _along(
 
 def _classify(rows: Sequence[ScheduledInstruction], uses: Dependences, footprints: Footprints) -> None:
     """R is what a collective needs, L what only forwards lead to and nothing else needs, O the rest."""
+    # From the last part to the first: `reduced` is what later R touch, `other` what later R and O touch. A part that a later R
+    # needs is R too, as a division of the terms; a part that a later O needs is no report.
     reduced, other = Footprint(set(), set()), Footprint(set(), set())
     for part in reversed(rows):
         if not part.tail:

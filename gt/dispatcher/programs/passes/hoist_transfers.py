@@ -43,6 +43,7 @@ def _hoisted(rows: Sequence[Instruction]) -> list[Instruction]:
         if not row.action and forward:
             between.append(row)
             continue
+        # An action ends. Transfers behind a forward action go ahead of its last region if its own backward pass follows.
         if row.action != forward:
             if between and row.action in backward_of(forward):
                 result[start:start] = between

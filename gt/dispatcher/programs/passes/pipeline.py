@@ -98,6 +98,7 @@ def apply_schedule(recording: Recording, context: PassContext) -> Recording:
     if not text:
         return recording
     try:
+        # Rows become parts of actions with costs; costs give a schedule; its simulation gives each part its time.
         name, limit = asked(text)
         pipe = price_pipeline(recording.journal, recording.code, context.times, context.older, context.compiled)
         stages, places, parts, priced = pipe.stages, pipe.places, pipe.parts, pipe.found
@@ -113,6 +114,7 @@ def apply_schedule(recording: Recording, context: PassContext) -> Recording:
         context.reject_schedule(str(error), pipeline=not isinstance(error, NoPipeline))
         return recording
     context.schedule = schedule_report(chosen, timeline, priced, stages.names, request)
+    # Rows of one action have one time, and stay in the order of the calls.
     code = {worker: [_row(p, split) for p in sorted(rows, key=lambda p: (*p.when, p.number))] for worker, rows in parts.items()}
     return replace(recording, code={**recording.code, **code})
 
@@ -130,9 +132,11 @@ def _row(part: ScheduledInstruction, split: bool) -> Instruction:
 
 def _stages(journal: Sequence[Planned]) -> StageAssignment:
     """Stages are what a micro-batch passes, in order; backward passes them the other way. A worker may have several."""
+    # 1. The path of each pass of each micro-batch: the groups that its ops run in, one entry for a run of ops of one group. The
+    #    first forward pass says what the stages are: paths[False, 0] = ["embed", "block0", "head"] are stages 0, 1 and 2.
     stages = StageAssignment()
-    paths: dict[tuple[bool, int], list[str]] = defaultdict(list)
-    visits: dict[int, tuple[bool, int, int]] = {}
+    paths: dict[tuple[bool, int], list[str]] = defaultdict(list)  # by (backward, micro-batch)
+    visits: dict[int, tuple[bool, int, int]] = {}  # by op: backward, micro-batch, and place in the path
     for row in journal:
         origin = row.origin
         if origin.micro < 0 or origin.meaning is None:
@@ -145,6 +149,7 @@ def _stages(journal: Sequence[Planned]) -> StageAssignment:
             if not origin.backward and not origin.micro:
                 stages.meshes.append(origin.meaning.mesh.workers)
         visits[row.seq] = (origin.backward, origin.micro, len(path) - 1)
+    # 2. Validation: there are two stages or more, and every path is the first one, or the first one backwards.
     if not stages.meshes:
         raise NoPipeline("no op runs in a signal group within gt.microbatches: put the stages in groups there")
     stages.micro = 1 + max(micro for _, micro in paths)
@@ -160,6 +165,7 @@ def _stages(journal: Sequence[Planned]) -> StageAssignment:
                 f"micro-batch {micro} runs its {way} pass in the stages {order}: enter the groups in the same order in "
                 "every micro-batch"
             )
+    # 3. The place in the path is the stage, counted from the end in backward.
     for seq, (backward, micro, visit) in visits.items():
         stages.keys[seq] = Key(count - 1 - visit if backward else visit, backward, micro)
     return stages
@@ -180,14 +186,15 @@ def _parts(
     """The rows of one worker, with the action of those that its own stages' ops became."""
     parts, op = [], next(iter(ops.values()))
     memory = accesses(rows)
-    bounds = [p.seq for p in ops.values() if p.origin.micro >= 0]
-    first, last = min(bounds), max(bounds)
+    bounds = [planned.seq for planned in ops.values() if planned.origin.micro >= 0]
+    first, last = min(bounds), max(bounds)  # the micro-batches are between these ops
     for number, row in enumerate(rows):
         op = ops.get(row.seq, op)
         part = ScheduledInstruction(row, number, op, moves=row.kind in TRANSFERS, memory=memory[number])
         key = stages.keys.get(op.seq)
         if key is not None and not part.moves and _has(stages.meshes[key.stage], worker, row):
             part.key = key
+        # Before the micro-batches, among them (no time yet), or behind them, where `place_epilogue` decides.
         if op.seq < first:
             part.when = EARLY
         elif op.seq <= last:
@@ -218,13 +225,17 @@ class _Needs:
 
     def assign(self) -> None:
         """Sends go with what made their data; everything else with the first action that needs it, or to the end."""
+        # 1. Within each worker, from the uses to the sources.
         for rows in self.parts.values():
             self._find_sources(rows)
         takers: Takers = {}  # the first action's part that needs a part
         for worker in self.parts:
             self._backwards(worker, takers)
+
+        # 2. Across workers, until nothing changes. A send is needed where the data that it carries is needed, and a collective
+        #    by all of its members or by none.
         changed = True
-        while changed:  # across workers: a send is needed where what it carries is, and a collective by all or none
+        while changed:
             changed = False
             for members in self.collectives:
                 readers = [t for p in members if (t := p if p.key is not None else takers.get(p)) is not None]
@@ -239,13 +250,15 @@ class _Needs:
             if changed:
                 for worker in self.parts:
                     self._backwards(worker, takers)
+
+        # 3. Actions, of which the members of a collective have one. A change for one member may change what reads its result.
         self._give_all(takers)
         while self._agree():
             self._give_all(takers)
 
     def _give_all(self, takers: Takers) -> None:
         for worker, rows in self.parts.items():
-            made_in: dict[int, Key] = {}
+            made_in: dict[int, Key] = {}  # tensor -> the action that has made it, so far
             for part in rows:
                 if (part.key is None and part.when == ()) or part in self.given:
                     self._give(worker, part, takers.get(part), made_in)
@@ -269,6 +282,7 @@ class _Needs:
     ) -> None:
         """Its action: its taker's where that is of this worker, else that of the makers of its inputs."""
         self.given.add(part)
+        # Nobody needs it: last. Else a send leaves as soon as its data is there, which is not when another worker wants it.
         if taker is None or taker.key is None:
             part.when = LATE
         elif part.row.kind != "send" and _has(self.meshes[taker.key.stage], worker, part.row):
@@ -289,6 +303,8 @@ class _Needs:
 
     def _backwards(self, worker: int, takers: Takers) -> None:
         """Pass the need of this worker's actions on to the sources of their parts, transitively."""
+        # In reverse order each part has all its takers before its own sources are looked at. Of several takers the first in the
+        # order of the calls counts: the part has to be there for it.
         for part in reversed(self.parts[worker]):
             needed = part if part.key is not None else takers.get(part)
             if needed is not None:
@@ -318,8 +334,9 @@ def _times(
 
     places: rows of each stage.
     """
-    own = {some[0] for mesh, some in zip(meshes, places) if worker in mesh and len(some) == 1}
-    taken = [next((n for n in some if n in own), some[0]) for some in places]
+    # A stage in several rows has an entry in each of them: the times of F and I are the same, those of W are not.
+    own = {rows_of[0] for mesh, rows_of in zip(meshes, places) if worker in mesh and len(rows_of) == 1}
+    taken = [next((n for n in rows_of if n in own), rows_of[0]) for rows_of in places]
     return {
         tuple(action): (timeline.start[n][k], timeline.end[n][k])
         for n, row in enumerate(rows)
@@ -330,6 +347,8 @@ def _times(
 
 def _when(parts: Parts, times: dict[int, dict], split: bool) -> None:
     """Actions at their start, transfers at the end of what made their data: the same order for everybody. times: by worker."""
+    # Both ends of a transfer are sorted by the same number: the end of the action of its last sender. So all workers have their
+    # transfers in one order, and none waits for a message that its peer sends after another one.
     _first(parts)
     ready: dict[int, float] = defaultdict(float)  # by op: its transfer between two meshes is one
     inside = _inside(parts)
@@ -337,6 +356,7 @@ def _when(parts: Parts, times: dict[int, dict], split: bool) -> None:
         for part in rows:
             if part.key is not None and part.row.kind == "send" and part.op.seq not in inside:
                 ready[part.op.seq] = max(ready[part.op.seq], times[worker][part.action(split)][1])
+    # At equal times transfers (0) come before actions (1): data leaves before the next action begins.
     for worker, rows in parts.items():
         for part in rows:
             action = part.action(split)
@@ -382,6 +402,8 @@ def _flag_weights(parts: Parts, places: Sequence[tuple[int, ...]]) -> None:
 
     Where a stage is in several rows its W are at no one time, so the collectives of its workers are none of them.
     """
+    # The members of a collective are all in W or all in I. Where they disagree they are in I, and all that leads to them too,
+    # so the flags are found again.
     collectives = match_collectives(parts)
     members = (part for team in collectives for part in team)
     chain = {part for part in members if part.key is not None and len(places[part.key.stage]) > 1}
@@ -396,8 +418,15 @@ def _flag_weights(parts: Parts, places: Sequence[tuple[int, ...]]) -> None:
 
 def _flag(rows: Sequence[ScheduledInstruction], chain: set[ScheduledInstruction]) -> None:
     """chain: rows that are none of weights, whatever comes from them."""
-    leads: dict[tuple[Key, int], frozenset] = {}  # memory -> where it leads within an action: SENT, or up to two ends
-    stages: dict[int, set[int]] = defaultdict(set)  # memory -> stages that read it
+    # An end is a row whose result no row of the action reads: a gradient of a weight. The gradient of a stage's inputs leads to
+    # the next stage, or to several weights. So a row with one end is of that weight alone, and nothing else waits for it:
+    #
+    #     gw2 = mm(x1.T, gy)         ends {gw2}: W
+    #     gx1 = mm(gy, w2.T)         ends {gw1, SENT}: I
+    #     gw1 = mm(x0.T, gx1)        ends {gw1}: W
+    #     gx0 = mm(gx1, w1.T), send  ends SENT: I
+    leads: dict[tuple[Key, int], frozenset] = {}  # memory -> where it leads within an action: SENT, or its ends
+    stages: dict[int, set[int]] = defaultdict(set)  # memory -> stages whose later rows read it
     for part in reversed(rows):
         if part.key is None or not part.key.backward:
             continue

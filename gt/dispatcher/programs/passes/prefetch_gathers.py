@@ -38,6 +38,8 @@ def prefetch_gathers(recording: Recording, context: PassContext) -> Recording:
 
 def _gathered_early(rows: Sequence[Instruction]) -> list[Instruction]:
     """Rows with each gather of memory from before them at the first gather of the group before its own."""
+    # 1. Groups: consecutive gathers of up to `room` bytes. Each gather moves behind the first gather of the group before its
+    #    own, or behind the next one at which its source is final.
     gathers = [n for n, row in enumerate(rows) if row.kind == "all_gather"]
     nbytes = [prod(rows[n].define.payload["shape"]) * DTYPES[rows[n].define.payload["dtype"]][0] for n in gathers]
     changed = _last_changes(rows)
@@ -54,6 +56,8 @@ def _gathered_early(rows: Sequence[Instruction]) -> list[Instruction]:
         if place < k:
             behind[gathers[place]].append(rows[n])
             moved.add(n)
+
+    # 2. The rows in the new order. Gathers that moved to one place keep their own order.
     order: list[Instruction] = []
     for n, row in enumerate(rows):
         order += [*([] if n in moved else [row]), *behind.get(n, ())]

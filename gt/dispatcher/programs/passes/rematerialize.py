@@ -54,6 +54,7 @@ def rematerialize(recording: Recording, context: PassContext) -> Recording:
     ops = {row.seq: row for row in recording.journal}
     changed: Code = {}
     for worker, code in recording.code.items():
+        # Choose, rewrite, and measure the new rows: the choice follows an estimate, so its result is compared in the end.
         uploads = [row for row in code if row.kind == "upload"]  # constants: they are alive before a replay
         rows = [row for row in code if row.kind != "upload"]
         seconds, alive = _lifetimes(worker, rows, context)
@@ -189,6 +190,7 @@ class Rematerializer:
         chain = self._chain(root, at)
         if chain is not None:
             return chain, set()
+        # Only direct inputs of the value are kept; those of its inputs are not looked at.
         chain, kept = {root}, set[int]()
         for other in self._inputs(root, at) or ():
             if self._alive(other, at):
@@ -214,17 +216,18 @@ class Rematerializer:
         while self.rows[first].kind == self.rows[first - 1].kind == "all_gather" and first - 1 > last:
             first -= 1  # before all gathers that may be done as one
         chain, kept = self._chain_with_kept(root, first) or (set(), set())
-        longer = sum(memory.sizes[one] for one in kept)
+        longer = sum(memory.sizes[other] for other in kept)
         if not chain or longer >= memory.sizes[root]:
             return None
-        makers = {memory.touched[one][0] for one in chain}
-        made = sum(memory.sizes[one] for one in {memory.root(i) for n in makers for i in self.rows[n].makes})
+        # An op makes all of its outputs again, so the bytes of the others are alive beside the value for a moment.
+        makers = {memory.touched[link][0] for link in chain}
+        made = sum(memory.sizes[output] for output in {memory.root(i) for n in makers for i in self.rows[n].makes})
         # The gain is net: bytes freed over the gap, less the bytes of inputs that now live through it.
         seconds = sum(self.seconds[n] * RECOMPUTABLE.get(self.rows[n].define.payload["op"], 1.0) for n in makers)
         if (memory.sizes[root] - longer) * self._total < self.bounds.gain * seconds * self._peak:
             return None
-        order = sorted(chain, key=lambda root: memory.touched[root][0])
-        lasts = {one: self._last_use_before(one, first) for one in kept}
+        order = sorted(chain, key=lambda root: memory.touched[root][0])  # as they were made: each after its inputs
+        lasts = {other: self._last_use_before(other, first) for other in kept}
         return Recomputation(root, last, first, order, seconds, made - memory.sizes[root], lasts, longer)
 
     def _last_use_before(self, root: int, at: int) -> int:
@@ -278,10 +281,11 @@ class Rematerializer:
 
     def _next(self, candidates: list[int], peak: int, alive: np.ndarray, left: float) -> Recomputation | None:
         """The first candidate that may be freed across the peak. It and those before it that may not are struck off."""
+        # A candidate that was looked at is struck off for good, chosen or not: that bounds the work.
         struck, chosen = [], None
         for root in candidates:
             touched = self.memory.touched[root]
-            k = bisect_left(touched, peak)
+            k = bisect_left(touched, peak)  # its uses k - 1 and k are on the two sides of the peak
             if not 0 < k < len(touched) or touched[k] == peak:
                 continue  # not alive at the peak, or used there: freeing it lowers another place only
             struck.append(root)
@@ -295,6 +299,7 @@ class Rematerializer:
 
     def _add_uses(self, step: Recomputation) -> None:
         """Note that the inputs of the recomputation are used where it is."""
+        # `touched` stays sorted, and has a row once.
         memory, at = self.memory, step.first
         self.gaps[step.root] = step.last, at
         makers = {memory.touched[root][0] for root in step.chain}
@@ -315,6 +320,7 @@ class Rematerializer:
 
 def _highest(step: Recomputation, alive: np.ndarray) -> int:
     """At most as many bytes are alive in the rows in which a recomputation needs more than before. alive: before it."""
+    # Kept inputs are alive from their own last use on, which may be before the value's: rows there gain nothing in return.
     since = min(step.kept.values(), default=step.last) + 1
     longer = int(alive[since : step.last + 1].max(initial=0)) + step.longer
     return max(longer if step.kept else 0, int(alive[step.first]) + step.beside + step.longer)
@@ -343,6 +349,7 @@ class _Rewriter:
 
     def row(self, n: int) -> list[Instruction]:
         """A row, with the recomputations before it."""
+        # 1. The recomputations, in the order in which the values were made. One op may make several of the values.
         plan, self._out = self._plan, []
         row = plan.rows[n]
         self._action = row.action
@@ -351,6 +358,8 @@ class _Rewriter:
             makers.setdefault(self._memory.touched[root][0], []).append(root)
         for maker in sorted(makers):
             self._repeat(maker, makers[maker], n)
+
+        # 2. The row itself, with the new names of what it reads.
         reads = row.reads
         new = [self._name(i) for i in reads]
         if new != reads:
@@ -376,6 +385,7 @@ class _Rewriter:
         new = [self._name(i) for i in reads]
         for root in roots:
             self._names[root], self._since[root] = {}, n
+        # Outputs that are not recomputed get a name too, since the op makes them; nothing reads it, and it is freed at once.
         fresh = [self._fresh() for _ in makes]
         for i, name in zip(makes, fresh, strict=True):
             if not roots or (root := self._memory.root(i)) in roots:

@@ -68,7 +68,7 @@ def match_transfers(parts: Parts) -> list[tuple[ScheduledInstruction, ScheduledI
             payload = part.row.define.payload
             if part.row.kind == "send":
                 sends[worker, payload["channel"]["peer"]].append(part)
-            elif part.moves:
+            elif part.moves:  # one row may receive from several peers, each a part of its tensor
                 for channel, _ in payload["parts"]:
                     receives[channel["peer"], worker].append(part)
     return [pair for way, rows in sends.items() for pair in zip(rows, receives[way], strict=way[1] in parts)]

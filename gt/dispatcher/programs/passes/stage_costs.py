@@ -54,6 +54,7 @@ def time_instructions(parts: Parts, times: dict[int, float], older: OlderShapes,
 
     times: measured seconds by definition. fuses: whether a compiler fuses ops; then a part takes the traffic left to it.
     """
+    # 1. The model's seconds for each part. One definition may serve parts of several shapes.
     modelled: dict[ScheduledInstruction, float] = {}
     smallest: dict[int, float] = {}  # definition number -> fewest modelled seconds of its parts
     count: dict[int, int] = defaultdict(int)
@@ -72,10 +73,13 @@ def time_instructions(parts: Parts, times: dict[int, float], older: OlderShapes,
             count[number] += 1
         if fuses:
             traffic.update(_traffic_after_fusion(rows, row_shapes))
+
+    # 2. The ratio of measured to modelled seconds, over the definitions that have both, each as often as it is executed.
     measured = _agreed({number: seconds for number, seconds in times.items() if number in smallest}, parts)
     both = [number for number in measured if smallest[number]]
     would = sum(smallest[number] * count[number] for number in both)
     ratio = sum(measured[number] * count[number] for number in both) / would if would else 1.0
+    # 3. A measurement is the fewest seconds of a definition, so it is that of its smallest part: a larger part takes more.
     result = InstructionTimes({}, set(), sizes)
     for part in (part for rows in parts.values() for part in rows):
         number, seconds = part.row.define.number, modelled[part]
@@ -95,10 +99,11 @@ def _traffic_after_fusion(
 
     A value that one op passes to another in a stretch is never in memory; a value that several of them read is read once.
     """
+    # 1. The stretch of each part that fuses, and makers and readers of all memory. Communication ends a compiled region.
     stretches: dict[ScheduledInstruction, Stretch] = {}
     maker: dict[int, ScheduledInstruction] = {}
     readers: dict[int, list[ScheduledInstruction]] = defaultdict(list)
-    cuts = 0
+    cuts = 0  # communications so far
     for part in rows:
         cuts += part.row.kind in COMMUNICATION
         if _fuses(part.row):
@@ -107,6 +112,8 @@ def _traffic_after_fusion(
             readers[base].append(part)
         views = part.row.define.effects.views
         maker.update((base, part) for n, base in enumerate(part.memory.makes) if n not in views)
+
+    # 2. Bytes that still cross the border of a stretch: inputs from outside, once each, and results that are read outside.
     left: dict[ScheduledInstruction, float] = {}
     known: set[tuple] = set()  # memory that a stretch has read
     for part, (ins, outs) in zip(rows, row_shapes):
@@ -229,6 +236,7 @@ def stage_costs(
 
     micro: how many micro-batches there are.
     """
+    # Seconds are added up by worker, stage and letter with I and W apart: a schedule that has B adds both.
     seconds = times.seconds
     took: dict[tuple, float] = defaultdict(float)  # worker, stage, letter -> seconds of a step
     work = measured = 0.0
@@ -249,6 +257,7 @@ def stage_costs(
         has = [any((worker, stage, letter) in took for worker in meshes[stage]) for stage in every]
         return tuple(time * micro + floor if some else None for time, some in zip(each(letter), has)) if any(has) else ()
 
+    # An action that takes no time would start with its neighbour, and then the order of a worker's actions would be lost.
     forward, input, weight = each("F"), each("I"), each("W")
     floor = (sum(forward) + sum(input) + sum(weight)) / len(meshes) * LEAST_SHARE or 1.0
     activation, kept = _activations(parts, meshes, times)
@@ -279,6 +288,8 @@ def _activations(
     parts: Parts, meshes: Sequence[tuple[int, ...]], times: InstructionTimes
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Bytes that a micro-batch's forward leaves for its backward in each stage, and that its I leaves for its W."""
+    # Memory that an action makes and a backward action of the same stage and micro-batch reads. What a W reads is held until
+    # then in addition: from F (an input of the stage) or from I (a gradient that W multiplies it by).
     held: dict[tuple, int] = defaultdict(int)  # worker, stage, micro-batch, whether W reads it
     for worker, rows in parts.items():
         last: dict[int, tuple[ScheduledInstruction, bool]] = {}  # memory -> a backward part that reads it, and whether a W does
