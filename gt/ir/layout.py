@@ -117,6 +117,7 @@ def replicated(mesh: Mesh) -> Layout:
 
 def chunk(start: int, stop: int, size: int, place: int) -> Interval:
     """The place-th of `size` chunks of [start, stop), by torch.chunk's rule (the last may be short or empty)."""
+    # 5 elements in 4 chunks are 2, 2, 1, 0: every chunk but the last ones has ceil(5 / 4).
     step = -(-(stop - start) // size)
     begin = min(start + place * step, stop)
     return begin, min(begin + step, stop)
@@ -138,6 +139,7 @@ def intervals(extent: int, splits: list[tuple[int, int, int]]) -> list[Interval]
 
 def spans(layout: Layout, shape: Sequence[int], rank: int) -> Spans:
     """Intervals that the rank-th worker of the mesh holds, one list for each dim."""
+    # Two axes may split one dim: the second splits what the first leaves, in the order of the mesh's axes.
     splits: dict[int, list[tuple[int, int, int]]] = {}
     for (_, size), place, placement in zip(layout.mesh.axes, layout.mesh.coordinates(rank), layout.placements, strict=True):
         if isinstance(placement, Shard):

@@ -66,6 +66,7 @@ def check_template(template: Template) -> None:
 
 def check(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], specs: Sequence[Spec]) -> None:
     """ValueError names the rule that the arguments of a call break."""
+    # By base name, as overloads of an op share their kernel; ops of libraries may have equal names and other shapes.
     space, base, _ = schema.op.split(".")
     rule = RULES.get(base) if space in OWN else None
     if rule is None:

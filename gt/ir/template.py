@@ -148,6 +148,10 @@ class Out:
     of: int = -1
 
 
+# Example, torch.add(x, y, alpha=2) on f32[8] where the program changes alpha:
+#   op "aten.add.Tensor", args (T(0), T(1)), kwargs (("alpha", V(0)),)
+#   ins (f32[8], f32[8]), values 1, outs (Out("new", f32[8]),)
+# A call of it in a stream is [number, origin, id of x, id of y, 2, id of the result].
 @dataclass(frozen=True, eq=False)
 class Template:
     """op is `aten.mm.default`; ins are the global specs of the tensor operands; values counts the scalar operands.

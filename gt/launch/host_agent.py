@@ -191,6 +191,8 @@ def main() -> int:
 
 def serve(orders: TextIO, answers: TextIO) -> bool:
     """Answer orders until they end. True if the last is to work: no answer is wanted."""
+    # Orders: {"do": "facts"}; {"do": "listen", "token"}; {"do": "connect",
+    # "address", "port", "token"}; {"do": "work"}, the last.
     listener: Listener | None = None
     for line in orders:
         order = json.loads(line)

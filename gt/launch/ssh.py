@@ -170,6 +170,7 @@ class RemoteHost:
 
     def again(self, now: float) -> bool:
         """True if it may be tried once more."""
+        # `_times` has the last MAX_ATTEMPTS attempts: all of them within the time are too many.
         if len(self._times) == MAX_ATTEMPTS and now - self._times[0] < ATTEMPTS_SECONDS:
             return False
         self._times.append(now)

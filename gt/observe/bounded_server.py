@@ -170,6 +170,7 @@ def names_this(host: str, asked: str) -> bool:
 
     Another name may be somebody's who has let it point here, so that his page could read ours (DNS rebinding).
     """
+    # Without its port, and without the brackets of an IPv6 address. An address cannot be rebound, a name can.
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
     name = name.removeprefix("[").removesuffix("]").lower()
     if name in ("localhost", asked.lower(), socket.gethostname().lower()):

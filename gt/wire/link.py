@@ -103,6 +103,7 @@ def hello(role: str, config: str = "", config_path: str = "", **rest: dict[str, 
 
 def examine(hello: Hello) -> None:
     """Raise Refused unless the peer speaks our version and has a known role."""
+    # The version first: a peer of another one may mean other things by everything else.
     role = hello.role[:MAX_SHOWN_CHARACTERS]
     if hello.version != VERSION:
         raise Refused(

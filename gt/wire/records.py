@@ -191,6 +191,7 @@ class LinkRecord(Record):
     bytes: int
 
 
+# A record's code is its place here, so a new one goes to the end.
 RECORDS: tuple[type[Record], ...] = (
     ServerRecord, WorkerRecord, SessionRecord, ScheduleRecord, QueueRecord, HostRecord, LinkRecord, LayoutRecord, ErrorRecord,
     LogRecord,

@@ -57,6 +57,7 @@ class Terms:
     def due(self, sessions: Mapping[bytes, ClientSession], now: float) -> Iterator[tuple[bytes, GTError | Notice]]:
         """Sessions whose time is over, with the error that ends them, and those that are to be warned of it."""
         for peer, session in list(sessions.items()) if self.seconds else ():
+            # Told once, when a tenth of the time is left or five minutes, whichever is less.
             left = session.began + self.seconds - now
             if left <= 0:
                 text = f"the session has had its {self.seconds:g} s (the server's --max-session-time) and is ended"
@@ -267,7 +268,8 @@ class Exclusive:
         slot = self._peers.get(peer)
         if slot is None:
             return
-        if slot.state == RENEWING:  # its end is what was asked of it
+        # Its end was asked of it: the slot waits for the restarted process.
+        if slot.state == RENEWING:
             self._part(slot)
             return
         if slot.lease is None:

@@ -333,6 +333,7 @@ class Cluster:
 
     def channel(self, source: int, target: int) -> tuple[int, Sizes]:
         """Heap offset and sizes for messages source -> target; pairs that never meet in a heap share one."""
+        # Both directions of a pair and all other pairs of its class use one region, see channel_class.
         shared = channel_class(source, target)
         if shared not in self._channels:
             sizes = self._sizes((source, target))

@@ -75,6 +75,7 @@ class SessionArenas:
 
     def offer_file(self, message: OfferFile) -> None:
         """A file that a client lends; ProtocolError without an arena that proves its process."""
+        # A file has no proof in it: it is believed because the arena proves which process has its descriptor.
         self._check_number(message)
         owner = self._arenas.get(message.owner)
         if owner is None or not isinstance(owner.offer, OfferArena):
@@ -186,6 +187,7 @@ class SessionArenas:
 
     def awaits(self, message: Message) -> bool:
         """True for a Fetch or Store into an arena of which some worker has still to tell whether it shares it."""
+        # Which tensors a Store writes where is only known when it is handled, so it waits for all arenas and files.
         if type(message) is Store:
             return any(arena.asked for arena in self._arenas.values())
         if type(message) is not Fetch or message.place < 0:

@@ -109,6 +109,7 @@ def _made(program: Program, worker: Worker) -> Iterator[tuple[int, tuple[Origin,
     """Ids that a program makes on a worker, each with the line of its op."""
     defines = {define.number: define for define in program.uses}
     for part in program.code.get(worker.index, ()):
+        # The number behind a definition's is its op's place in the journal, see gt.ir.instr.
         code = part.payload["code"]
         for at, define, operands in decode(code, defines.__getitem__):
             if define is not None:

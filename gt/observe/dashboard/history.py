@@ -47,6 +47,7 @@ class History:
             self._every, self._merges = self._every * 2, self._merges + 1
 
     def _note_peak(self, worker: dict[str, Any], at: float) -> None:
+        # Another pid is another process, whose memory began at nothing.
         peak = self.peaks.get(worker["name"])
         if peak is None or peak["pid"] != worker["pid"] or worker["live_bytes"] > peak["bytes"]:
             self.peaks[worker["name"]] = {

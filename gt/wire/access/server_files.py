@@ -94,6 +94,7 @@ def _text(descriptor: int) -> str | None:
 
 def _held(descriptor: int) -> bool:
     """True if a server has the lock. A shared one is asked for, so that those who look do not take one another for a server."""
+    # flock ends with its process, however that ends, so a file without a lock is a dead server's.
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
