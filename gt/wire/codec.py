@@ -22,6 +22,7 @@ from gt.wire.messages import CODES, Message, Run
 
 SMALL_BYTES = 32 << 10  # bytes of a body that unpacks within milliseconds, whatever its content
 MAX_ASKED_BYTES = 3 << 19  # bytes of a body from a peer to the dispatcher, at most
+MAX_CODE_BYTES = 9  # bytes of the longest number
 MAX_CONTAINERS = 96 << 10  # lists and maps in one field
 # Of a field in a body that is not small: a byte may become a number or a text, 20 ns each, and 10 bytes a key, 1000 ns
 MAX_STREAM_NUMBERS = 1 << 18
@@ -185,8 +186,12 @@ def weigh(body: bytes) -> None:
     reader = msgpack.Unpacker(max_buffer_size=MAX_ASKED_BYTES)
     reader.feed(body)
     try:
-        reader.read_array_header()
-        number = reader.unpack()
+        count, start = reader.read_array_header(), reader.tell()
+        reader.skip()
+        code = body[start : reader.tell()]
+        number = msgpack.unpackb(code) if len(code) <= MAX_CODE_BYTES else None
+        if type(number) is not int or not 0 <= number < len(CODES) or count != len(_ROWS.names[number]) + 1:
+            raise ProtocolError(f"body of {len(body)} bytes has {count} fields, which no message has")
         for name in _ROWS.names[number]:
             start = reader.tell()
             reader.skip()

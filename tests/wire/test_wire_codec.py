@@ -153,3 +153,14 @@ def test_a_program_that_is_packed_ahead_gives_the_same_body():
     assert codec.unpack(body) == Run(7, 8, defines, [4, 0, 1], True)
     keys = {key: [1, [2]] for key in KINDS["program"][1]}
     assert Define(4, "program", codec.packed_payload(keys)).weight == Define(4, "program", keys).weight > len(keys)
+
+
+@pytest.mark.parametrize("head", [b"\x92", b"\x93\x05\xa1x", b"\x92\xd1\xff\x00"])
+def test_what_no_message_has_is_refused_before_it_is_built(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the code, or behind the last field, a body of empty lists would become a million objects."""
+    count = codec.MAX_ASKED_BYTES - 64
+    built: list[bytes] = []
+    monkeypatch.setattr(codec.msgpack, "unpackb", lambda body, **options: built.append(body) or 0)
+    with pytest.raises(ProtocolError, match="fields, which no message has"):
+        codec.weigh(head + b"\xdd" + count.to_bytes(4, "big") + b"\x90" * count)
+    assert all(len(body) <= codec.MAX_CODE_BYTES for body in built)

@@ -236,7 +236,7 @@ class Membership:
         if worker is None:
             for own in self._lending.release(peer, self._core.now):
                 self._core.send(own, Renew("the session that it was lent to has ended"))
-                del self._workers[own]
+                self._workers.pop(own, None)  # none if the client was refused before its session began
         self._lending.lose(peer, reason)
         if worker is not None and lease is not None:
             self._lose_worker(lease, worker, reason)

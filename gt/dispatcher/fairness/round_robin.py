@@ -79,8 +79,8 @@ class RoundRobin:
         while (session := core.sessions.get(peer)) is not None and session.inbox:
             if self._stalled(peer, session, session.inbox[0][0]):
                 break
-            # `_stalled` may have ended the session.
-            if session.inbox:
+            # `_stalled` may have ended the session, or emptied its inbox.
+            if session.inbox and core.sessions.get(peer) is session:
                 core.handle_message(peer, *session.inbox.popleft())
             if self._pace.spent:
                 break

@@ -398,8 +398,8 @@ class Fetches:
 
     def failed(self, seq: int, worker: str, how: str) -> bool:
         """A worker could not answer: fail the request. False if no request has this number."""
-        request = next((r for r in self.open.values() if r.seq == seq or seq in r.named), None)
-        if request is None:
+        request = next((r for r in self.open.values() if (r.seq == seq and seq >= 0) or seq in r.named), None)
+        if request is None:  # a request that names several pieces has no number of its own: its seq is -1
             return False
         self._drop(request)
         # The failure of an op upstream says more than the worker's failure to answer.

@@ -505,3 +505,14 @@ def test_the_command_line_of_a_worker_that_starts_afresh_does_not_grow():
     assert second == [*first, "--wait", "120", "--name", "w0", "--token-file", "/proc/self/fd/9"]
     assert command(second, "w0", files) == second
     assert command(["python", "-p", "1", "--name", "w7"], "w7", {}) == ["python", "-p", "1", "--wait", "120", "--name", "w7"]
+
+
+def test_a_client_whose_hosts_nothing_joins_is_refused_and_all_of_its_workers_start_afresh():
+    core = Core(terms=Terms(exclusive=True))
+    for n in range(2):
+        info = {"name": f"w{n}", "heap_bytes": 1 << 30, "host": f"h{n}", "home": f"home{n}"}
+        core.handle(Received(b"w%d" % n, hello("worker", info=info)))
+    client = hello("client", config="a: {workers: [0, 1]}\n", config_path="t.yaml", switches={"workers": 2})
+    sent = [(a.peer, type(a.message)) for a in core.handle(Received(b"c", client)) if isinstance(a, Send)]
+    assert (b"c", Reject) in sent and {(b"w0", Renew), (b"w1", Renew)} <= {*sent}
+    core.check()

@@ -19,9 +19,10 @@ from gt.dispatcher.events import PeerLost, Received, Send, Turn, TurnWanted
 from gt.dispatcher.fairness.background import Inline
 from gt.dispatcher.fairness.time_slices import Leavings, Pace
 from gt.dispatcher.server import Server
+from gt.errors import ProtocolError
 from gt.ir.instr import DISCARD, DROP, FREE, LAUNCH, RECORD
 from gt.wire.link import hello
-from gt.wire.messages import Done, Fetch, FinishCapture, Inspect, Ops, Report, Run
+from gt.wire.messages import Done, Fetch, FinishCapture, Inspect, Interrupt, OpError, Ops, Report, Run
 from tests.dispatcher.test_instruction_log import YAML, program
 from tests.helpers.hostile import TEMPLATES
 from tests.helpers.planned import planned
@@ -278,3 +279,27 @@ def test_a_call_of_two_threads_that_one_look_answers_ends_no_server():
 def test_the_lag_is_in_the_statistics(one):
     counters = gt.stats()["dispatcher"]
     assert 0 < counters["loop_lag_recent"] <= counters["loop_lag_max"]
+
+
+def test_ops_that_a_worker_skipped_are_of_the_interrupted_program_alone():
+    core = core_of(Pace())
+    for peer in (b"c", b"d"):
+        core.handle(Received(peer, stream(5), (bytes(64),)))
+    core.handle(Received(b"c", Interrupt(0)))
+    seq = core.sessions[b"c"].journal.rows[-1].seq
+    core.handle(Received(b"w0", OpError(seq, "interrupted", "", {}, [seq])))
+    assert core.sessions[b"c"].failures.dropped
+    assert not core.sessions[b"d"].failures.dropped and not core.sessions[b"d"].failures.troubled
+
+
+def test_nothing_of_a_session_is_handled_once_its_waiting_ops_have_ended_it(monkeypatch):
+    core = core_of(Pace())
+    session = core.sessions[b"c"]
+
+    def fault():
+        raise ProtocolError("late fault")
+
+    monkeypatch.setattr(session.op_stream, "finish", fault)
+    session.inbox += [(Fetch(1, 5), ()), (Fetch(2, 5), ())]
+    core.round_robin.resume(b"c")
+    assert b"c" not in core.sessions and len(session.inbox) == 2

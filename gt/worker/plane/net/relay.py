@@ -27,14 +27,14 @@ class Pipe:
     """Closed with the last reference to it: what is in it outlives the connection from which that came."""
 
     def __init__(self) -> None:
-        self.source, self.target = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._descriptors: tuple[int, ...] = ()  # none if the system has none to give
+        self._descriptors = self.source, self.target = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         with contextlib.suppress(OSError):
             fcntl.fcntl(self.target, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     def __del__(self) -> None:
-        for descriptor in ("source", "target"):
-            if descriptor in self.__dict__:  # it has none if the system had none to give
-                os.close(self.__dict__[descriptor])
+        for descriptor in self._descriptors:
+            os.close(descriptor)
 
 
 class Piped:
