@@ -52,6 +52,8 @@ class Offload:
 
     def bound(self, known: OpSchema, plan: OpPlan, ins: Sequence[Tensor], brought: Sequence[int]) -> list[Bound]:
         """The definitions of an op: those of its plan, or of the same op in host memory if it works on state there."""
+        # away: operands in host memory. A host op has the same operands as the device's. Its definition says which it writes
+        # and which need a fresh copy, so it is kept for each set of these.
         away = [n for n, t in enumerate(ins) if brought[n] == t.id and self._rests(t)] if self._optimizer else []
         self._op_on_host = bool(away) and self.choice.on_host and _fits_host(known, ins, away)
         if not self._op_on_host:
@@ -120,6 +122,8 @@ class Offload:
 
     def after(self, known: OpSchema, ins: Sequence[Tensor]) -> None:
         """Evict what an op has used: state, and parameters."""
+        # What a fused op writes beside parameters (and gradients, which have no space) is state. The client declares the state
+        # of other optimizers.
         fused = known.name.startswith("_fused_")
         for index, t in enumerate(ins):
             storage = t.storage

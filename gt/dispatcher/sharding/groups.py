@@ -92,6 +92,7 @@ class Groups:
 
     def find(self, path: str, backward: bool = False) -> tuple[Meaning | None, list[str]]:
         """Meaning of nested contexts `outer/inner`: the innermost known group's, else everywhere's, and the unknown names."""
+        # From the innermost context outwards. A name that is neither a group nor a transfer A_to_B is reported, and passed by.
         missing = []
         for step in reversed(path.split("/") if path else []):
             name, _, parts = step.partition(PARTS)

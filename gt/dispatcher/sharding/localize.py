@@ -24,6 +24,7 @@ WORKER_OPS = {"gt.move.default": "aten.clone.default"}  # the move itself is the
 
 def dense(shape: Sequence[int], like: Spec) -> Spec:
     """A dense spec of this shape with the dim order of `like`'s strides. Expanded dims stay expanded."""
+    # From the dim with the smallest stride outwards. Example: [4, 6] with strides (1, 4) and shape [2, 6] gives strides (1, 2).
     order = sorted(range(len(shape)), key=lambda d: (like.stride[d], -d), reverse=False)
     stride, step = [0] * len(shape), 1
     for dim in order:
@@ -147,6 +148,7 @@ def _whole_slice(known: OpSchema, args: list, ins: Sequence[Layout], rank: int) 
 
 def _drawn(known: OpSchema, ins: Sequence[Layout], outs: Sequence[Layout], rank: int) -> list:
     """Global shape of the random numbers, and the boxes of them that this worker holds."""
+    # A number depends on its place in the global tensor (engine/philox.py), so it is the same however the tensor is split.
     if known.template.op in ATTENTION:
         return _attention_drawn(known, ins, rank)
     if known.template.writes:

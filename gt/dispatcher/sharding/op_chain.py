@@ -92,6 +92,7 @@ class ChainOp(NamedTuple):
     makes: tuple[Placements, ...] = ()
 
 
+# Values between two ops are named part0, part1, ... by the ops that make them. The last op makes the output, -1.
 class Chain:
     """Writes the chain of ops that one op is decomposed into."""
 

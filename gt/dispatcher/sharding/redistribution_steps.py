@@ -37,7 +37,7 @@ class RedistributionStep:
 
 def common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
     """The intersection of two lists of intervals."""
-    both = [(max(p, r), min(q, s)) for p, q in a for r, s in b]
+    both = [(max(first, second), min(stop, other)) for first, stop in a for second, other in b]
     return [(start, stop) for start, stop in both if start < stop]
 
 
@@ -192,7 +192,8 @@ def scatter(cluster: Cluster, shape: Sequence[int], dtype: str, layout: Layout, 
 
 def between(cluster: Cluster, shape: Sequence[int], dtype: str, have: Layout, want: Layout, name: str) -> RedistributionStep:
     """Pairwise transfers from one mesh to another; a worker of both keeps what it has."""
-    # Ranks with equal spans are replicas: any of them may send.
+    # Example, [8] from S(0) on workers 0 and 1 to S(0) on workers 1, 2, 3 and 4: worker 1 wants 0..2 and lacks it, so 0 sends
+    # to 1 and 2 (2..4), and 1 sends to 3 (4..6) and 4 (6..8). Ranks with equal spans are replicas: any of them may send.
     sources: dict[Spans, list[int]] = {}
     for rank in range(len(have.mesh.workers)):
         sources.setdefault(spans(have, shape, rank), []).append(rank)

@@ -58,6 +58,7 @@ def regular(known: OpSchema) -> bool:
         return True
     if known.columns:
         return _lists(known)
+    # Rules read arguments by position. A client that gives one of these by name would have the rule read another.
     form = FORMS.get(known.name) or (pointwise if template.pointwise else None)
     if form is None:
         return True
@@ -132,10 +133,12 @@ def reduction(op: Shapes) -> bool:
 
 def matmul(op: Shapes) -> bool:
     first, batched, vector = int(op.name.startswith(("add", "badd"))), "bmm" in op.name, op.name.endswith("mv")
-    a, b = op.ins[first:]
-    result = a[:-1] if vector else (*a[:-1], b[-1])
-    fits = b == a[-1:] if vector else len(b) == len(a) and b[:-1] == (*a[:-2], a[-1])
-    return fits and len(a) == 2 + batched and op.makes(result) and all(_broadcasts(added, result) for added in op.ins[:first])
+    left, right = op.ins[first:]
+    result = left[:-1] if vector else (*left[:-1], right[-1])
+    fits = right == left[-1:] if vector else len(right) == len(left) and right[:-1] == (*left[:-2], left[-1])
+    return (
+        fits and len(left) == 2 + batched and op.makes(result) and all(_broadcasts(added, result) for added in op.ins[:first])
+    )
 
 
 def layer_norm(op: Shapes) -> bool:
