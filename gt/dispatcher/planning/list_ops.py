@@ -165,6 +165,8 @@ class ListOps:
 
     def _wants(self, known: OpSchema, layout: Layout, ins: list[Tensor]) -> list[Layout]:
         """Layout wanted of each operand: in a list the leader's, numbers whole; what is written goes there for good."""
+        # 1. By default. 2. What is written: it moves for good, as state to its parameter, and then is wanted where it is.
+        # 3. Step counts, which were placed whole by themselves on other workers, follow their parameter once.
         whole, lead = self._context.intern(replicated(layout.mesh)), known.columns[0].indices(T)
         wants = [layout if i in known.listed and t.spec.shape else whole for i, t in enumerate(ins)]
         for index in known.template.writes:

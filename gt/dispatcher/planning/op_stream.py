@@ -165,6 +165,7 @@ class OpStream:
 
     def end_interrupt(self) -> None:
         """All that came before it is through."""
+        # Ops that no worker has begun did not happen. Recipes forget what such ops added to them.
         self.interrupted = -1
         failures = self._context.failures
         since, failures.first_dropped = failures.first_dropped, UNDROPPED

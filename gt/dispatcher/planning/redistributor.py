@@ -185,6 +185,7 @@ class Redistributor:
 
     def _scatter(self, storage: Storage, root: Tensor, want: Layout) -> bool:
         """Add up terms along the data-parallel axis, each piece on the worker that keeps it; False if that is not all."""
+        # Terms along other axes too need an all_reduce. So does a piece that another axis splits as well.
         have = root.layout
         axis = zero.scattered_axis(have, want) if have is not None else None
         if have is None or axis is None or axis != zero.axis_of(have):
@@ -355,6 +356,7 @@ class Redistributor:
 
     def free(self, ids: list[int]) -> None:
         """The client has freed these: copies go at once, a base only with its last view."""
+        # Ids are a client's: one that it does not have, or has freed before, is passed over.
         gone: dict[Mesh, list[int]] = {}
         rows = self._table.rows
         for i in ids:

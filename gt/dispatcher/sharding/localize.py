@@ -84,6 +84,7 @@ def out_specs(known: OpSchema, layouts: Sequence[Layout], rank: int) -> list[Spe
 
 def payload(known: OpSchema, ins: Sequence[Layout], outs: Sequence[Layout], rank: int) -> dict[str, Any]:
     """The `op` definition for the rank-th worker of the mesh."""
+    # A worker executes the client's op on its pieces. Of the constants only sizes differ from the client's.
     template = known.template
     specs = out_specs(known, outs, rank)
     args = list(template.args)
@@ -129,7 +130,7 @@ def _resize(known: OpSchema, args: list, ins: Sequence[Layout], specs: list[Spec
             args[STRIDES[name]] = list(first.stride)
     elif name == "split" and first is not None:
         dim = known.named(2, "dim", 0) % len(first.shape)
-        args[1] = max(first.shape[dim], 1)
+        args[1] = max(first.shape[dim], 1)  # torch refuses a size of 0, which an empty piece would have
     elif name == "split_with_sizes" and first is not None:
         dim = known.named(2, "dim", 0) % len(first.shape)
         args[1] = [spec.shape[dim] for spec in specs if spec]

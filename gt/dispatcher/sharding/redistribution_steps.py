@@ -35,6 +35,10 @@ class RedistributionStep:
     nbytes: int
 
 
+# Spans of a piece are, for each dim, the intervals of the whole tensor that it holds. With [8, 6] in S(0) of 2 parts on 2
+# workers, the first holds ([(0, 2), (4, 6)], [(0, 6)]). A box has one interval for each dim, in local indices of a tensor.
+
+
 def common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
     """The intersection of two lists of intervals."""
     both = [(max(first, second), min(stop, other)) for first, stop in a for second, other in b]
@@ -43,6 +47,7 @@ def common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
 
 def within(interval: Interval, held: Sequence[Interval]) -> Interval:
     """Local indices of a global interval, in a tensor that holds the intervals `held` one after the other."""
+    # Example: (4, 6) within [(0, 2), (4, 6)] is (2, 4).
     at = 0
     for start, stop in held:
         if start <= interval[0] and interval[1] <= stop:
@@ -122,6 +127,7 @@ def _orders(cluster: Cluster, kind: str, local: Layout, shape: Sequence[int], te
 
 
 def _gather(cluster: Cluster, shape: Sequence[int], dtype: str, layout: Layout, axis: int) -> RedistributionStep:
+    # boxes: the places of each member's piece in the gathered tensor. The tensor may still be split by other axes.
     mesh, after = layout.mesh, layout.with_placement(axis, R)
     orders: list[Order] = []
     for team in mesh.teams(axis):

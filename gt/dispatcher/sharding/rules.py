@@ -177,6 +177,8 @@ def _moved(held: list[Place], option: tuple, specs: tuple[Spec, ...]) -> float:
 
 def _with_parts(options: list, held: list[Place]) -> list:
     """The options, and each again with the `parts` of an operand that has this split."""
+    # Example, the weight of a fused QKV in Shard(1, parts 3): (R, Shard(1), Shard(1)) also with 3 parts in both. They come
+    # first, so that they win among options of one cost.
     more = []
     for x, y, out in options:
         for mine, place in ((x, held[0]), (y, held[1])):
@@ -199,7 +201,7 @@ def _cost(have: Place, want: Placement, nbytes: int) -> float:
         return 0
     if isinstance(have, Partial):
         return 2 * nbytes
-    if isinstance(have, Replicate):
+    if isinstance(have, Replicate):  # nothing moves, but a split operand is better left split, and terms are a last resort
         return 0.01 * nbytes if isinstance(want, Shard) else 0.5 * nbytes
     return nbytes
 
@@ -263,6 +265,7 @@ def embedding(known: OpSchema, places: list[Place], size: int) -> Decision | Non
 
 def embedding_backward(known: OpSchema, places: list[Place], size: int) -> Decision | None:
     grad, index = places
+    # Split columns stay split. With split rows each worker has a term of the whole table, the sum of the rows that it has.
     last = len(shape(known, 0)) - 1
     if isinstance(grad, Shard) and grad.dim == last:
         return Decision((grad, R), (Shard(1, grad.parts),))
@@ -283,6 +286,7 @@ def attention(known: OpSchema, places: list[Place], size: int) -> Decision | Non
     place = next((p for p in places if isinstance(p, Shard) and p.dim < rank - 2 and p.parts == 1), None)
     if place is None or not _alike({s.shape[place.dim] for s in ins if len(s.shape) == rank}, size):
         return Decision((R,) * known.tensors, (R,) * len(outs))
+    # A mask may have fewer dims, which are aligned from the right, or extent 1 where it is broadcast.
     wants: list[Placement] = []
     for index, spec in enumerate(ins):
         sums = backward and index == known.tensors - 1  # the log-sum-exp has q's dims without the last

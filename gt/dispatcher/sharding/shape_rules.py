@@ -42,6 +42,7 @@ def known(template: Template) -> OpSchema:
     """The OpSchema of a client's template, with a rule only if the template has the shapes that the rule expects."""
     if template.op.split(".")[0] not in OWN:  # of another library: whether it works on each element is the client's word
         return OpSchema(replace(template, pointwise=False))
+    # Irregular: the op is renamed, and every table of rules is by name. A view still is one: its results share memory.
     met = OpSchema(template)
     if regular(met):
         return met
@@ -160,6 +161,7 @@ def layer_norm(op: Shapes) -> bool:
 
 def attention(op: Shapes) -> bool:
     """Operands: query, key, value, and a mask or none. Backward has the gradient before them, result and logsumexp behind."""
+    # The rule reads dims of all operands by those of the query. So no operand may have more dims than it.
     backward = op.name.endswith("_backward")
     q, k, v = op.ins[int(backward) : 3 + backward]
     rank = len(q)

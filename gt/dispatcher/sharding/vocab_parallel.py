@@ -36,7 +36,7 @@ class Split:
         self.size = prod(mesh.sizes[n] for n in self.axes)
         others = prod(size for n, size in enumerate(mesh.sizes) if n not in self.axes and isinstance(start[n], Shard))
         self.nbytes = spec.nbytes / others  # on one worker, if the dim were gathered
-        self.rows = 4 * self.nbytes / spec.itemsize / max(spec.shape[dim], 1)
+        self.rows = 4 * self.nbytes / spec.itemsize / max(spec.shape[dim], 1)  # bytes of one fp32 value for each of its rows
 
     @property
     def plain(self) -> bool:
@@ -141,6 +141,7 @@ def softmax_backward(known: OpSchema, starts: Starts, mesh: Mesh) -> list[ChainO
         or splits[0].staying(len(starts) < 3, 4) >= sum(s.gathering(1.5) for s in splits)
     ):
         return None
+    # Where the loss has left the gradient's sums of rows (third start), no collective is needed at all.
     chain, wide = Chain(known), _wide(*ins)
     full, rows = _like(ins[1], wide), _reduced(ins[1], dims, wide)
     grad, result = chain.operand(0), chain.operand(1, wide)
@@ -176,6 +177,7 @@ def logsumexp(known: OpSchema, starts: Starts, mesh: Mesh) -> list[ChainOp] | No
 
 def extreme(known: OpSchema, starts: Starts, mesh: Mesh) -> list[ChainOp] | None:
     """amax, amin over pieces of unequal length, none of them empty."""
+    # The op stays one op. It gets the name whose rule knows that no piece is empty; equal pieces need no such name.
     spec, dims = known.template.ins[0], known.named(1, "dim")
     if not spec.shape or isinstance(dims, int):
         return None
@@ -355,6 +357,7 @@ def embedding_backward(known: OpSchema, starts: Starts, mesh: Mesh, table: Place
         return None
     where = _spread(split, starts[1])
     chain = Chain(known)
+    # The op has a label of its own to leave out, the padding row. Here that label is -1, which stands for rows of others too.
     own = _own(chain, 1, split, where, padding if padding >= 0 else None, -1)
     local = OpSchema(Template(t.op, (*t.args[:3], -1, False), t.kwargs, (t.ins[0], own.spec), 0, t.outs))
     result = tuple(Shard(0) if n in split.axes else P if isinstance(p, Shard) else R for n, p in enumerate(where))
