@@ -40,7 +40,7 @@ class Decompose:
         self._tables: dict[tuple, Layout] = {}  # (mesh, shape) -> layout of a table of this shape that was looked up last
 
     def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], outs: list[int], values: tuple, mesh: Mesh) -> bool:
-        """Carry an op out as several ops, if that is how it is done where its inputs lie so."""
+        """Execute an op as several ops, if its inputs' layouts call for that; False, and nothing is done, if not."""
         # 1. The gradient of a mean loss over split elements.
         if mean_backward(known):
             parts = parts_of(known, mesh, self._planner.starts(known, origin, ins[1:2], mesh)[0])
@@ -62,7 +62,7 @@ class Decompose:
         return bool(known.plans[key])
 
     def _sums(self, grad: Tensor, mesh: Mesh) -> Tensor | None:
-        """The sums of a gradient's rows, if they are known there and it is as it was then."""
+        """The sums of a gradient's rows, if they are known on this mesh and the gradient has not been written since."""
         version, sums = grad.sums or (-1, None)
         there = sums is not None and sums.layout is not None and sums.layout.mesh == mesh
         return sums if there and version == grad.storage.version else None
@@ -85,7 +85,7 @@ class Decompose:
         return embedding_backward(known, starts, mesh, table.placements) if table is not None else None
 
     def _chain(self, parts: list[ChainOp], origin: Origin, ins: list[Tensor], outs: list[int], mesh: Mesh) -> None:
-        """Carry out parts, and drop what is between as soon as nothing reads it any more."""
+        """Execute the parts, and free each value between them behind its last use."""
         # names: the id of each value; outputs -1, -2, ... have the client's ids, values between two ops temporary ones.
         # last: the part that uses such a value last, behind which it is freed.
         names: dict[Name, int] = {-1 - n: i for n, i in enumerate(outs)}

@@ -110,7 +110,7 @@ def count_split_parts(context: SessionContext, outs: list[int]) -> int:
                 at += 2 + max(code[at + 1], 0)
                 continue
             known = context.templates.get(number)
-            if known is None:  # something else, or a lie, which will be met in its turn
+            if known is None:  # another code, or a wrong number, whose error is raised in its turn
                 return 1
             parts = _follow(known, code[at + 2 : at + 2 + known.length], followed)
             if parts:
@@ -122,7 +122,7 @@ def count_split_parts(context: SessionContext, outs: list[int]) -> int:
 
 
 def _follow(known: OpSchema, ids: list, followed: set[int]) -> int:
-    """The number of parts into which an op splits what is followed, 0 if it does not; what it makes of that is followed too."""
+    """The number of parts into which an op splits a followed tensor, 0 for no split. Its view or sum is followed too."""
     if known.name in VIEWS and known.tensors == 1 and ids[:1] and ids[0] in followed:
         # A split of the last dim, or a view that makes a leading factor of it. Of views only 3 parts count as fused (QKV): any
         # other factor is a number of heads, along which a plain split is the right one.

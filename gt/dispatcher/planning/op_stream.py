@@ -200,7 +200,7 @@ class OpStream:
         self.stale = []
 
     def finish(self) -> None:
-        """Plan what waits for more: the client asks something, and what it asks is of all that it has sent."""
+        """Plan ops that wait for later ones: the client asks a question, and the answer depends on all that it has sent."""
         if self.coming:
             self._work = self._advance(True)
             self.go_on()

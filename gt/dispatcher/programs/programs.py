@@ -486,7 +486,7 @@ class Programs:
             self._host_copies.after_launch(program.host_copies)
 
     def _restore_layouts(self, program: Program) -> None:
-        """Have tensors lie as they did when a program was recorded. If all do, that holds until one is laid otherwise."""
+        """Bring tensors to their recorded layouts. Once all have them, that holds until some tensor's layout changes."""
         if program.layouts.hold() and program.made.hold():
             program.compared = self._table.relaid
             return

@@ -74,7 +74,7 @@ def on_pieces(known: OpSchema, place: int, layout: Layout, combined: str | None)
     if combined is not None:
         if combined not in ("max", "min"):
             return combined != ""
-        # an empty piece has no maximum
+        # An empty piece has no maximum, so no worker may have one.
         return all(all(local_shape(layout, shape, rank)) for rank in range(len(layout.mesh.workers)))
     beside = [ins[items[place]].shape for column in known.columns if place < len(items := column.indices(T))]
     out = outs[place].spec if len(outs) == len(known.columns[0].items) else None

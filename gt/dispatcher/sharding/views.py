@@ -204,6 +204,7 @@ def split(known: OpSchema, place: Shard, size: int) -> Shard | None:
 
 def wanted_parts(known: OpSchema) -> tuple[int, int] | None:
     """(dim, parts) of a split into equal parts, or of a view that makes a dim of another dim's leading factor."""
+    # For fused projections: the parts that a plain split of the dim would cut through.
     old, new = _shapes(known)
     if known.name in ("split", "split_with_sizes"):
         dim = known.named(2, "dim", 0) % len(old)
