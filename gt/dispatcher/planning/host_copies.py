@@ -62,7 +62,7 @@ class SessionHostCopies:
         self._used.clear()
 
     def _current(self, t: Tensor) -> bool:
-        """True if workers have a copy of this value. In a recording older copies count of parameters only: replays find these."""
+        """True if workers have a copy of this value. In a recording, one from before counts of a parameter only."""
         storage, tape = t.storage, self._context.tape
         if storage.host_copy is None or storage.host_copy[:3] != (t.id, storage.version, self._epoch):
             return False

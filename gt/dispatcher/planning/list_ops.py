@@ -101,7 +101,7 @@ class ListOps:
         return [(layout, part) for layout, indices in buckets.items() for part in self._offload.parts(indices, columns)]
 
     def _buckets(self, known: OpSchema, origin: Origin, ins: list[Tensor], combined: str | None) -> dict[Layout, list[int]]:
-        """Indices of the lists by the layout of the tensor that leads there. Those that cannot run on pieces are wanted whole."""
+        """Indices of the lists by the layout of the tensor that leads there. Those not done on pieces are wanted whole."""
         # Example, AdamW on five parameters: {[R]: [0, 3], [S(0)]: [1, 2], [R] of the second stage: [4]} are three ops.
         lead = known.columns[0].indices(T)
         in_parts, whole = list_rules.runs_in_parts(known), None
