@@ -35,6 +35,8 @@ def place_weights(
     operand = weight(known, meaning, ins)
     if operand is None:
         return
+
+    # parts: of a fused projection that is placed only now, or may still move. Later uses find it in the split that it has.
     index, dim = operand
     t, parts = ins[index], 1
     if meaning.kind == COLUMN and known.name != "embedding" and (not t.placed or t.movable):
@@ -67,6 +69,7 @@ def declare_frozen(known: OpSchema, meaning: Meaning, ins: list[Tensor]) -> None
     """
     if known.name not in WEIGHTS or meaning.kind not in (COLUMN, ROW):
         return
+    # A frozen weight looks like any tensor. It is taken for one while it is not placed: an activation would be.
     left, right = WEIGHTS[known.name]
     if any(ins[i].storage.param for i in (left, right) if i >= 0):
         return

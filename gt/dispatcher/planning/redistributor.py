@@ -261,7 +261,8 @@ class Redistributor:
         else:
             self._restride(made, root, want)
         self._context.set_layout(root, want)
-        # In order of ids a base comes before its views, so each view is made on a base that is already in place.
+        # A client numbers tensors as it makes them, so in order of ids a base comes before its views: each view is made on a
+        # base that is already in place.
         for view in sorted(storage.tensors.values(), key=lambda t: t.id):
             if view.base is not None:
                 self._remake(view)
