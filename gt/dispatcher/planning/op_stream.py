@@ -380,6 +380,7 @@ class OpStream:
 
     def _program(self, number: int, code: list, at: int) -> int:
         """Carry out one control code of programs."""
+        # Numbers behind a code are a client's: how many there are is checked here, what they name where it is used.
         programs = self._programs
         if number == FRAGMENT:
             return self.fragments.enter(code, at)

@@ -297,6 +297,7 @@ class Redistributor:
 
     def _restride(self, source: int, root: Tensor, layout: Layout) -> None:
         """Give a row-major tensor the strides that its views were made for."""
+        # Collectives make row-major tensors. A root with other strides (a transposed weight) has views that count on these.
         emitter = self._emitter
         fresh, copy = [], []
         for rank, index in enumerate(layout.mesh.workers):

@@ -342,6 +342,7 @@ class Programs:
 
         A scalar's terms are added up, since a loss is read after most replays. Gradients may go on being accumulated.
         """
+        # Recipes would not run in a replay: what the call has only described is placed at its end.
         tape = self._context.tape
         if tape is None or self._failures.missing:
             return

@@ -67,6 +67,8 @@ def runs_in_parts(known: OpSchema) -> bool:
 
 def on_pieces(known: OpSchema, place: int, layout: Layout, combined: str | None) -> bool:
     """True if the tensors at one index of the lists can be computed in the split of the first of them."""
+    # A reduction needs one that combines its results. Any other op needs tensors of one shape at the index: then the leader's
+    # split is one of all of them.
     if not any(isinstance(p, Shard) for p in layout.placements):
         return True
     ins, outs = known.template.ins, known.template.outs

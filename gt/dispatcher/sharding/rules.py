@@ -123,6 +123,7 @@ def reduction(known: OpSchema, places: list[Place], size: int) -> Decision | Non
 def _reduced(known: OpSchema) -> tuple[set[int], bool]:
     """The reduced dims, and True if they stay with size 1."""
     rank = len(shape(known, 0))
+    # No dims, or none named, means all of them, as in torch.
     dims = known.named(2, "dim") if known.name == "linalg_vector_norm" else known.named(1, "dim")
     if isinstance(dims, int):
         dims = [dims]
@@ -208,6 +209,7 @@ def _cost(have: Place, want: Placement, nbytes: int) -> float:
 
 def _mm_decision(known: OpSchema, first: int, option: tuple) -> Decision:
     """Decision for an option. The added operand of addmm has the result's placement, but for dims that are broadcast."""
+    # Where the result is terms the added operand is terms too: one worker adds it, the others add zeros.
     x, y, out = option
     if not first:
         return Decision((x, y), (out,))

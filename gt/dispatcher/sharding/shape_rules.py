@@ -125,6 +125,7 @@ def dimwise(op: Shapes) -> bool:
 def reduction(op: Shapes) -> bool:
     if len(op.ins) != 1:
         return bool(op.ins)  # the maximum of two tensors: the rule has no answer for it
+    # The result has either form, with the reduced dims or without: the rule finds out by its rank.
     (x,) = op.ins
     given = op.named(2 if op.name == "linalg_vector_norm" else 1, "dim")
     gone = (_dims(given, len(x)) if isinstance(given, (int, list)) else []) or range(len(x))
@@ -151,6 +152,8 @@ def layer_norm(op: Shapes) -> bool:
     statistics = [rows] * (1 if "rms" in op.name else 2)
     if not normalized or lead < 0 or x[lead:] != normalized:
         return False
+
+    # Forward makes the result and the statistics of each row. Backward reads these, and makes the gradients that are wanted.
     if not backward:
         return set(op.ins[1:]) <= {normalized} and op.makes(x, *statistics)
     behind = 2 + len(statistics)

@@ -286,6 +286,7 @@ def _counted(chain: Chain, where: Placements, makes: Placements, ignored: int) -
 def nll_loss_backward(known: OpSchema, starts: Starts, mesh: Mesh) -> list[ChainOp] | None:
     """Operands: grad, rows, labels, weight or none, total weight. No communication."""
     t = known.template
+    # The gradient of a row is nonzero at its label alone, so each worker has all that its own classes need.
     dim = min(len(t.ins[1].shape), 2) - 1
     split = Split(t.ins[1], dim, starts[1], mesh)
     if t.ins[2].dtype != "int64" or not split.plain:
