@@ -37,15 +37,18 @@ class Decompose:
     def __init__(self, context: SessionContext, redistributor: Redistributor, planner: OpPlanner) -> None:
         self._context, self._redistributor, self._planner = context, redistributor, planner
         self._emitter, self._table = context.emitter, context.table
-        self._tables: dict[tuple, Layout] = {}  # (shape, mesh) -> layout that was looked up last
+        self._tables: dict[tuple, Layout] = {}  # (mesh, shape) -> layout of a table of this shape that was looked up last
 
     def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], outs: list[int], values: tuple, mesh: Mesh) -> bool:
-        """Carry an op out as several ops, if that is how it is done where its inputs lie so."""
+        """Execute an op as several ops, if its inputs' layouts call for that; False, and nothing is done, if not."""
+        # 1. The gradient of a mean loss over split elements.
         if mean_backward(known):
             parts = parts_of(known, mesh, self._planner.starts(known, origin, ins[1:2], mesh)[0])
             if parts > 1:
                 self._part_of_mean(*share(known, parts), origin, ins, values, outs)
             return parts > 1
+        # 2. Vocabulary parallelism. A chain is kept under the placements that the inputs start from; None is kept too, where
+        #    gathering is faster.
         if known.name not in (*LOWERINGS, *LOOK_UPS) or known.values:
             return False
         starts = self._planner.starts(known, origin, ins, mesh)
@@ -59,13 +62,15 @@ class Decompose:
         return bool(known.plans[key])
 
     def _sums(self, grad: Tensor, mesh: Mesh) -> Tensor | None:
-        """The sums of a gradient's rows, if they are known there and it is as it was then."""
+        """The sums of a gradient's rows, if they are known on this mesh and the gradient has not been written since."""
         version, sums = grad.sums or (-1, None)
         there = sums is not None and sums.layout is not None and sums.layout.mesh == mesh
         return sums if there and version == grad.storage.version else None
 
     def _table_layout(self, known: OpSchema, starts: Starts, mesh: Mesh) -> Layout | None:
         """Layout of the table that is looked up, or whose gradient this is, as far as it is known."""
+        # The backward op has no operand that is the table. A table of the same shape on the same mesh was looked up before it;
+        # if that was another table, the gradient is split as that one, which costs time and changes no value.
         if known.name == "embedding":
             layout = Layout(mesh, tuple(R if p is None else p for p in starts[0]))
             self._tables[mesh, known.template.ins[0].shape] = layout
@@ -80,7 +85,9 @@ class Decompose:
         return embedding_backward(known, starts, mesh, table.placements) if table is not None else None
 
     def _chain(self, parts: list[ChainOp], origin: Origin, ins: list[Tensor], outs: list[int], mesh: Mesh) -> None:
-        """Carry out parts, and drop what is between as soon as nothing reads it any more."""
+        """Execute the parts, and free each value between them behind its last use."""
+        # names: the id of each value; outputs -1, -2, ... have the client's ids, values between two ops temporary ones.
+        # last: the part that uses such a value last, behind which it is freed.
         names: dict[Name, int] = {-1 - n: i for n, i in enumerate(outs)}
         last: dict[Name, int] = {
             name: n for n, part in enumerate(parts) for name in (*part.ins, *part.outs) if isinstance(name, str)

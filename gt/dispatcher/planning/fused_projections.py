@@ -49,6 +49,7 @@ def record_producer(table: Table, known: OpSchema, ins: list[Tensor], outs: list
 
 def split_by_parts(redistributor: Redistributor, base: Tensor, parts: int) -> bool:
     """Split a fused projection by its parts, once and for good: weight, bias and the result at hand."""
+    # 1. Only a result whose last dim is split plainly by one axis, and whose parts can be split evenly.
     weight, bias = base.storage.made_by or (None, None)
     root = next(t for t in base.storage.tensors.values() if t.base is None)
     layout = root.layout
@@ -59,6 +60,7 @@ def split_by_parts(redistributor: Redistributor, base: Tensor, parts: int) -> bo
     size = dict(zip(layout.placements, layout.mesh.sizes, strict=True))[split[0]]
     if root.spec.shape[-1] % (parts * size):
         return False
+    # 2. All three in the new split: the next step's matmul then makes its result so, without a move.
     log.info("a projection into %d parts was split plainly: it is laid out again, once", parts)
     for t in (weight, bias, root):
         if t is not None and t.layout is not None:
@@ -89,6 +91,8 @@ def needs_lookahead(context: SessionContext, known: OpSchema, origin: Origin, in
 
 def count_split_parts(context: SessionContext, outs: list[int]) -> int:
     """The number of equal pieces that the result of a fused projection is split into; NeedsLookahead if ops are missing."""
+    # The walk over code that is not planned yet: `followed` has the result, its views, and its sum with a bias. The numbers are
+    # a client's and not checked yet, so whatever cannot be read ends the walk: the error is raised in its turn.
     followed, left = {outs[0]}, MAX_LOOKAHEAD_OPS
     for code, start in context.queue.lookahead():
         at = start
@@ -106,7 +110,7 @@ def count_split_parts(context: SessionContext, outs: list[int]) -> int:
                 at += 2 + max(code[at + 1], 0)
                 continue
             known = context.templates.get(number)
-            if known is None:  # something else, or a lie, which will be met in its turn
+            if known is None:  # another code, or a wrong number, whose error is raised in its turn
                 return 1
             parts = _follow(known, code[at + 2 : at + 2 + known.length], followed)
             if parts:
@@ -118,8 +122,10 @@ def count_split_parts(context: SessionContext, outs: list[int]) -> int:
 
 
 def _follow(known: OpSchema, ids: list, followed: set[int]) -> int:
-    """The number of parts into which an op splits what is followed, 0 if it does not; what it makes of that is followed too."""
+    """The number of parts into which an op splits a followed tensor, 0 for no split. Its view or sum is followed too."""
     if known.name in VIEWS and known.tensors == 1 and ids[:1] and ids[0] in followed:
+        # A split of the last dim, or a view that makes a leading factor of it. Of views only 3 parts count as fused (QKV): any
+        # other factor is a number of heads, along which a plain split is the right one.
         wanted = wanted_parts(known)
         last = len(known.template.ins[0].shape) - 1
         if wanted and wanted[0] == last:

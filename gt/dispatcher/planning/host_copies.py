@@ -1,4 +1,4 @@
-"""Copies in host memory of tensors on the device, which ops on offloaded state use: of which values workers have them.
+"""Copies in host memory of tensors on the device, for ops on offloaded state: a record of the values that workers have there.
 
 An op in host memory reads a gradient and changes a parameter by such copies. A copy is of one version of its tensor. A second
 op reads the gradient with no second transfer, and the parameter has to cross the link one way only. Copies of parameters that a
@@ -16,7 +16,7 @@ from gt.dispatcher.state.tensors import Storage, Tensor
 
 
 class LaunchedCopies(NamedTuple):
-    """Tensors of which a program uses copies from before it, and those of which it leaves copies, each by its storage."""
+    """uses: tensors whose copies from before a program reads. leaves: tensors whose copies it leaves. Both by storage."""
 
     uses: dict[Storage, int]
     leaves: dict[Storage, int]
@@ -27,15 +27,17 @@ class SessionHostCopies:
 
     def __init__(self, context: SessionContext) -> None:
         self._context, self._emitter = context, context.emitter
+        # A storage's host_copy is (id, version, epoch, recording) of its last copy: the copy is of this version, and was made
+        # in this recording, or in none. A new epoch makes all copies stale at once.
         self._epoch = 0
         self._used: list[Tensor] = []  # by the op that is planned
 
     def forget(self) -> None:
-        """Workers may not have made what they were told to make."""
+        """Count no copy as current: workers may have skipped the ops that make them."""
         self._epoch += 1
 
     def fresh(self, ins: Sequence[Tensor], away: Sequence[int], brought: Sequence[int]) -> tuple[int, ...]:
-        """Operands of which workers have no copy, or one of another value. away: those that rest in host memory themselves."""
+        """Operands that need a new copy: workers have none, or one of another value. away: operands in host memory."""
         fresh = []
         for n, t in enumerate(ins):
             if n in away:
@@ -60,7 +62,7 @@ class SessionHostCopies:
         self._used.clear()
 
     def _current(self, t: Tensor) -> bool:
-        """True if workers have a copy of this value. One from before a recording is of use there if a replay will find it."""
+        """True if workers have a copy of this value. In a recording, one from before counts of a parameter only."""
         storage, tape = t.storage, self._context.tape
         if storage.host_copy is None or storage.host_copy[:3] != (t.id, storage.version, self._epoch):
             return False

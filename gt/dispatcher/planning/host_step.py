@@ -39,6 +39,8 @@ def choose(asked: str, params_away: bool, rates: Iterable[HostRates | None]) -> 
     in host memory anyway. The slowest worker decides."""
     if asked != "auto":
         return StepChoice(asked == "host", f"step is {asked} in the config")
+    # On the device bytes go there and back at once (the link has both ways), so one way counts. On the host the link and the
+    # arithmetic overlap, so the longer of them counts.
     linked = [rate for rate in rates if rate is not None]
     if not linked:
         return StepChoice(True, "workers compute in host memory, so nothing has to cross a link")

@@ -94,14 +94,14 @@ class ListOps:
             self._offload.after(part.known, mine[0])
 
     def _parts(self, known: OpSchema, ins: list[Tensor], buckets: dict[Layout, list[int]]) -> list[tuple[Layout, list[int]]]:
-        """Buckets, those of many bytes that rest elsewhere in parts."""
+        """Buckets; a bucket with many bytes of offloaded tensors is cut into parts."""
         if not self._offload.active:
             return list(buckets.items())
         columns = [[ins[i] for i in column.indices(T)] for column in known.columns]
         return [(layout, part) for layout, indices in buckets.items() for part in self._offload.parts(indices, columns)]
 
     def _buckets(self, known: OpSchema, origin: Origin, ins: list[Tensor], combined: str | None) -> dict[Layout, list[int]]:
-        """Indices of the lists by the layout of the tensor that leads there; what is not done on pieces is brought whole."""
+        """Indices of the lists by the layout of the tensor that leads there. Those not done on pieces are wanted whole."""
         # Example, AdamW on five parameters: {[R]: [0, 3], [S(0)]: [1, 2], [R] of the second stage: [4]} are three ops.
         lead = known.columns[0].indices(T)
         in_parts, whole = list_rules.runs_in_parts(known), None
@@ -164,7 +164,9 @@ class ListOps:
         return part, plan
 
     def _wants(self, known: OpSchema, layout: Layout, ins: list[Tensor]) -> list[Layout]:
-        """Layout wanted of each operand: in a list the leader's, numbers whole; what is written goes there for good."""
+        """Layout wanted of each operand: the leader's in a list, whole for numbers. Written operands move to it for good."""
+        # 1. By default. 2. What is written: it moves for good, as state to its parameter, and then is wanted where it is.
+        # 3. Step counts, which were placed whole by themselves on other workers, follow their parameter once.
         whole, lead = self._context.intern(replicated(layout.mesh)), known.columns[0].indices(T)
         wants = [layout if i in known.listed and t.spec.shape else whole for i, t in enumerate(ins)]
         for index in known.template.writes:

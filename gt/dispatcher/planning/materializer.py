@@ -219,7 +219,7 @@ class Materializer:
             emitter.free(next(iter(made.values())).mesh.workers, loose)
 
     def _upload(self, step: RecipeStep, layout: Layout, tensor: int) -> None:
-        """Tell each worker to expect its part, and send it (or ask the client for it): equal parts once."""
+        """Tell each worker to expect its part, and send the part or ask the client for it. Equal parts are sent once."""
         # Ranks with the same part (replicas) share one upload and one definition.
         emitter, spec = self._emitter, step.known.template.outs[0].spec
         assert spec is not None
@@ -243,7 +243,7 @@ class Materializer:
                 self._copy(step.known, local, workers, name, tensor)
 
     def _copy(self, known: OpSchema, local: Spec, workers: list[Worker], source: int, target: int) -> None:
-        """target is a copy of source, of this local look."""
+        """Have workers copy source to target. local: the spec of both."""
         key, emitter = ("copy", local), self._emitter
         if key not in known.plans:
             known.plans[key] = emitter.define("op", duplicate(local))

@@ -52,6 +52,8 @@ class Offload:
 
     def bound(self, known: OpSchema, plan: OpPlan, ins: Sequence[Tensor], brought: Sequence[int]) -> list[Bound]:
         """The definitions of an op: those of its plan, or of the same op in host memory if it works on state there."""
+        # away: operands in host memory. A host op has the same operands as the device's. Its definition says which it writes
+        # and which need a fresh copy, so it is kept for each set of these.
         away = [n for n, t in enumerate(ins) if brought[n] == t.id and self._rests(t)] if self._optimizer else []
         self._op_on_host = bool(away) and self.choice.on_host and _fits_host(known, ins, away)
         if not self._op_on_host:
@@ -78,7 +80,7 @@ class Offload:
 
     @staticmethod
     def _rests(t: Tensor) -> bool:
-        """True if a tensor is not on the device, but for a use since of which the dispatcher knows nothing."""
+        """True if a tensor was evicted. A use since may have brought it back, which the dispatcher does not know."""
         storage = t.storage
         return storage.space is not None and storage.evicted and t.base is None and len(storage.tensors) == 1
 
@@ -86,6 +88,7 @@ class Offload:
 
     def parts(self, indices: Sequence[int], columns: Iterable[Sequence[Tensor]]) -> list[list[int]]:
         """Indices of a list op's columns in parts of about PART_BYTES of tensors that rest elsewhere."""
+        # PART_BYTES of what moves, not of all operands. A single index with more is a part by itself.
         listed, parts, total = list(columns), [[]], 0  # type: ignore[var-annotated]
         for index in indices:
             nbytes = sum(_bytes(row[index]) for row in listed if index < len(row) and self.space(row[index]))
@@ -104,7 +107,7 @@ class Offload:
         return self._params if storage.param else self._optimizer
 
     def restore(self, ins: Iterable[Tensor]) -> None:
-        """These are used soon. On the host that needs no copy, but from files."""
+        """Begin to bring back tensors that are used soon. For a step on the host only files are read: it needs no transfer."""
         storages = [t.storage for t in ins if t.storage.evicted]
         if self.choice.on_host:
             storages = [storage for storage in storages if storage.space == "nvme"]
@@ -120,6 +123,8 @@ class Offload:
 
     def after(self, known: OpSchema, ins: Sequence[Tensor]) -> None:
         """Evict what an op has used: state, and parameters."""
+        # What a fused op writes beside parameters (and gradients, which have no space) is state. The client declares the state
+        # of other optimizers.
         fused = known.name.startswith("_fused_")
         for index, t in enumerate(ins):
             storage = t.storage
@@ -134,13 +139,13 @@ class Offload:
         return 1 if self.choice.on_host and not storage.param else MIN_BYTES
 
     def viewed(self, ids: Iterable[int]) -> list[Storage]:
-        """Storages that rest elsewhere and of which such views end: until then workers leave them where they are."""
+        """Offloaded storages of which the client frees views: workers do not evict a storage while views share its memory."""
         rows = self._context.table.rows
         ending = (rows[i] for i in ids if i in rows) if self.active else ()
         return [t.storage for t in ending if t.base is not None and t.storage.space is not None]
 
     def evict(self, storages: Iterable[Storage]) -> None:
-        """Let those rest elsewhere that do, unless views share their memory."""
+        """Have workers evict those of the storages that have a space. A worker leaves one with live views where it is."""
         for storage in storages:
             if storage.space is None or not storage.tensors:
                 continue

@@ -165,6 +165,7 @@ class OpStream:
 
     def end_interrupt(self) -> None:
         """All that came before it is through."""
+        # Ops that no worker has begun did not happen. Recipes forget what such ops added to them.
         self.interrupted = -1
         failures = self._context.failures
         since, failures.first_dropped = failures.first_dropped, UNDROPPED
@@ -199,7 +200,7 @@ class OpStream:
         self.stale = []
 
     def finish(self) -> None:
-        """Plan what waits for more: the client asks something, and what it asks is of all that it has sent."""
+        """Plan ops that wait for later ones: the client asks a question, and the answer depends on all that it has sent."""
         if self.coming:
             self._work = self._advance(True)
             self.go_on()
@@ -379,6 +380,7 @@ class OpStream:
 
     def _program(self, number: int, code: list, at: int) -> int:
         """Carry out one control code of programs."""
+        # Numbers behind a code are a client's: how many there are is checked here, what they name where it is used.
         programs = self._programs
         if number == FRAGMENT:
             return self.fragments.enter(code, at)

@@ -35,11 +35,14 @@ def place_weights(
     operand = weight(known, meaning, ins)
     if operand is None:
         return
+
+    # parts: of a fused projection that is placed only now, or may still move. Later uses find it in the split that it has.
     index, dim = operand
     t, parts = ins[index], 1
     if meaning.kind == COLUMN and known.name != "embedding" and (not t.placed or t.movable):
         parts = meaning.parts or count_split_parts(context, outs)
     _move_home(redistributor, t, split(meaning, len(t.spec.shape), dim, parts, t))
+    # Columns are output features, and a bias has one element for each. In a row parallel group it stays whole.
     if known.name == "addmm" and meaning.kind == COLUMN and ins[0].storage.param:
         bias = ins[0]
         tall = len(bias.spec.shape)
@@ -48,6 +51,8 @@ def place_weights(
 
 def weight(known: OpSchema, meaning: Meaning, ins: list[Tensor]) -> tuple[int, int] | None:
     """The operand of a matmul or look-up that is the weight, and which of its dims a column or row parallel group splits."""
+    # The right factor is looked at first: x @ w is the usual form. The right factor of a linear layer is w.t(), a view of the
+    # parameter in the same storage.
     left, right = WEIGHTS[known.name]
     index = next((i for i in (right, left) if i >= 0 and ins[i].storage.param), None)
     if index is None:
@@ -64,6 +69,7 @@ def declare_frozen(known: OpSchema, meaning: Meaning, ins: list[Tensor]) -> None
     """
     if known.name not in WEIGHTS or meaning.kind not in (COLUMN, ROW):
         return
+    # A frozen weight looks like any tensor. It is taken for one while it is not placed: an activation would be.
     left, right = WEIGHTS[known.name]
     if any(ins[i].storage.param for i in (left, right) if i >= 0):
         return

@@ -354,7 +354,7 @@ class Planner:
         return known.name == "add_" and len(layouts) == 1 and len({t.spec.shape for t in ins}) == 1
 
     def _starts(self, known: OpSchema, ins: list[Tensor], mesh: Mesh, meaning: Meaning | None, stays: bool) -> list[list]:
-        """Each input's; a weight that is at home on other workers comes as the group splits it, each worker's part alone."""
+        """The start of each input. A weight with its home on other workers arrives split by the group: each gets its part."""
         at_rest = self._shards and zero.at_rest(known) and self.sharded.all_rest(ins)
         starts = [self._start(t, mesh, meaning, stays or at_rest) for t in ins]
         if meaning is not None and meaning.kind in (COLUMN, ROW) and known.name in WEIGHTS:
@@ -401,7 +401,7 @@ class Planner:
         return list(self._entering(tensor, mesh, meaning))
 
     def _entering(self, tensor: Tensor, mesh: Mesh, meaning: Meaning) -> Sequence[Placement]:
-        """As the group splits what enters; a view of what is split here, or so on a like mesh, as that has it."""
+        """The group's split of entering data. A view follows its base, if that has a split here or the same on a like mesh."""
         # A view is split where its base's copy is split here, so that the copy can be viewed and nothing moves twice.
         if self._materializer.unsplittable(tensor.storage):
             return [R] * len(mesh.axes)

@@ -185,6 +185,7 @@ class Redistributor:
 
     def _scatter(self, storage: Storage, root: Tensor, want: Layout) -> bool:
         """Add up terms along the data-parallel axis, each piece on the worker that keeps it; False if that is not all."""
+        # Terms along other axes too need an all_reduce. So does a piece that another axis splits as well.
         have = root.layout
         axis = zero.scattered_axis(have, want) if have is not None else None
         if have is None or axis is None or axis != zero.axis_of(have):
@@ -260,7 +261,8 @@ class Redistributor:
         else:
             self._restride(made, root, want)
         self._context.set_layout(root, want)
-        # In order of ids a base comes before its views, so each view is made on a base that is already in place.
+        # A client numbers tensors as it makes them, so in order of ids a base comes before its views: each view is made on a
+        # base that is already in place.
         for view in sorted(storage.tensors.values(), key=lambda t: t.id):
             if view.base is not None:
                 self._remake(view)
@@ -295,6 +297,7 @@ class Redistributor:
 
     def _restride(self, source: int, root: Tensor, layout: Layout) -> None:
         """Give a row-major tensor the strides that its views were made for."""
+        # Collectives make row-major tensors. A root with other strides (a transposed weight) has views that count on these.
         emitter = self._emitter
         fresh, copy = [], []
         for rank, index in enumerate(layout.mesh.workers):
@@ -355,6 +358,7 @@ class Redistributor:
 
     def free(self, ids: list[int]) -> None:
         """The client has freed these: copies go at once, a base only with its last view."""
+        # Ids are a client's: one that it does not have, or has freed before, is passed over.
         gone: dict[Mesh, list[int]] = {}
         rows = self._table.rows
         for i in ids:

@@ -20,6 +20,8 @@ KINDS = ("weights", "gradients", "optimizer")
 
 def sharded_memory(stage: int, tensors: Iterable[Tensor]) -> dict[str, Any]:
     """By worker, bytes of each kind as planned now, those of whole copies, and theory; {} where nothing is sharded."""
+    # By worker: {"weights": .., "gradients": .., "optimizer": .., "copies": ..}. Views share their root's memory, so roots
+    # alone count; each kept copy is memory of its own.
     held: dict[int, Counter[str]] = {}
     theory: dict[int, Counter[str]] = {}
     for root in (t for t in tensors if t.base is None and t.layout is not None):

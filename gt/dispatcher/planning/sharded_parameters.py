@@ -58,6 +58,7 @@ class ShardedParameters:
 
     def accumulated(self, parameter: Tensor, gradient: Tensor) -> None:
         """Autograd has added to a gradient: it rests as its parameter does."""
+        # 1. Where it rests. If strides do not show a layout of its memory that corresponds, it does not rest at all.
         storage, layout = gradient.storage, parameter.layout
         storage.gradient = True
         root = _root(storage)
@@ -68,6 +69,8 @@ class ShardedParameters:
         if want is None:
             storage.rest = None
             return
+        # 2. It goes there now, unless it is in terms and stage 1 adds them up once a step. With failures around nothing moves:
+        #    it is not known whose value is good.
         storage.rest = self._context.intern(want)
         if root.layout != want and (self.stage > 1 or not root.layout.partial) and not self._context.failures.troubled:
             self._begin()
@@ -111,12 +114,14 @@ class ShardedParameters:
 
     def after(self, known: OpSchema, ins: Sequence[Tensor], outs: Sequence[int]) -> None:
         """Results of an op on tensors at rest, rest too. Copies of written tensors end, and the oldest of too many copies."""
+        # 1. Results: the state of an optimizer comes to rest this way, since it is computed from gradients that do.
         rows = self._context.table.rows
         if outs and zero.at_rest(known) and self.all_rest(ins):
             for i in outs:
                 t = rows[i]
                 if t.base is None and t.layout is not None and t.spec.shape and not t.layout.partial:
                     t.storage.rest = t.layout
+        # 2. Operands. A written parameter ends its copies, and a step begins; the first use of one that is whole settles it.
         writes, uses = known.template.writes, zero.uses(known)
         for index, t in enumerate(ins):
             storage = t.storage
@@ -156,6 +161,7 @@ class ShardedParameters:
         for t in ins:
             if t.storage.rest is not None and t.copies:
                 self._note_copy(t.storage, _root(t.storage).spec.nbytes)
+        # The dict is in the order of last uses. One copy stays in any case: that of the op which is planned.
         room = KEPT_PARAMETERS * self._largest
         while len(self._gathered) > 1 and sum(self._gathered.values()) > room:
             self._drop_copies(next(iter(self._gathered)))
@@ -168,7 +174,7 @@ class ShardedParameters:
         if storage not in self._gathered and nbytes * SMALL_SHARE <= self._largest >= sum(self._small.values()) + nbytes:
             self._small[storage] = nbytes
             return
-        self._gathered.pop(storage, None)
+        self._gathered.pop(storage, None)  # to the end of the order
         self._gathered[storage] = nbytes
         self._largest = max(self._largest, nbytes)
 

@@ -153,6 +153,7 @@ def _renamed(row: Instruction, names: defaultdict[int, int]) -> Instruction:
 
 def _place_scalars(payload: dict[str, Any], rows: Sequence[Instruction], places: Sequence[Sequence[int]]) -> list[int]:
     """Note in the payload where its code has the scalars of rows; their places in the client's code, in the same order."""
+    # The code has the rows in order, with frees between (without a definition).
     defines = {row.define.number: row.define for row in rows}
     written = (at for at, define, _ in decode(payload["code"], defines.__getitem__) if define is not None)
     sources: list[int] = []

@@ -183,7 +183,7 @@ class FragmentCuts:
 
 
 def _length(code: Sequence, at: int) -> int:
-    """The numbers of what is no op, as far as it may stand in a fragment; 0 for the rest."""
+    """The length of a control code that may be within a fragment, 0 for any other number."""
     number = code[at]
     if type(number) is not int or number not in LENGTHS or at + 1 >= len(code):
         return 0

@@ -254,7 +254,7 @@ class Fragments:
             if not misfit:
                 fragment.misfits = 0
                 return "", ops
-            fragment.misfits += 1
+            fragment.misfits += 1  # one may be chance; KEPT and HELD are not, and a new recording keeps more
             if misfit not in (KEPT, HELD) and fragment.misfits < MAX_MISFITS:
                 return misfit, ops
             self._drop(fragment)
@@ -541,6 +541,7 @@ class Fragments:
             return "inputs could not get the layouts of the recorded call"
         if [len(tensors[n].storage.tensors) for n, _ in program.changed] != program.views:
             return "inputs had other views"
+        # Nothing is refused from here on, so the table of tensors and the workers' stream may be changed.
         program.launches += 1
         self._programs.launches += 1
         with self._emitter.op(len(program.journal)):

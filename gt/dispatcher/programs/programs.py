@@ -282,6 +282,7 @@ class Programs:
 
     def _pass_context(self, tape: Recording, message: FinishCapture, added: dict[str, Define]) -> PassContext:
         """The context of passes for a request. added: takes the definitions that passes add."""
+        # Instructions name a tensor by its id in the session plus the session's offset.
         emitter, rows, offset = self._emitter, self._table.rows, self._emitter.offset
         return PassContext(
             asked=message.schedule,
@@ -343,6 +344,7 @@ class Programs:
 
         A scalar's terms are added up, since a loss is read after most replays. Gradients may go on being accumulated.
         """
+        # Recipes would not run in a replay: what the call has only described is placed at its end.
         tape = self._context.tape
         if tape is None or self._failures.missing:
             return
@@ -373,6 +375,8 @@ class Programs:
 
     def obstacle(self, tape: Recording, pairs: list[tuple[int, int]], inputs: Collection[int] = ()) -> str:
         """The reason why this recording cannot be a program, or "" if it can. inputs: tensors that may change their layout."""
+        # Limits; ops that a replay would not do, or that failed; then what differs before and after the call: a replay starts
+        # from the layouts that the recording started from, and has to leave the same for the next one.
         if tape.size > tape.room:
             most = MAX_INSTRUCTIONS_PER_SESSION
             return f"it has too many instructions: {tape.size}, and {most - tape.room} of at most {most} are in other programs"
@@ -461,6 +465,7 @@ class Programs:
 
     def launch(self, number: int, seed: Any, counter: Any) -> None:
         """One instruction to each worker that has a part in it."""
+        # The hot path of a captured step: while no layout has changed, its cost does not grow with ops and tensors.
         program = self.all.get(number) if type(number) is int else None
         if program is None or type(seed) is not int or type(counter) is not int:
             raise ProtocolError(f"Ops.code launches {number!r:.40}, which is no program")
@@ -484,7 +489,7 @@ class Programs:
             self._host_copies.after_launch(program.host_copies)
 
     def _restore_layouts(self, program: Program) -> None:
-        """Have tensors lie as they did when a program was recorded. If all do, that holds until one is laid otherwise."""
+        """Bring tensors to their recorded layouts. Once all have them, that holds until some tensor's layout changes."""
         if program.layouts.hold() and program.made.hold():
             program.compared = self._table.relaid
             return
@@ -508,6 +513,8 @@ class Programs:
 
     def _doomed(self, program: Program, seq: int) -> bool:
         """Taint the results of a replay that reads a failed tensor; True if it cannot be sent, for want of a worker."""
+        # A lost worker or a failed input: results are worthless, so they are marked before the replay. Without either, results
+        # that had failed are good again, since the replay makes them anew. A lost worker heals by no replay.
         mark = self._journal.set_cause
         cause = program.failed or next((read.failed for read in program.reads if read.failed is not None), None)
         for storage in program.makes:

@@ -92,6 +92,7 @@ class Recording:
 
     def note_upload(self, data: Any, layout: Layout) -> None:
         """An upload's bytes are sent with this layout. An input of the same bytes gets it in later calls."""
+        # The same object, not equal bytes: `_sources` keeps the input's data alive, so no other object gets its identity.
         if id(data) in self._sources:
             self.used_layouts.setdefault(self._sources[id(data)][1], layout)
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from gt.errors import ConfigError
 
 EACH, ONCE = "FBIW", "LRO"  # letters of actions for each micro-batch, and once for a step
+# ASCII digits (int() takes others too), and few of them: a stage of a billion would be a list of a billion.
 ACTION = re.compile(rf"(?a:(\d{{1,6}})(?:([{EACH}])(\d{{1,6}})|([{ONCE}])))")
 
 

@@ -64,6 +64,7 @@ class Costs:
     def merged(self, blocks: Sequence[Sequence[int]]) -> Costs:
         """Costs of runs of stages, each run as one stage, without L, R and O."""
 
+        # Between the stages of a block there is no transfer: that of its last stage is the block's.
         def total(values: PerStage) -> PerStage:
             return tuple(sum(values[stage] for stage in block) for block in blocks)
 

@@ -55,6 +55,8 @@ def loops(workers: Placement, m: int, slope: int) -> List:
     A round has about as many micro-batches as there are workers, and passes a worker's stages one after the other. Rounds may
     differ in size; Megatron-LM wants p to divide m.
     """
+    # Example, worker 0 of 2 with stages 0 and 2, and 4 micro-batches in rounds of 2. Its forwards are
+    # 0F0 0F1 2F0 2F1 0F2 0F3 2F2 2F3: a round passes both of its stages before the next round begins.
     rows = []
     for own in mates(workers):
         rounds = list(parts(m, len(set(workers))))

@@ -22,7 +22,7 @@ from gt.dispatcher.schedule.costs import Costs
 from gt.dispatcher.schedule.placement import Members, lags
 
 NEVER = float("inf")
-# By name, whether B is divided into I and W.
+# By name, the forms of B to try: True for I and W, False for one action.
 NAMES = {"gpipe": (False,), "1f1b": (False,), "zb-h1": (True,), "auto": (True, False)}
 AHEAD = (1.0, 1.5, 2.0, 3.0)  # forwards that a stage runs ahead of each later stage
 LATE = (0.0, 0.35, 1.0)  # part of its time by which an action may delay a meeting, or a W the next action

@@ -179,6 +179,7 @@ class _Run:
         self.able += [mate for mate in mates if mate != worker]
         return begin + took
 
+    # A W, or a B that has a W in it, is done at this time.
     def count_gradient(self, worker: int, stage: int, clock: float) -> None:
         self.left[stage][worker] -= 1
         self.ready[stage][worker] = clock

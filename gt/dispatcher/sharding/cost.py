@@ -27,7 +27,7 @@ def heavy(op: str) -> bool:
 def flops(op: str, ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
     """Operations of matmuls, convolutions and attention by formula; of every other op one an element."""
     name = op.removeprefix("aten.").rpartition(".")[0]
-    if name in _FACTORS:
+    if name in _FACTORS:  # [.., m, k] x [.., k, n]: a multiplication and an addition for each of m * k * n
         left, right = (ins[i] for i in _FACTORS[name])
         return 2.0 * prod(left) * right[-1]
     if name in _ATTENTION:
@@ -55,6 +55,7 @@ def seconds(operations: float, nbytes: float) -> float:
 
 def gathered(nbytes: float, size: int) -> float:
     """Seconds of an all-gather to `nbytes` on each of `size` workers."""
+    # In a ring each worker receives all pieces but its own. An all-reduce is a reduce-scatter and an all-gather.
     return LATENCY_SECONDS + nbytes * (size - 1) / size / LINK
 
 

@@ -58,6 +58,8 @@ def stem(name: str) -> str:
 
 def mesh(rows: tuple[tuple[int, ...], ...], data: bool) -> Mesh:
     """Mesh of the YAML's `workers`: the outer list is data parallel, the inner tensor (or data) parallel."""
+    # [[0, 1], [2, 3]] is 2 x 2: 0 and 1 are a tensor-parallel team, 0 and 2 a data-parallel one. [[0, 1]] has one axis, which
+    # is data parallel in a group of kind DATA. An axis of one worker is left out.
     inner = DATA_AXIS if data and len(rows) == 1 else "tp"
     axes = [(DATA_AXIS, len(rows)), (inner, len(rows[0]))]
     return Mesh(tuple((name, size) for name, size in axes if size > 1), tuple(w for row in rows for w in row))
@@ -92,6 +94,7 @@ class Groups:
 
     def find(self, path: str, backward: bool = False) -> tuple[Meaning | None, list[str]]:
         """Meaning of nested contexts `outer/inner`: the innermost known group's, else everywhere's, and the unknown names."""
+        # From the innermost context outwards. A name that is neither a group nor a transfer A_to_B is reported, and passed by.
         missing = []
         for step in reversed(path.split("/") if path else []):
             name, _, parts = step.partition(PARTS)
@@ -115,6 +118,7 @@ class Groups:
 
     def destination(self, name: str, backward: bool = False) -> Meaning | None:
         """Meaning of B for a transfer named A_to_B, of A for its gradient; `pp_` may be left out of group names."""
+        # Group names are the user's, and one may have `_to_` in itself: only the first `_to_` of a name counts.
         first, arrow, second = name.partition("_to_")
         source, target = self._lookup(first), self._lookup(second)
         if not arrow or source is None or target is None:

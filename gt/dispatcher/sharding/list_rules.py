@@ -67,6 +67,8 @@ def runs_in_parts(known: OpSchema) -> bool:
 
 def on_pieces(known: OpSchema, place: int, layout: Layout, combined: str | None) -> bool:
     """True if the tensors at one index of the lists can be computed in the split of the first of them."""
+    # A reduction needs one that combines its results. Any other op needs tensors of one shape at the index: then the leader's
+    # split is one of all of them.
     if not any(isinstance(p, Shard) for p in layout.placements):
         return True
     ins, outs = known.template.ins, known.template.outs
@@ -74,7 +76,7 @@ def on_pieces(known: OpSchema, place: int, layout: Layout, combined: str | None)
     if combined is not None:
         if combined not in ("max", "min"):
             return combined != ""
-        # an empty piece has no maximum
+        # An empty piece has no maximum, so no worker may have one.
         return all(all(local_shape(layout, shape, rank)) for rank in range(len(layout.mesh.workers)))
     beside = [ins[items[place]].shape for column in known.columns if place < len(items := column.indices(T))]
     out = outs[place].spec if len(outs) == len(known.columns[0].items) else None

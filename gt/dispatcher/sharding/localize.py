@@ -24,6 +24,7 @@ WORKER_OPS = {"gt.move.default": "aten.clone.default"}  # the move itself is the
 
 def dense(shape: Sequence[int], like: Spec) -> Spec:
     """A dense spec of this shape with the dim order of `like`'s strides. Expanded dims stay expanded."""
+    # From the dim with the smallest stride outwards. Example: [4, 6] with strides (1, 4) and shape [2, 6] gives strides (1, 2).
     order = sorted(range(len(shape)), key=lambda d: (like.stride[d], -d), reverse=False)
     stride, step = [0] * len(shape), 1
     for dim in order:
@@ -83,6 +84,7 @@ def out_specs(known: OpSchema, layouts: Sequence[Layout], rank: int) -> list[Spe
 
 def payload(known: OpSchema, ins: Sequence[Layout], outs: Sequence[Layout], rank: int) -> dict[str, Any]:
     """The `op` definition for the rank-th worker of the mesh."""
+    # A worker executes the client's op on its pieces. Of the constants only sizes differ from the client's.
     template = known.template
     specs = out_specs(known, outs, rank)
     args = list(template.args)
@@ -128,7 +130,7 @@ def _resize(known: OpSchema, args: list, ins: Sequence[Layout], specs: list[Spec
             args[STRIDES[name]] = list(first.stride)
     elif name == "split" and first is not None:
         dim = known.named(2, "dim", 0) % len(first.shape)
-        args[1] = max(first.shape[dim], 1)
+        args[1] = max(first.shape[dim], 1)  # torch refuses a size of 0, which an empty piece would have
     elif name == "split_with_sizes" and first is not None:
         dim = known.named(2, "dim", 0) % len(first.shape)
         args[1] = [spec.shape[dim] for spec in specs if spec]
@@ -147,6 +149,7 @@ def _whole_slice(known: OpSchema, args: list, ins: Sequence[Layout], rank: int) 
 
 def _drawn(known: OpSchema, ins: Sequence[Layout], outs: Sequence[Layout], rank: int) -> list:
     """Global shape of the random numbers, and the boxes of them that this worker holds."""
+    # A number depends on its place in the global tensor (engine/philox.py), so it is the same however the tensor is split.
     if known.template.op in ATTENTION:
         return _attention_drawn(known, ins, rank)
     if known.template.writes:

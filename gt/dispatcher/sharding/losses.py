@@ -38,6 +38,7 @@ def nll_loss_backward(known: OpSchema, places: list[Place], size: int) -> Decisi
 
 def loss(known: OpSchema, places: list[Place], size: int) -> Decision | None:
     """Split as the first operand: one loss an element, a partial sum, or a partial mean where the pieces are equal."""
+    # Codes of torch: 0 none, 1 mean, 2 sum. A mean of means is the mean only of equal pieces.
     place, ins = places[0], known.template.ins
     if not isinstance(place, Shard) or not alike(ins):
         return whole(known)

@@ -32,6 +32,7 @@ def mean_of_rows(known: OpSchema, layouts: list[Layout | None]) -> bool:
 
 def sums(known: OpSchema) -> OpSchema:
     """The same loss with reduction sum: loss and total weight are partial."""
+    # With class weights w the mean is sum(w * l) / sum(w), so means of parts of the rows do not give it: sums do.
     if "sums" not in known.plans:
         t = known.template
         args = (*t.args[:3], SUM, *t.args[4:])
@@ -60,6 +61,8 @@ def parts_of(known: OpSchema, mesh: Mesh, start: Sequence[Placement | None]) -> 
 
 def share(known: OpSchema, parts: int) -> tuple[OpSchema, OpSchema]:
     """Backward of a mean loss over equal parts: its gradient divided by `parts`, then the backward of each part's mean."""
+    # The mean of n elements in k equal parts is 1/k of the sum of the parts' means. A worker divides by n/k, the elements that
+    # it has, so the gradient is divided by k before.
     if ("share", parts) not in known.plans:
         t, spec = known.template, known.template.ins[0]
         divide = Template("aten.div.Scalar", (T(0), float(parts)), (), (spec,), 0, (Out("new", spec),), (), False, True)
@@ -92,6 +95,7 @@ class ChainOp(NamedTuple):
     makes: tuple[Placements, ...] = ()
 
 
+# Values between two ops are named part0, part1, ... by the ops that make them. The last op makes the output, -1.
 class Chain:
     """Writes the chain of ops that one op is decomposed into."""
 
@@ -143,6 +147,7 @@ class Chain:
 
     def end(self, last: ChainValue) -> list[ChainOp]:
         """All ops; the last makes the decomposed op's output, after a cast where `last` has another dtype."""
+        # The output gets the strides that the client knows, whatever the last op would give it.
         result = self.known.template.outs[0].spec
         assert result is not None
         self.cast(last, result.dtype)

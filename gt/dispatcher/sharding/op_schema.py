@@ -30,6 +30,7 @@ class OpSchema:
     random: bool = False
 
     def __post_init__(self) -> None:
+        # Copied into attributes, since the loop of a session's stream reads them for every op.
         op = self.template.op
         self.name = op.split(".")[1] if op.startswith("aten.") else op.rpartition(".")[0]
         if op == "aten.view.dtype":  # a view of another dtype, not of another shape

@@ -35,14 +35,19 @@ class RedistributionStep:
     nbytes: int
 
 
+# Spans of a piece are, for each dim, the intervals of the whole tensor that it holds. With [8, 6] in S(0) of 2 parts on 2
+# workers, the first holds ([(0, 2), (4, 6)], [(0, 6)]). A box has one interval for each dim, in local indices of a tensor.
+
+
 def common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
     """The intersection of two lists of intervals."""
-    both = [(max(p, r), min(q, s)) for p, q in a for r, s in b]
+    both = [(max(first, second), min(stop, other)) for first, stop in a for second, other in b]
     return [(start, stop) for start, stop in both if start < stop]
 
 
 def within(interval: Interval, held: Sequence[Interval]) -> Interval:
     """Local indices of a global interval, in a tensor that holds the intervals `held` one after the other."""
+    # Example: (4, 6) within [(0, 2), (4, 6)] is (2, 4).
     at = 0
     for start, stop in held:
         if start <= interval[0] and interval[1] <= stop:
@@ -122,6 +127,7 @@ def _orders(cluster: Cluster, kind: str, local: Layout, shape: Sequence[int], te
 
 
 def _gather(cluster: Cluster, shape: Sequence[int], dtype: str, layout: Layout, axis: int) -> RedistributionStep:
+    # boxes: the places of each member's piece in the gathered tensor. The tensor may still be split by other axes.
     mesh, after = layout.mesh, layout.with_placement(axis, R)
     orders: list[Order] = []
     for team in mesh.teams(axis):
@@ -192,7 +198,8 @@ def scatter(cluster: Cluster, shape: Sequence[int], dtype: str, layout: Layout, 
 
 def between(cluster: Cluster, shape: Sequence[int], dtype: str, have: Layout, want: Layout, name: str) -> RedistributionStep:
     """Pairwise transfers from one mesh to another; a worker of both keeps what it has."""
-    # Ranks with equal spans are replicas: any of them may send.
+    # Example, [8] from S(0) on workers 0 and 1 to S(0) on workers 1, 2, 3 and 4: worker 1 wants 0..2 and lacks it, so 0 sends
+    # to 1 and 2 (2..4), and 1 sends to 3 (4..6) and 4 (6..8). Ranks with equal spans are replicas: any of them may send.
     sources: dict[Spans, list[int]] = {}
     for rank in range(len(have.mesh.workers)):
         sources.setdefault(spans(have, shape, rank), []).append(rank)

@@ -70,13 +70,15 @@ def pointwise(known: OpSchema, places: list[Place], size: int) -> Decision | Non
     leader = _leader(known, places, result, writes)
     if leader is None:
         return Decision((R,) * len(places), (R,) * len(outs))
+    # Operands are split where the result is, but for those that are broadcast there. Example, [B, T, C] + [C], split by B: the
+    # first is Shard(0), and the second, which has no such dim, is R.
     back = leader.dim - len(result)  # from the right
     wants: list[Placement] = []
     for spec in ins:
         dim = len(spec.shape) + back
         wants.append(Shard(dim, leader.parts) if dim >= 0 and spec.shape[dim] == result[leader.dim] else R)
     if writes and wants[writes[0]] != settled(places[writes[0]]):
-        return None
+        return None  # what is written cannot be a copy in another layout
     outputs = tuple(Shard(len(out_shape(known, i)) + back, leader.parts) for i in range(len(outs)))
     return Decision(tuple(wants), outputs)
 
@@ -107,6 +109,8 @@ def reduction(known: OpSchema, places: list[Place], size: int) -> Decision | Non
     if not isinstance(place, Shard):
         return Decision((R,), (R,) * outs)
     dims, keep = _reduced(known)
+    # Over the split dim each worker has a term, if the reduction of terms is that of the whole: sums of pieces of any length,
+    # means of equal ones. An empty piece has no maximum, so maxima want equal pieces, or a name of OF_PIECES.
     if place.dim in dims:
         op = REDUCTIONS[known.name]
         any_length = op == "sum" or known.name in OF_PIECES.values()
@@ -119,6 +123,7 @@ def reduction(known: OpSchema, places: list[Place], size: int) -> Decision | Non
 def _reduced(known: OpSchema) -> tuple[set[int], bool]:
     """The reduced dims, and True if they stay with size 1."""
     rank = len(shape(known, 0))
+    # No dims, or none named, means all of them, as in torch.
     dims = known.named(2, "dim") if known.name == "linalg_vector_norm" else known.named(1, "dim")
     if isinstance(dims, int):
         dims = [dims]
@@ -130,13 +135,21 @@ def _reduced(known: OpSchema) -> tuple[set[int], bool]:
 def matmul(known: OpSchema, places: list[Place], size: int) -> Decision | None:
     """mm, addmm, bmm, baddbmm, mv: rows, columns or the contracted dim may be split. The option that moves least bytes wins."""
     first = 1 if known.name in ("addmm", "baddbmm", "addmv", "addmm_", "baddbmm_") else 0
+    # An option is (a, b, result) of the product a x b: split rows, columns or contracted dim, and terms of either factor, in
+    # which the product is linear. The second is column parallel (Megatron-LM), the third row parallel.
     specs = known.template.ins
-    a, b = len(specs[first].shape), len(specs[first + 1].shape)
-    m, k, kb = a - 2, a - 1, b - 2 if b > 1 else 0
-    options = [(Shard(m), R, Shard(m)), (R, Shard(b - 1), Shard(b - 1)), (Shard(k), Shard(kb), P), (P, R, P), (R, P, P)]
-    if b == 1:
-        options = [o for o in options if o[1] != Shard(b - 1) or o[2] is P]
-    if a == 3:
+    a_rank, b_rank = len(specs[first].shape), len(specs[first + 1].shape)
+    row, inner, b_inner = a_rank - 2, a_rank - 1, b_rank - 2 if b_rank > 1 else 0
+    options = [
+        (Shard(row), R, Shard(row)),
+        (R, Shard(b_rank - 1), Shard(b_rank - 1)),
+        (Shard(inner), Shard(b_inner), P),
+        (P, R, P),
+        (R, P, P),
+    ]
+    if b_rank == 1:  # mv: its only dim is contracted
+        options = [o for o in options if o[1] != Shard(b_rank - 1) or o[2] is P]
+    if a_rank == 3:  # bmm: the batch
         options.append((Shard(0), Shard(0), Shard(0)))
     options = _with_parts(options, places[first : first + 2])
     options.append((R, R, R))
@@ -165,6 +178,8 @@ def _moved(held: list[Place], option: tuple, specs: tuple[Spec, ...]) -> float:
 
 def _with_parts(options: list, held: list[Place]) -> list:
     """The options, and each again with the `parts` of an operand that has this split."""
+    # Example, the weight of a fused QKV in Shard(1, parts 3): (R, Shard(1), Shard(1)) also with 3 parts in both. They come
+    # first, so that they win among options of one cost.
     more = []
     for x, y, out in options:
         for mine, place in ((x, held[0]), (y, held[1])):
@@ -187,13 +202,14 @@ def _cost(have: Place, want: Placement, nbytes: int) -> float:
         return 0
     if isinstance(have, Partial):
         return 2 * nbytes
-    if isinstance(have, Replicate):
+    if isinstance(have, Replicate):  # nothing moves, but a split operand is better left split, and terms are a last resort
         return 0.01 * nbytes if isinstance(want, Shard) else 0.5 * nbytes
     return nbytes
 
 
 def _mm_decision(known: OpSchema, first: int, option: tuple) -> Decision:
     """Decision for an option. The added operand of addmm has the result's placement, but for dims that are broadcast."""
+    # Where the result is terms the added operand is terms too: one worker adds it, the others add zeros.
     x, y, out = option
     if not first:
         return Decision((x, y), (out,))
@@ -213,6 +229,7 @@ def layer_norm(known: OpSchema, places: list[Place], size: int) -> Decision | No
     backward = known.name.endswith("_backward")
     index = 1 if backward else 0
     normalized = known.arg(2) if backward else known.arg(1)
+    # Gradients of weight and bias are sums over all rows, so with split rows each worker has a term of them.
     lead = len(shape(known, index)) - len(normalized)
     place = next((p for p in places[: index + 1] if isinstance(p, Shard) and p.dim < lead), None)
     outs = known.template.outs
@@ -250,6 +267,7 @@ def embedding(known: OpSchema, places: list[Place], size: int) -> Decision | Non
 
 def embedding_backward(known: OpSchema, places: list[Place], size: int) -> Decision | None:
     grad, index = places
+    # Split columns stay split. With split rows each worker has a term of the whole table, the sum of the rows that it has.
     last = len(shape(known, 0)) - 1
     if isinstance(grad, Shard) and grad.dim == last:
         return Decision((grad, R), (Shard(1, grad.parts),))
@@ -270,6 +288,7 @@ def attention(known: OpSchema, places: list[Place], size: int) -> Decision | Non
     place = next((p for p in places if isinstance(p, Shard) and p.dim < rank - 2 and p.parts == 1), None)
     if place is None or not _alike({s.shape[place.dim] for s in ins if len(s.shape) == rank}, size):
         return Decision((R,) * known.tensors, (R,) * len(outs))
+    # A mask may have fewer dims, which are aligned from the right, or extent 1 where it is broadcast.
     wants: list[Placement] = []
     for index, spec in enumerate(ins):
         sums = backward and index == known.tensors - 1  # the log-sum-exp has q's dims without the last
@@ -337,6 +356,8 @@ def _cat_with_nothing(known: OpSchema, places: list[Place], dim: int) -> Decisio
 def cat(known: OpSchema, places: list[Place], size: int) -> Decision | None:
     """cat and stack: a split along another dim stays where all operands have it."""
     outs, ins = known.template.outs, known.template.ins
+    # Along another dim than the split one all operands stay split. Along the split dim a worker's result has a piece of each
+    # operand, one after the other. That is a split with as many `parts` as operands, if all of these are equal and even.
     dim = known.arg(1, 0)
     if known.name == "cat" and any(s.shape == (0,) for s in ins) and len(out_shape(known)) > 1:
         return _cat_with_nothing(known, places, dim)

@@ -42,6 +42,7 @@ def known(template: Template) -> OpSchema:
     """The OpSchema of a client's template, with a rule only if the template has the shapes that the rule expects."""
     if template.op.split(".")[0] not in OWN:  # of another library: whether it works on each element is the client's word
         return OpSchema(replace(template, pointwise=False))
+    # Irregular: the op is renamed, and every table of rules is by name. A view still is one: its results share memory.
     met = OpSchema(template)
     if regular(met):
         return met
@@ -58,6 +59,7 @@ def regular(known: OpSchema) -> bool:
         return True
     if known.columns:
         return _lists(known)
+    # Rules read arguments by position. A client that gives one of these by name would have the rule read another.
     form = FORMS.get(known.name) or (pointwise if template.pointwise else None)
     if form is None:
         return True
@@ -123,6 +125,7 @@ def dimwise(op: Shapes) -> bool:
 def reduction(op: Shapes) -> bool:
     if len(op.ins) != 1:
         return bool(op.ins)  # the maximum of two tensors: the rule has no answer for it
+    # The result has either form, with the reduced dims or without: the rule finds out by its rank.
     (x,) = op.ins
     given = op.named(2 if op.name == "linalg_vector_norm" else 1, "dim")
     gone = (_dims(given, len(x)) if isinstance(given, (int, list)) else []) or range(len(x))
@@ -132,10 +135,12 @@ def reduction(op: Shapes) -> bool:
 
 def matmul(op: Shapes) -> bool:
     first, batched, vector = int(op.name.startswith(("add", "badd"))), "bmm" in op.name, op.name.endswith("mv")
-    a, b = op.ins[first:]
-    result = a[:-1] if vector else (*a[:-1], b[-1])
-    fits = b == a[-1:] if vector else len(b) == len(a) and b[:-1] == (*a[:-2], a[-1])
-    return fits and len(a) == 2 + batched and op.makes(result) and all(_broadcasts(added, result) for added in op.ins[:first])
+    left, right = op.ins[first:]
+    result = left[:-1] if vector else (*left[:-1], right[-1])
+    fits = right == left[-1:] if vector else len(right) == len(left) and right[:-1] == (*left[:-2], left[-1])
+    return (
+        fits and len(left) == 2 + batched and op.makes(result) and all(_broadcasts(added, result) for added in op.ins[:first])
+    )
 
 
 def layer_norm(op: Shapes) -> bool:
@@ -147,6 +152,8 @@ def layer_norm(op: Shapes) -> bool:
     statistics = [rows] * (1 if "rms" in op.name else 2)
     if not normalized or lead < 0 or x[lead:] != normalized:
         return False
+
+    # Forward makes the result and the statistics of each row. Backward reads these, and makes the gradients that are wanted.
     if not backward:
         return set(op.ins[1:]) <= {normalized} and op.makes(x, *statistics)
     behind = 2 + len(statistics)
@@ -157,6 +164,7 @@ def layer_norm(op: Shapes) -> bool:
 
 def attention(op: Shapes) -> bool:
     """Operands: query, key, value, and a mask or none. Backward has the gradient before them, result and logsumexp behind."""
+    # The rule reads dims of all operands by those of the query. So no operand may have more dims than it.
     backward = op.name.endswith("_backward")
     q, k, v = op.ins[int(backward) : 3 + backward]
     rank = len(q)

@@ -34,20 +34,21 @@ def _shapes(known: OpSchema) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def segments(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[range, range]]:
     """Shortest runs of dims with equal products: (8, 6, 4) -> (48, 2, 2) is [(0..2, 0..1), (2..3, 1..3)]."""
+    # Both runs begin with one dim; the one with the smaller product takes the next dim, until the products are equal.
     runs, i, j = [], 0, 0
     while i < len(old) and j < len(new):
-        a, b, x, y = i + 1, j + 1, old[i], new[j]
-        while x != y:
-            if x < y and a < len(old):
-                x *= old[a]
-                a += 1
-            elif y < x and b < len(new):
-                y *= new[b]
-                b += 1
+        old_end, new_end, old_size, new_size = i + 1, j + 1, old[i], new[j]
+        while old_size != new_size:
+            if old_size < new_size and old_end < len(old):
+                old_size *= old[old_end]
+                old_end += 1
+            elif new_size < old_size and new_end < len(new):
+                new_size *= new[new_end]
+                new_end += 1
             else:
                 return []
-        runs.append((range(i, a), range(j, b)))
-        i, j = a, b
+        runs.append((range(i, old_end), range(j, new_end)))
+        i, j = old_end, new_end
     return runs
 
 
@@ -64,6 +65,9 @@ def reshape(known: OpSchema, place: Shard, size: int) -> Shard | None:
 
 class Runs:
     """Number of equal runs into which earlier mesh axes split each dim. The `parts` of a later axis count within one run."""
+
+    # Example: 2 x 2 workers split a dim of 8 by both axes. The first leaves 2 runs of 4; the second splits each of these, which
+    # for the whole dim is a split with 2 parts. `enter` says it so, and a rule for one axis can be applied to that.
 
     def __init__(self) -> None:
         self._runs: dict[int, int] = {}
@@ -106,6 +110,14 @@ def reshape_along(known: OpSchema, places: Sequence[Placement], sizes: Sequence[
 
 
 def _in_run(place: Shard, before: list[tuple[int, int]], after: list[tuple[int, int]], size: int) -> Shard | None:
+    # Examples, on 2 workers:
+    #
+    #     [12] S(0) -> [3, 4]                 None: a piece of 6 is no whole number of rows
+    #     [12] S(0), 3 parts -> [3, 4]        S(1): a worker has half of each of the 3 parts, which are rows now (fused QKV)
+    #     [3, 4] S(1) -> [12]                 S(0), 3 parts: every row is a part
+    #
+    # parts: the equal runs of elements that are each split over the workers. In the new shape the split dim is the one behind
+    # dims with that product (`passed`). A dim in which the product passes `parts` has some of these runs within itself.
     lead = prod(n for d, n in before if d < place.dim)
     extent = dict(before)[place.dim]
     if len(before) == 1 and len(after) == 1:
@@ -192,6 +204,7 @@ def split(known: OpSchema, place: Shard, size: int) -> Shard | None:
 
 def wanted_parts(known: OpSchema) -> tuple[int, int] | None:
     """(dim, parts) of a split into equal parts, or of a view that makes a dim of another dim's leading factor."""
+    # For fused projections: the parts that a plain split of the dim would cut through.
     old, new = _shapes(known)
     if known.name in ("split", "split_with_sizes"):
         dim = known.named(2, "dim", 0) % len(old)

@@ -36,7 +36,7 @@ class Split:
         self.size = prod(mesh.sizes[n] for n in self.axes)
         others = prod(size for n, size in enumerate(mesh.sizes) if n not in self.axes and isinstance(start[n], Shard))
         self.nbytes = spec.nbytes / others  # on one worker, if the dim were gathered
-        self.rows = 4 * self.nbytes / spec.itemsize / max(spec.shape[dim], 1)
+        self.rows = 4 * self.nbytes / spec.itemsize / max(spec.shape[dim], 1)  # bytes of one fp32 value for each of its rows
 
     @property
     def plain(self) -> bool:
@@ -79,6 +79,8 @@ def _powers(chain: Chain, split: Split, dims: Sequence[int], wide: str, finite: 
 
     Each worker reduces its own piece to [rows, workers] first. So x is read once, and no wider copy of it is stored.
     """
+    # With own maxima m_w and sums s_w of each worker w: m = max(m_w), and sum(exp(x - m)) = sum over w of s_w * exp(m_w - m).
+    # `each` has one column for each worker, [rows, workers] split by columns, so `amax` and `sum` along it are all-reduces.
     spec, where = split.spec, split.layout.placements
     rows = _reduced(spec, dims, wide)
     sizes = [split.size if d == split.dim else n for d, n in enumerate(rows.shape)]
@@ -139,6 +141,7 @@ def softmax_backward(known: OpSchema, starts: Starts, mesh: Mesh) -> list[ChainO
         or splits[0].staying(len(starts) < 3, 4) >= sum(s.gathering(1.5) for s in splits)
     ):
         return None
+    # Where the loss has left the gradient's sums of rows (third start), no collective is needed at all.
     chain, wide = Chain(known), _wide(*ins)
     full, rows = _like(ins[1], wide), _reduced(ins[1], dims, wide)
     grad, result = chain.operand(0), chain.operand(1, wide)
@@ -174,6 +177,7 @@ def logsumexp(known: OpSchema, starts: Starts, mesh: Mesh) -> list[ChainOp] | No
 
 def extreme(known: OpSchema, starts: Starts, mesh: Mesh) -> list[ChainOp] | None:
     """amax, amin over pieces of unequal length, none of them empty."""
+    # The op stays one op. It gets the name whose rule knows that no piece is empty; equal pieces need no such name.
     spec, dims = known.template.ins[0], known.named(1, "dim")
     if not spec.shape or isinstance(dims, int):
         return None
@@ -195,6 +199,10 @@ def _own(chain: Chain, labels: int, split: Split, where: Placements, skipped: in
 
     An invalid label stays invalid on the first or the last worker, and fails there as it does on one worker.
     """
+    # Example, 10 classes on 2 workers, labels 3, 7 and 12 (which is invalid), and mark -100:
+    #
+    #     worker 0 (0..5):   3, -100, -100
+    #     worker 1 (5..10):  -100, 2, 7         7 is beyond its 5 classes, so the last worker's loss raises torch's error
     value = chain.operand(labels)
     spec, flags = _like(value.spec, value.spec.dtype), _like(value.spec, "bool")
     if skipped is not None:
@@ -236,16 +244,19 @@ def nll_loss(known: OpSchema, starts: Starts, mesh: Mesh) -> list[ChainOp] | Non
     split = Split(t.ins[0], dim, starts[0], mesh)
     if t.ins[1].dtype != "int64" or not split.plain:
         return None
+    # 1. Is it faster than a gather? Two all-reduces (of the loss and of the weights), of a value for each row or of one.
     kinds = _axis_kinds(split, starts[1])
     each = split.rows if reduction == 0 else 4
     if 2 * added_up(each, split.size) >= split.gathering(0):
         return None
+    # 2. The loss of each worker's own labels, as a sum.
     chain, (skipped, mark) = Chain(known), _marked(ignored)
     rows = _axes(kinds, rows=Shard(0))
     own = _own(chain, 1, split, rows, skipped, mark)
     args = (*t.args[:3], SUM if reduction == MEAN else reduction, mark)
     local = OpSchema(Template(t.op, args, t.kwargs, (t.ins[0], own.spec, *t.ins[2:]), 0, t.outs, ()))
     wants = (_axes(kinds, rows=Shard(0), classes=Shard(dim)), rows, *[_axes(kinds, classes=Shard(0))] * (known.tensors - 2))
+    # 3. Layouts of its results, and the total weight; a mean divides by that.
     terms = _axes(kinds, rows=P, classes=P)
     each_row = reduction == 0 and bool(t.ins[1].shape)
     loss = _axes(kinds, rows=Shard(0), classes=P) if each_row else terms
@@ -275,6 +286,7 @@ def _counted(chain: Chain, where: Placements, makes: Placements, ignored: int) -
 def nll_loss_backward(known: OpSchema, starts: Starts, mesh: Mesh) -> list[ChainOp] | None:
     """Operands: grad, rows, labels, weight or none, total weight. No communication."""
     t = known.template
+    # The gradient of a row is nonzero at its label alone, so each worker has all that its own classes need.
     dim = min(len(t.ins[1].shape), 2) - 1
     split = Split(t.ins[1], dim, starts[1], mesh)
     if t.ins[2].dtype != "int64" or not split.plain:
@@ -321,6 +333,8 @@ def embedding(known: OpSchema, starts: Starts, mesh: Mesh) -> list[ChainOp] | No
     here = out.nbytes / prod(size for size, p in zip(mesh.sizes, where, strict=True) if isinstance(p, Shard))
     if not split.plain or added_up(here, split.size) + 3 * here / BYTES >= split.gathering(0):
         return None
+    # Each worker looks up its own rows: row 0 stands in for those of others, and is replaced by zeros then. The sum over the
+    # workers is the result, since one of them has each row.
     chain = Chain(known)
     own = _own(chain, 1, split, where, None, NO_LABEL)
     tall = (*own.spec.shape, 1)
@@ -344,6 +358,7 @@ def embedding_backward(known: OpSchema, starts: Starts, mesh: Mesh, table: Place
         return None
     where = _spread(split, starts[1])
     chain = Chain(known)
+    # The op has a label of its own to leave out, the padding row. Here that label is -1, which stands for rows of others too.
     own = _own(chain, 1, split, where, padding if padding >= 0 else None, -1)
     local = OpSchema(Template(t.op, (*t.args[:3], -1, False), t.kwargs, (t.ins[0], own.spec), 0, t.outs))
     result = tuple(Shard(0) if n in split.axes else P if isinstance(p, Shard) else R for n, p in enumerate(where))

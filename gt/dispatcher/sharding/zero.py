@@ -29,6 +29,7 @@ def dims(layout: Layout, shape: Sequence[int]) -> list[int]:
     A dim that another axis splits is none of them. The data-parallel axis would be the outer of two splits, and a gather over
     it would not give a tensor-parallel piece.
     """
+    # Example, [10, 8] on 4 workers: by dim 0 the longest piece is 3/10 of the tensor, by dim 1 it is 2/8, so dim 1 is first.
     axis = axis_of(layout)
     if axis is None:
         return []
@@ -79,6 +80,7 @@ def root_of_view(root: Spec, view: Spec, want: Layout) -> Layout | None:
     """
     if root.numel != view.numel:
         return None
+    # A dim of the view is the dim of the root with its extent and stride, as in a transpose.
     where = {(n, step): d for d, (n, step) in enumerate(zip(root.shape, root.stride, strict=True)) if n > 1}
     dims = [where.get((n, step)) if n > 1 else -1 for n, step in zip(view.shape, view.stride, strict=True)]
     placements: list[Placement] = []
@@ -94,7 +96,7 @@ def scattered_axis(have: Layout, want: Layout) -> int | None:
     """The one axis along which terms become pieces, where nothing else differs; None for any other pair of layouts."""
     if have.mesh != want.mesh:
         return None
-    differ = [n for n, (h, w) in enumerate(zip(have.placements, want.placements, strict=True)) if h != w]
+    differ = [axis for axis, (held, wanted) in enumerate(zip(have.placements, want.placements, strict=True)) if held != wanted]
     if len(differ) != 1:
         return None
     held, wanted = have.placements[differ[0]], want.placements[differ[0]]

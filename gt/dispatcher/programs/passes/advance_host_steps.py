@@ -152,6 +152,7 @@ def _parts(
     worker: int, row: Instruction, memory: Sequence[Memory], uses: Mapping[Memory, _Uses], context: PassContext
 ) -> list[tuple[Instruction, list[int]]]:
     """A step in parts of about `bucket` bytes of gradients, in the order in which these are final; the tensors of each."""
+    # An index is a parameter with its gradient and state. Indices that share memory depend on one another, so no cut is legal.
     listed, changed = ListOp.of(row), row.define.effects.writes
     if listed is None:
         return [(row, [*range(len(memory))])]

@@ -47,6 +47,7 @@ def batch_collectives(recording: Recording, context: PassContext) -> Recording:
 
 
 def _key(row: Instruction) -> _Key | None:
+    # Sums of any size: their buckets are made to be one. A gather is read by the next op, which then waits for the whole batch.
     payload = row.define.payload
     if row.kind == "all_gather":
         small = prod(payload["shape"]) * DTYPES[payload["dtype"]][0] <= MAX_GATHER_BYTES

@@ -92,6 +92,9 @@ class ListOp:
     columns: the lists that have an item for each index. beside: tensors, by number, that are in none of them.
     """
 
+    # Example, _fused_adamw_([w0, w1], [g0, g1], [m0, m1], [v0, v1], ..., found_inf=i): tensors are numbered in this order, so
+    # w0 is 0 and g0 is 2. The tensors of index 0 are 0, 2, 4, 6, and `beside` has found_inf.
+
     row: Instruction
     args: list
     kwargs: dict

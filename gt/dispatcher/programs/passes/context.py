@@ -58,5 +58,5 @@ class PassContext:
             self.advanced = {}
 
     def reject_schedule(self, why: str, pipeline: bool = True) -> None:
-        """pipeline: whether the step is a pipeline at all; if not, a config's schedule is no mistake."""
+        """Report why there is no schedule. pipeline: false for a step that is none, where a config may ask for one."""
         self.schedule = {"name": self.asked.partition(":")[0], "why": why, "pipeline": pipeline}

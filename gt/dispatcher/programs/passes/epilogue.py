@@ -34,7 +34,7 @@ BEFORE = (-1.0, 1)  # after what is before all actions anyway
 
 @dataclass(frozen=True)
 class Epilogue:
-    """joint: an optimizer waits for all stages. own: for those of its worker, several of which it is of."""
+    """joint: an optimizer waits for all stages. own: an optimizer is of several stages of its worker, and waits for these."""
 
     joint: bool
     own: bool

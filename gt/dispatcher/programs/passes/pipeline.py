@@ -398,7 +398,7 @@ def _reports(parts: Parts, meshes: Sequence[tuple[int, ...]]) -> None:
 
 
 def _flag_weights(parts: Parts, places: Sequence[tuple[int, ...]]) -> None:
-    """Flag the backward rows from which no other stage gets anything, and at most one gradient comes.
+    """Flag the rows of W: backward rows that no other stage depends on, and that lead to one gradient at most.
 
     Where a stage is in several rows its W are at no one time, so the collectives of its workers are none of them.
     """
@@ -417,7 +417,7 @@ def _flag_weights(parts: Parts, places: Sequence[tuple[int, ...]]) -> None:
 
 
 def _flag(rows: Sequence[ScheduledInstruction], chain: set[ScheduledInstruction]) -> None:
-    """chain: rows that are none of weights, whatever comes from them."""
+    """Set `weight` of one worker's backward rows. chain: rows that count as I, whatever depends on them."""
     # An end is a row whose result no row of the action reads: a gradient of a weight. The gradient of a stage's inputs leads to
     # the next stage, or to several weights. So a row with one end is of that weight alone, and nothing else waits for it:
     #

@@ -266,7 +266,7 @@ class Rematerializer:
             self.copies.setdefault(step.first, set()).update(step.chain)
 
     def _candidates(self, peak: int) -> list[int]:
-        """Values by bytes saved, times rows, per second; those of one definition side by side, since they compile alike."""
+        """Values by bytes saved, times rows, per second. Values of one definition are side by side: they compile alike."""
         memory = self.memory
         scores: dict[int, float] = {}
         for root, nbytes in memory.sizes.items():

@@ -273,6 +273,8 @@ def stage_costs(
 
 def _transfer(parts: Parts, meshes: Sequence[tuple[int, ...]], n: int, seconds: dict[ScheduledInstruction, float]) -> float:
     """Between stages n and n + 1, by what the busiest worker sends, the one way or the other."""
+    # Both ways are one cost, as in Costs.transfer: activations of n go forward, gradients of n + 1 back, mostly of the
+    # same shapes.
     if meshes[n] == meshes[n + 1]:
         return 0.0
     most = 0.0
