@@ -116,6 +116,7 @@ class LiveTensors:
 
     def take_ended(self) -> list[int]:
         """Ids that have ended since the last call."""
+        # Other threads append meanwhile, in callbacks: exactly the copied references are removed
         ended = self.ended[:]
         del self.ended[: len(ended)]
         try:
@@ -327,6 +328,7 @@ def _host(tensor: RemoteTensor) -> torch.Tensor:
     number, meta = memory_id(tensor), tensor._ref.meta
     whole = saved.memories.get(number)
     if whole is not None and whole.dtype is tensor.dtype and _end(meta) <= whole.numel():
+        # A view of memory that was fetched for this file already
         return whole.new_empty(0).set_(whole.untyped_storage(), meta.offset, meta.shape, meta.stride)
     host = tensor.detach().cpu()
     saved.hosts[host.untyped_storage()._cdata] = host
@@ -337,7 +339,7 @@ def _host(tensor: RemoteTensor) -> torch.Tensor:
 
 def _end(meta: Meta) -> int:
     """The number of elements from the beginning of a tensor's memory to its own end."""
-    last = sum((n - 1) * step for n, step in zip(meta.shape, meta.stride, strict=True))
+    last = sum((size - 1) * step for size, step in zip(meta.shape, meta.stride, strict=True))
     return meta.offset + last + 1 if meta.numel else 0
 
 
@@ -388,6 +390,7 @@ class RemoteStorage:
         self.device, self._meta = Shown.device, tensor._ref.meta
 
     def data_ptr(self) -> int:
+        # 2 ** 36 bytes apart, so that addresses within a tensor do not reach the next one's; beyond what processors map
         return (1 << 60) + (self._id << 20 << 16) if self._meta.numel else 0
 
     def nbytes(self) -> int:
@@ -420,4 +423,5 @@ def rebind(target: RemoteTensor, value: RemoteTensor) -> None:
     """Make `target` name the memory of `value`, for `p.data = y`, in-place view ops and out= that resizes."""
     shell = make(value._ref.meta, value._ref, target)  # a tensor of the target's kind, else torch refuses it
     _base.data.__set__(target, shell)
+    # An alias: both objects name one id now, which ends with the last of them
     target._ref = Alias(value)

@@ -92,6 +92,7 @@ class _RemoteCopy:
             result = self._tensor(thing)
         elif isinstance(thing, tuple):
             parts = [self._move(part) for part in thing]
+            # A named tuple takes its fields one by one; its _make takes a list
             make = getattr(thing, "_make", type(thing))
             result = thing if all(a is b for a, b in zip(parts, thing, strict=True)) else make(parts)
         self._seen[id(thing)] = thing, result  # the thing too, so that identities stay unique
@@ -111,6 +112,7 @@ class _RemoteCopy:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
             return tensor
+        # A storage of one tensor is uploaded as that tensor; of several, once as a whole, and they become views of it
         if self._shared[storage.data_ptr()] < 2:
             moved = tensor.detach().to(Shown.device)
         else:

@@ -65,6 +65,7 @@ class ModuleCalls:
             if Current.recorder is not self._recorder:
                 return self._original(module, *args, **kwargs)
             checkpointed = self._within.checkpointed
+            # None: no module is around this one. An empty set: inside of an outermost module, with nothing to checkpoint
             if checkpointed is None:
                 return self._outermost(module, args, kwargs)
             if id(module) in checkpointed and torch.is_grad_enabled():

@@ -237,7 +237,7 @@ class Recorder:
         if tape is not None and tape.most_held:
             return  # workers do not start before the call ends, or a fragment: whole batches are fewer
         ended = self.live_tensors.ended and not self.session.waiting
-        # Without a wait for the lock: its holder may wait in submit() for this very thread to send
+        # Without a wait for the lock: this thread serves the link, and another hand-over does the same
         if not (self.code or ended) or not self._lock.acquire(blocking=False):
             return
         try:
