@@ -114,6 +114,7 @@ class _Piece:
         self._whole, self._rows = whole, rows
         first = (*(slice(start, stop) for start, stop in rows[0]), ...)  # the ellipsis keeps a 0-dim result an array
         run = whole[first]
+        # As pieces split along dim 0 are: their frames are copied once, into the result
         self._direct = len(rows) == 1 and run.flags.c_contiguous
         self._local = run if self._direct else np.empty(piece_shape(rows), whole.dtype)
         self._bytes = self._local.reshape(-1).view(np.uint8)

@@ -294,6 +294,7 @@ class CompiledFunction(Generic[P, R]):
         values = argument_values(leaves, recorder)
         prepared, inputs = prepare_inputs(leaves, last)
         draws = self._host_draws()
+        # The tensors that a replay fills: copies of arguments, uploads, and values drawn on the CPU
         filled = [*inputs.values(), *(draws.inputs if draws else ())]
         names = names_of(entry, prepared, filled[len(inputs) :])
         recorder.flush()
@@ -321,6 +322,7 @@ class CompiledFunction(Generic[P, R]):
             if watch.place:
                 self._note_output(tape, watch)
             recorder.tape = None
+            # Two calls that agree make a program; a first one is kept for the comparison with the next
             now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry), draws, memory, whole)
             leaving = snapshot(roots)
             now.made = made_paths(entry, leaving, tape.first)

@@ -52,6 +52,8 @@ class NamedMemory:
         parameter: whether it is a parameter's .grad. places: in containers and attributes.
         """
         objects, tensors, names = _alone()[parameter]
+        # C++ has a reference more where autograd or a view keeps the
+        # tensor. An alias, as of detach(), has a reference to its Ref
         if self.tensor._use_count() > tensors or _names(self.tensor) > names:  # type: ignore[attr-defined]
             return VIEW
         return OBJECT if getrefcount(self.tensor) > objects + places else FREE

@@ -163,6 +163,7 @@ def _widest(args: tuple, kwargs: dict) -> torch.dtype:
 
 def _wrapped(func: Any, policy: Callable[[tuple, dict], torch.dtype]) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
+        # Without the key, or the op inside would be cast again, without end
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
             dtype = policy(args, kwargs)
             return func(*_cast(args, dtype), **{k: _cast(v, dtype) for k, v in kwargs.items()})

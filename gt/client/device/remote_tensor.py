@@ -85,6 +85,7 @@ class Ref:
         self.meta = meta
         self.pending = pending
         self.home = 0
+        # Not a weakref.finalize: its callback would run Python code for each tensor that ends
         live = LiveRef(self, live_tensors.end)
         live.id = number
         live_tensors.all[number] = live  # last: Ctrl-C before it ends the weak reference, and no callback names an id
@@ -250,6 +251,7 @@ class RemoteTensor(torch.Tensor):
                     f"numpy.ndarray of shape {list(arrays[0].shape)}; try torch.from_numpy(array).to({Shown.device.type!r}), "
                     "or tensor.cpu()"
                 )
+            # `np.float64(2) * x` calls np.multiply(2.0, x): NumPy asks here, since its number is on the left
             if ufunc.__name__ in _OPERATORS and not kwargs:
                 first, second = (x.item() if isinstance(x, (np.generic, np.ndarray)) else x for x in inputs)
                 return _OPERATORS[ufunc.__name__](first, second)
@@ -369,6 +371,7 @@ def _text(tensor: RemoteTensor) -> str:
         return repr(tensor.cpu())
     edge = options.edgeitems
     with torch.no_grad():
+        # Cut the middle out of each long dim, on the workers
         for dim, size in enumerate(tensor.shape):
             if size > 2 * edge + 1:  # one more than is shown, so that torch leaves something out here too
                 parts = tensor.narrow(dim, 0, edge + 1), tensor.narrow(dim, size - edge, edge)

@@ -96,6 +96,7 @@ class _RemoteCopy:
             make = getattr(thing, "_make", type(thing))
             result = thing if all(a is b for a, b in zip(parts, thing, strict=True)) else make(parts)
         self._seen[id(thing)] = thing, result  # the thing too, so that identities stay unique
+        # Keys that are tensors are replaced too, and the order of the items is kept
         if isinstance(thing, dict) and any(isinstance(key, torch.Tensor) for key in thing):  # an optimizer's state
             items = [(self._move(key), value) for key, value in thing.items()]
             thing.clear()

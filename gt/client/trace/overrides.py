@@ -95,6 +95,7 @@ def random(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     kwargs.pop("pin_memory", None)
     if not is_remote(kwargs.get("device")):
         return host_ops.from_shapes(info, args, kwargs)
+    # Ranges are checked once for each combination of numbers, as in dispatch.call
     if info.name in _WITH_RANGES and not kwargs and type(args[0]) is RemoteTensor:
         numbers = (args[0]._ref.meta, *args[1:])
         if numbers not in (accepted := _accepted.setdefault(info.name, set())):

@@ -152,6 +152,7 @@ def check_masks(x: torch.Tensor, indices: Any) -> None:
             dim += 1
             continue
         for place, size in enumerate(index.shape):
+            # A mask of n dims selects from the next n dims of the tensor
             if dim + place < x.dim() and size != x.shape[dim + place]:
                 raise IndexError(
                     f"The shape of the mask {list(index.shape)} at index {place} does not match the shape of the indexed "
