@@ -470,12 +470,12 @@ class CompiledFunction(Generic[P, R]):
 
     def _varies(self, last: RecordedCall, now: RecordedCall) -> Difference | None:
         """The reason why no program can serve the next call: an argument differs at each call, and no copy can replace it."""
-        for k in sorted(now.memory.required - now.inputs.keys()):
-            return Difference("", f"{REBOUND} {k}{OUTSIDE}")
-        for k in sorted(sharing_arguments(now.leaves, now.memory) - now.inputs.keys()):
-            if not last.had(k, now.leaves[k]):
+        for place in sorted(now.memory.required - now.inputs.keys()):
+            return Difference("", f"{REBOUND} {place}{OUTSIDE}")
+        for place in sorted(sharing_arguments(now.leaves, now.memory) - now.inputs.keys()):
+            if not last.had(place, now.leaves[place]):
                 what = "shares memory that the function changes, and is another tensor at each call"
-                return Difference("", f"argument {k} {what}; pass a clone()")
+                return Difference("", f"argument {place} {what}; pass a clone()")
         return None
 
     def _program(

@@ -301,7 +301,7 @@ class _Writer:
             self._begin_remote(remote)
 
     def _begin_remote(self, remote: list[tuple[int, _SavedTensor]]) -> None:
-        """Have workers write what they can. The rest is streamed, of copies if the program goes on meanwhile."""
+        """Have workers write the tensors, or stream them to this process: copies of them, if the program goes on meanwhile."""
         recorder = current_session.current()
         self._session = session = recorder.session
         for _, saved in remote:

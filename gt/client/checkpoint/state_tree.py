@@ -39,7 +39,7 @@ def show(path: Path) -> str:
 # [["step", 3], ["betas", {"tuple": [0.9, 0.99]}], ["w", {"tensor": "model/w"}]]}. A
 # dict is a list of pairs, since keys need not be texts. An object has one key, its kind
 def encode(thing: Any, put: Put, path: Path = ()) -> Any:
-    """The JSON of a state. CheckpointError names what it cannot have."""
+    """The JSON of a state. CheckpointError names a part that has no JSON."""
     if len(path) > MAX_DEPTH:
         raise CheckpointError(f"{show(path[:3])}... is nested more than {MAX_DEPTH} deep, or contains itself")
     thing = _plain(thing)

@@ -25,7 +25,7 @@ Call = Callable[..., Any]
 
 
 class _Within(threading.local):
-    """The outermost module that this thread is in, by what the session does with it; None outside."""
+    """The settings of the outermost module that this thread is in; None outside."""
 
     checkpointed: frozenset[int] | None = None  # identities of modules
     casts: Casts | None = None

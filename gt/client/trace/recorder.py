@@ -152,7 +152,7 @@ class Recorder:
         return None
 
     def end_tape(self) -> None:
-        """The call is over, also if Ctrl-C has ended its last flush: what is left of it is handed over in the tape's form."""
+        """End the call, also if Ctrl-C has ended its last flush: the rest of its ops is handed over in the tape's form."""
         with uninterrupted(), self._lock:
             try:
                 if self.tape is not None and not self.session.failure:

@@ -108,6 +108,7 @@ def refused_by_kernel(info: Any, args: list, kwargs: dict, result: Any, gpus: bo
     trusting = not shapes if info.random else _trusts_callers(info)
     if not (shapes or odd) or not dtypes or trusting:
         return
+    # Zeros first. An error about values, as of zero as an index, has other words for ones, or is none: it is not the call's
     error = None
     if info.random:
         kwargs = {**kwargs, "generator": _generator()}
