@@ -54,14 +54,16 @@ class _ArenaSpans:
 
     def take(self, nbytes: int) -> int:
         """Offset of a new block, -1 if there is no room."""
-        for n, (offset, end) in enumerate(self.free):
+        for index, (offset, end) in enumerate(self.free):
             if end - offset >= nbytes:
-                self.free[n : n + 1] = [(offset + nbytes, end)] if end - offset > nbytes else []
+                # First fit. The rest of the span stays free
+                self.free[index : index + 1] = [(offset + nbytes, end)] if end - offset > nbytes else []
                 self.blocks += 1
                 return offset
         return -1
 
     def put(self, offset: int, nbytes: int) -> None:
+        # Join the span with free neighbours, or the arena would fall into pieces that no block fits in
         insort(self.free, (offset, offset + nbytes))
         joined: list[tuple[int, int]] = []
         for start, end in self.free:
@@ -97,6 +99,7 @@ class ClientArenas:
                 return None
             try:
                 block = self._take(rounded)
+                # Allocates the pages now: a full /dev/shm is an OSError here, and would be a SIGBUS at the first write
                 block.arena.populate(block.offset + rounded)
             except OSError as error:
                 log.info("no shared memory for %d bytes (%s): they are sent by the socket", nbytes, error)
@@ -114,6 +117,7 @@ class ClientArenas:
         self._numbers += 1
         arena = OwnArena(self._numbers, max(nbytes, ARENA_BYTES - HEADER_BYTES), self.session)
         pool = self._pools[self._numbers] = _ArenaSpans(arena, [(HEADER_BYTES, arena.nbytes)])
+        # Before any message that names a block of it: messages are sent in the order of the outbox
         self.send(arena.offer())
         return ArenaBlock(arena, pool.take(nbytes), nbytes)
 
@@ -126,6 +130,7 @@ class ClientArenas:
             pool.put(block.offset, block.nbytes)
             self.used -= block.nbytes
             self._settled = min(self._settled, self.used)
+            # Arenas without blocks: some are kept, since their pages are allocated, mapped by workers and pinned for GPUs
             empty = [pool for pool in self._pools.values() if not pool.blocks]
             kept = 0
             for pool in empty:
@@ -153,6 +158,7 @@ class ClientArenas:
         with self._lock:
             if self._useless or self._owner is None or len(self._pools) + len(self._files) >= MAX_ARENAS:
                 return 0
+            # A number that was given back is used again: there are at most MAX_ARENAS of them at a time
             if not self._returned:
                 self._numbers += 1
                 self._returned.append(self._numbers)
@@ -174,6 +180,7 @@ class ClientArenas:
 
     def crowded(self, nbytes: int) -> bool:
         """True if so many bytes more are to wait for workers."""
+        # Three of the largest fit: one that workers read, one that is written, one in between
         return self.used - self._settled + nbytes > max(IN_FLIGHT_BYTES, 3 * nbytes)
 
     def reclaim(self) -> None:

@@ -52,6 +52,7 @@ def current() -> Recorder:
         return Current.recorder
     with _starting:
         if Current.recorder is None:
+            # Another thread may have started it while this one waited for the lock
             if auto_start is None:
                 raise DispatcherLost("no session: call gt.connect(address) or gt.cpu_workers(n) first")
             auto_start()
@@ -97,6 +98,7 @@ def check(tensor: Any) -> None:
 
 def disconnect() -> Any:
     """Stop recording. Returns the session, or None if there was none."""
+    # First, so that the parts that end record nothing more
     recorder, Current.recorder = Current.recorder, None
     clear_caches()
     while on_disconnect:

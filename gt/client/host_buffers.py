@@ -60,6 +60,7 @@ def file_frames(fd: int, start: int, shape: tuple[int, ...], itemsize: int, rows
     def read() -> Frames:
         parts, place, room = runs(boxes, shape, itemsize), 0, 0
         for offset in range(0, max(total, 1), CHUNK):
+            # Runs are contiguous bytes of the region in the file; one may begin in a frame and end in the next
             data = memoryview(bytearray(min(CHUNK, total - offset)))
             at = 0
             while at < len(data):
@@ -113,6 +114,7 @@ class _Piece:
         self._whole, self._rows = whole, rows
         first = (*(slice(start, stop) for start, stop in rows[0]), ...)  # the ellipsis keeps a 0-dim result an array
         run = whole[first]
+        # As pieces split along dim 0 are: their frames are copied once, into the result
         self._direct = len(rows) == 1 and run.flags.c_contiguous
         self._local = run if self._direct else np.empty(piece_shape(rows), whole.dtype)
         self._bytes = self._local.reshape(-1).view(np.uint8)
@@ -120,6 +122,7 @@ class _Piece:
 
     def add(self, offset: int, total: int, data: Any) -> None:
         size = 0 if data is None else len(data)
+        # The bytes are a worker's, and come through the server: no offset of theirs may lead outside of the piece
         if total != self._bytes.nbytes or not 0 <= offset <= total - size or size > self.left:
             raise ProtocolError(
                 f"Piece has {size} bytes at offset {offset} of {total}, want a frame of a piece of {self._bytes.nbytes} bytes"
@@ -154,6 +157,7 @@ class _StoredPiece:
 
     def add(self, offset: int, total: int, data: Any) -> None:
         size = 0 if data is None else len(data)
+        # In order, as a run goes on where the last frame ended
         if total != self._total or offset != total - self.left or size > self.left:
             raise ProtocolError(
                 f"Piece has {size} bytes at offset {offset} of {total}, want byte {self._total - self.left} of {self._total}"

@@ -101,6 +101,7 @@ class KeptUploads:
             return NO_PLACE
         target = block.bytes(array.nbytes).view(array.dtype).reshape(array.shape)
         host_buffers.copy(target, array)
+        # Only sizes of elements count from here on: V2 stands for bfloat16 as for int16
         self.copies[tensor] = target.view(f"V{array.itemsize}")
         self._blocks[tensor] = block
         return upload_index(block.place)
@@ -133,6 +134,7 @@ class KeptUploads:
             if key in self._unreadable:
                 return  # the window moved before the server knew
             raise ProtocolError(f"WindowUpdate.key is {key}, want an upload with bytes left to send")
+        # A chunk is sent whole, once all of it is within the window
         try:
             while left.sent + min(CHUNK, left.total - left.sent) <= upto:
                 offset, total, parts = next(left.frames)
@@ -147,6 +149,7 @@ class KeptUploads:
         except OSError as error:
             log.warning("a tensor of a file cannot be uploaded: %s", error)
             del self._uploading[key]
+            # A window that the server has moved before it knows of the error is for this key still
             self._unreadable.add(key)
             self._send(UploadChunk(key, 0, UNREADABLE), [])
 

@@ -217,7 +217,7 @@ class Session:
             self._raise_deferred()
 
     def interrupt(self) -> None:
-        """Drop what was submitted and no worker has begun, where the server can: see messages.Interrupt. Never waits."""
+        """Drop submitted ops that no worker has begun, where the server can: see messages.Interrupt. Never waits."""
         self.interrupts += 1
         if self.failure is None and self._pid == os.getpid():
             self._link.send(Interrupt(self._submitted - 1))
@@ -249,7 +249,7 @@ class Session:
         return self.wait(self.begin(lambda request: Fetch(request, tensor), into))[:2]
 
     def synchronize(self) -> None:
-        """Wait until all workers and their devices have executed what was submitted."""
+        """Wait until all workers and their devices have executed all submitted ops."""
         self._ask(lambda request: Fetch(request, THROUGH))
 
     def describe(self, tensors: list[int]) -> list[Spec]:

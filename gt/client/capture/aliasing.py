@@ -72,38 +72,38 @@ def call_memory(tape: CallRecording, entry: StateSnapshot, arguments: list, befo
     """
     # Memory by the id of the tensor that owns it. The ids known before the call: state, then arguments
     named = {tensor._ref.id: memory_id(tensor) for _, tensor in entry.tensors()}
-    given = {k: memory_id(leaf) for k, leaf in enumerate(arguments) if isinstance(leaf, RemoteTensor)}
-    of = named | {arguments[k]._ref.id: number for k, number in given.items()}
+    given = {place: memory_id(leaf) for place, leaf in enumerate(arguments) if isinstance(leaf, RemoteTensor)}
+    of = named | {arguments[place]._ref.id: number for place, number in given.items()}
 
     # Arguments that the call rebinds. `required` are those whose identity differs in requires_grad=True alone
-    changed = {k: now for k, now in identities(arguments).items() if now != before[k]}
-    required = frozenset(k for k, now in changed.items() if now == (before[k][0], True, *before[k][2:]))
+    changed = {place: now for place, now in identities(arguments).items() if now != before[place]}
+    required = frozenset(place for place, now in changed.items() if now == (before[place][0], True, *before[place][2:]))
 
     # Follow the ops in order: what each writes, and whose memory its views are. A view's base has its entry by then
     written: set[int] = set()
     for op in tape.ops:
         template = op.template
-        written.update(of.get(op.ins[k], op.ins[k]) for k in template.writes)
+        written.update(of.get(op.ins[place], op.ins[place]) for place in template.writes)
         made = [out for out in template.outs if out.kind in ("new", "view")]
         for number, out in zip(op.outs, made, strict=True):
             if out.kind == "view":
                 base = op.ins[out.of]
                 of[number] = of.get(base, base)
-    places = frozenset(k for k, number in given.items() if number in written)
+    places = frozenset(place for place, number in given.items() if number in written)
     state = frozenset(written.intersection(named.values()))
     return CallMemory(of, frozenset(written), places, state, frozenset(changed) - required, required)
 
 
 def sharing_arguments(leaves: list, memory: CallMemory) -> set[int]:
     """Remote arguments that share memory with others or with state, where the call writes it: copies cannot stand for them."""
-    of = {k: memory_id(leaf) for k, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor)}
+    of = {place: memory_id(leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor)}
     if not (memory.state or memory.arguments or memory.rebound):
         return set()
     counts = Counter(of.values())
     # An argument that the call writes may be copied, since the copy is written back.
     # Two that share memory may not: their copies would not see each other's writes
-    changed = memory.state | {of[k] for k in memory.arguments if k in of and counts[of[k]] > 1}
-    return {k for k, number in of.items() if number in changed or k in memory.rebound}
+    changed = memory.state | {of[place] for place in memory.arguments if place in of and counts[of[place]] > 1}
+    return {place for place, number in of.items() if number in changed or place in memory.rebound}
 
 
 def written_inputs(leaves: list, inputs: dict[int, RemoteTensor], memory: CallMemory) -> tuple[int, ...]:
@@ -112,13 +112,13 @@ def written_inputs(leaves: list, inputs: dict[int, RemoteTensor], memory: CallMe
 
 
 def write_back(leaves: list, inputs: dict[int, RemoteTensor], written: Iterable[int], required: Iterable[int]) -> None:
-    """Give the caller's tensors what the call gave their copies: values, and requires_grad with a gradient."""
-    for k in written:
-        call(_COPY, (leaves[k], inputs[k]))
-    for k in required:
-        if k in inputs and isinstance(leaves[k], RemoteTensor):
-            grad = inputs[k].grad
-            leaves[k].requires_grad_().grad = None if grad is None else call(_CLONE, (grad,))
+    """Give the caller's tensors the values that the call wrote into their copies, and requires_grad with a gradient."""
+    for place in written:
+        call(_COPY, (leaves[place], inputs[place]))
+    for place in required:
+        if place in inputs and isinstance(leaves[place], RemoteTensor):
+            grad = inputs[place].grad
+            leaves[place].requires_grad_().grad = None if grad is None else call(_CLONE, (grad,))
 
 
 def flatten_call(args: tuple, kwargs: dict) -> tuple[list, TreeSpec]:
@@ -240,20 +240,20 @@ def argument_view(result: Any, leaves: list, inputs: dict[int, RemoteTensor], me
     if not isinstance(result, RemoteTensor):
         return None
     number, owner = result._ref.id, memory.owner(result)
-    for k, copy in inputs.items():
-        if copy._ref.id != owner or not isinstance(leaves[k], RemoteTensor):
+    for argument, copy in inputs.items():
+        if copy._ref.id != owner or not isinstance(leaves[argument], RemoteTensor):
             continue
         if number == owner:
-            return ArgumentView(k, None)
-        place = _place(result, copy, leaves[k].stride()) if result.dtype == copy.dtype else None
-        return None if place is None else ArgumentView(k, place)
+            return ArgumentView(argument, None)
+        place = _place(result, copy, leaves[argument].stride()) if result.dtype == copy.dtype else None
+        return None if place is None else ArgumentView(argument, place)
     return None
 
 
 def in_arguments(
     results: Any, leaves: list, inputs: dict[int, RemoteTensor], memory: CallMemory, whole: Mapping[int, Any]
 ) -> Any:
-    """The results of a call that is no program: what the call returns of copies is of the caller's arguments.
+    """The results of a call that is no program. A returned copy, or view of one, becomes the caller's argument or its view.
 
     whole: containers that stay the same objects, by identity.
     """
@@ -275,23 +275,23 @@ def _place(view: torch.Tensor, copy: torch.Tensor, strides: tuple[int, ...]) -> 
     # Example: the caller's tensor is the first 3 columns of a matrix [4, 5], with strides (5, 1). Its copy has
     # strides (3, 1). The column copy[:, 2] has offset 2 and step 3 in the copy: that is 0 rows and 2 columns, then
     # 1 row and 0 columns. In the caller's tensor these are offset 0 * 5 + 2 * 1 = 2 and step 1 * 5 + 0 * 1 = 5
-    dims = sorted((d for d, size in enumerate(copy.shape) if size > 1), key=copy.stride, reverse=True)
+    dims = sorted((dim for dim, size in enumerate(copy.shape) if size > 1), key=copy.stride, reverse=True)
 
     def steps(distance: int) -> list[int]:
         counts = []
-        for d in dims:
-            count, distance = divmod(distance, copy.stride(d))
+        for dim in dims:
+            count, distance = divmod(distance, copy.stride(dim))
             counts.append(count)
         return counts
 
     start = steps(view.storage_offset() - copy.storage_offset())
     moves = [steps(step) if size > 1 else [0] * len(dims) for size, step in zip(view.shape, view.stride(), strict=True)]
-    for n, d in enumerate(dims):
+    for position, dim in enumerate(dims):
         # The last element of the view along this dim. A view that goes beyond the dim's end,
         # as of view(-1), runs on in the next row, where the caller's tensor may have a gap
-        last = start[n] + sum(move[n] * (size - 1) for move, size in zip(moves, view.shape, strict=True))
-        if view.numel() and last >= copy.shape[d]:
+        last = start[position] + sum(move[position] * (size - 1) for move, size in zip(moves, view.shape, strict=True))
+        if view.numel() and last >= copy.shape[dim]:
             return None
     # The same counts of elements, in the caller's strides
-    there = [sum(count * strides[d] for count, d in zip(move, dims, strict=True)) for move in (*moves, start)]
+    there = [sum(count * strides[dim] for count, dim in zip(move, dims, strict=True)) for move in (*moves, start)]
     return list(view.shape), there[:-1], there[-1]

@@ -146,11 +146,11 @@ def why_key_differs(old: tuple, new: tuple) -> str:
     """Say in which part a call's key differs from a program's. Keys are (structure, each argument's key_of, *modes)."""
     if old[0] != new[0]:
         return "arguments in another structure"
-    for k in range(old[0].num_leaves):
-        if old[1 + k] != new[1 + k]:
-            if not isinstance(new[1 + k], tuple) and not isinstance(old[1 + k], tuple):
-                return f"argument {k}, which is another object"
-            return f"argument {k}, which was {_describe(old[1 + k])} and is {_describe(new[1 + k])}"
+    for place in range(old[0].num_leaves):
+        if old[1 + place] != new[1 + place]:
+            if not isinstance(new[1 + place], tuple) and not isinstance(old[1 + place], tuple):
+                return f"argument {place}, which is another object"
+            return f"argument {place}, which was {_describe(old[1 + place])} and is {_describe(new[1 + place])}"
     return "another mode (grad, autocast, default dtype or device, signal group) or session"
 
 
@@ -186,20 +186,20 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
     """
     prepared, inputs = list(leaves), {}
     sharing = sharing_arguments(leaves, last.memory) if last is not None else ()
-    for k, leaf in enumerate(leaves):
+    for place, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             continue
         if isinstance(leaf, RemoteTensor):
             # The first recording reads every remote argument in place. In the second, an
             # argument that is another tensor than in the first one varies: it gets a copy,
             # which a replay can fill. One that is the same tensor is read in place by replays
-            if last is None or last.had(k, leaf) or k in sharing:
+            if last is None or last.had(place, leaf) or place in sharing:
                 continue
             if not leaf.requires_grad and is_leaf(leaf) and leaf.grad is not None:  # which a copy would lack
                 continue
-            inputs[k] = prepared[k] = call(info_of(aten.clone.default), (leaf,))
+            inputs[place] = prepared[place] = call(info_of(aten.clone.default), (leaf,))
         elif not leaf.requires_grad:
-            inputs[k] = prepared[k] = upload(leaf)
+            inputs[place] = prepared[place] = upload(leaf)
     return prepared, inputs
 
 

@@ -55,7 +55,7 @@ class CapturedProgram:
     same: dict[int, tuple[RemoteTensor, int]]  # argument -> the very tensor that it must be, and its id
     grads: LeafGradients
     made: list[MadeState]
-    results: list  # leaves of what the function returned
+    results: list  # leaves of the function's result
     tree: TreeSpec  # their structure
     draws: int  # random ops
     host_draws: HostDraws | None  # random numbers that it draws on the CPU

@@ -294,6 +294,7 @@ class CompiledFunction(Generic[P, R]):
         values = argument_values(leaves, recorder)
         prepared, inputs = prepare_inputs(leaves, last)
         draws = self._host_draws()
+        # The tensors that a replay fills: copies of arguments, uploads, and values drawn on the CPU
         filled = [*inputs.values(), *(draws.inputs if draws else ())]
         names = names_of(entry, prepared, filled[len(inputs) :])
         recorder.flush()
@@ -321,6 +322,7 @@ class CompiledFunction(Generic[P, R]):
             if watch.place:
                 self._note_output(tape, watch)
             recorder.tape = None
+            # Two calls that agree make a program; a first one is kept for the comparison with the next
             now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry), draws, memory, whole)
             leaving = snapshot(roots)
             now.made = made_paths(entry, leaving, tape.first)
@@ -468,12 +470,12 @@ class CompiledFunction(Generic[P, R]):
 
     def _varies(self, last: RecordedCall, now: RecordedCall) -> Difference | None:
         """The reason why no program can serve the next call: an argument differs at each call, and no copy can replace it."""
-        for k in sorted(now.memory.required - now.inputs.keys()):
-            return Difference("", f"{REBOUND} {k}{OUTSIDE}")
-        for k in sorted(sharing_arguments(now.leaves, now.memory) - now.inputs.keys()):
-            if not last.had(k, now.leaves[k]):
+        for place in sorted(now.memory.required - now.inputs.keys()):
+            return Difference("", f"{REBOUND} {place}{OUTSIDE}")
+        for place in sorted(sharing_arguments(now.leaves, now.memory) - now.inputs.keys()):
+            if not last.had(place, now.leaves[place]):
                 what = "shares memory that the function changes, and is another tensor at each call"
-                return Difference("", f"argument {k} {what}; pass a clone()")
+                return Difference("", f"argument {place} {what}; pass a clone()")
         return None
 
     def _program(

@@ -14,7 +14,7 @@ from gt.ir.text import size
 
 
 def program_lines(program: CapturedProgram) -> list[str]:
-    """A program's ops and replays, its schedule, backend and what was done for memory, as lines. May wait."""
+    """A program's ops and replays, its schedule, its backend and its measures to save memory, as lines. May wait."""
     answer = program.answer
     lines = [f"  program {program.number}: {answer['ops']} ops, {program.replays} replays; recorded for: {program.why}"]
     order = answer["schedule"]

@@ -52,6 +52,8 @@ class NamedMemory:
         parameter: whether it is a parameter's .grad. places: in containers and attributes.
         """
         objects, tensors, names = _alone()[parameter]
+        # C++ has a reference more where autograd or a view keeps the
+        # tensor. An alias, as of detach(), has a reference to its Ref
         if self.tensor._use_count() > tensors or _names(self.tensor) > names:  # type: ignore[attr-defined]
             return VIEW
         return OBJECT if getrefcount(self.tensor) > objects + places else FREE
@@ -104,7 +106,7 @@ def memory_of(gradient: RemoteTensor | None) -> NamedMemory | None:
 
 @dataclass(slots=True)
 class LeafGradient:
-    """The gradient of a leaf in one program. had: whether it had one before. read, left: what was read, what is left."""
+    """The gradient of a leaf in one program. had: it had one before. read, left: those that are read and left."""
 
     leaf: RemoteTensor
     had: bool
@@ -425,19 +427,19 @@ class DifferentiatedArguments:
     def obstacle(self, leaves: list) -> str:
         """The reason why no program can serve a call, as an argument is a new tensor at each call; or ""."""
         # Weak references: to keep the last call's batch would keep its memory
-        places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor) and leaf.requires_grad]
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor) and leaf.requires_grad]
         last = self._last
-        self._last = {k: weakref.ref(leaves[k]) for k in places}
-        for k, leaf in enumerate(leaves):
+        self._last = {place: weakref.ref(leaves[place]) for place in places}
+        for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor) and leaf.requires_grad:
                 return (
-                    f"argument {k} is a CPU tensor that requires grad, which its gradient has to reach: "
+                    f"argument {place} is a CPU tensor that requires grad, which its gradient has to reach: "
                     "pass a remote leaf, the same one at each call"
                 )
-        for k in places:
-            if not is_leaf(leaves[k]) or (k in last and last[k]() is not leaves[k]):
+        for place in places:
+            if not is_leaf(leaves[place]) or (place in last and last[place]() is not leaves[place]):
                 return (
-                    f"argument {k} requires grad and is a new tensor at each call, which its gradient has to reach: "
+                    f"argument {place} requires grad and is a new tensor at each call, which its gradient has to reach: "
                     "call requires_grad_() in the function, or pass the same tensor and copy_() into it"
                 )
         return ""

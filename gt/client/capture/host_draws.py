@@ -185,15 +185,15 @@ class HostDraws:
         # Backward from the rows that count: draws, values that Python has read, uploads. A
         # row stays if it writes memory that a later row needs, or makes an operand of one
         needed, makers = set(self._drawn), {name.row for name in self._uploads}
-        for n, row in reversed(list(enumerate(self.rows))):
+        for number, row in reversed(list(enumerate(self.rows))):
             row.value = row.value if row.reads & self._drawn else None
-            if row.draws or row.writes & needed or row.value is not None or n in makers:
-                makers |= {n, *[x.row for x in row.operands() if type(x) is _Result]}
+            if row.draws or row.writes & needed or row.value is not None or number in makers:
+                makers |= {number, *[x.row for x in row.operands() if type(x) is _Result]}
                 needed |= row.reads
 
         # Number the rows that stay anew, in the results that they name too
-        places = {n: place for place, n in enumerate(sorted(makers))}
-        self.rows = [self.rows[n] for n in places]
+        places = {number: place for place, number in enumerate(sorted(makers))}
+        self.rows = [self.rows[number] for number in places]
         for row in self.rows:
             row.args, row.kwargs = tree_map(
                 lambda x: _Result(places[x.row], x.output) if type(x) is _Result else x, (row.args, row.kwargs)

@@ -160,6 +160,7 @@ class StateWalker:
     def run(self) -> StateSnapshot:
         while self._queue:
             path, thing = self._queue.popleft()
+            # Breadth first, so that an object is named by its shortest path
             if id(thing) in self._seen:
                 continue
             self._seen[id(thing)] = thing  # kept alive, so that identities stay unique
@@ -330,6 +331,7 @@ class StateWalker:
         every = self.used is None or has_library_base(cls)
         for name, value in list(vars(cls).items()):
             if every or name in self.used or (name.startswith("__") and name not in _CLASS_BOOKKEEPING):  # type: ignore[operator]
+                # A constructor names many globals, and is of no account where no code on the walk names its class
                 if name in ("__init__", "__new__") and self.used is not None and cls.__name__ not in self.used:
                     continue  # no user code makes instances
                 self.snapshot.items.append(StateItem(f"{path}.{name}", vars(cls), name, False, value))

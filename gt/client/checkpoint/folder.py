@@ -85,6 +85,8 @@ class NewFolder:
                 self.path = parent / f".{name}.{_NEW}{secrets.token_hex(8)}"
                 self.path.mkdir()
                 try:
+                    # Between mkdir and lock another save may take the folder for
+                    # a leftover of a dead one, and remove it: then once more
                     lock = _lock(self.path, own=True)
                 except OSError:
                     _remove(self.path)
@@ -134,6 +136,7 @@ class NewFolder:
         os.ftruncate(fd, nbytes)
         with contextlib.suppress(InterruptedError):
             try:
+                # A full disk is told now, and not to a worker in the middle of its piece
                 os.posix_fallocate(fd, 0, nbytes)
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
@@ -149,6 +152,8 @@ class NewFolder:
 
     def commit(self, manifest: bytes) -> None:
         """Make all files durable, then put the folder in its place. Plain files of the old one that are not in it stay."""
+        # Contents before the manifest, the manifest before the rename:
+        # whatever a power cut leaves is a whole checkpoint, or has no manifest
         for fd in self.files.values():
             os.fsync(fd)
         self.put(MANIFEST, manifest)
@@ -186,6 +191,7 @@ class NewFolder:
                 if not self.target.exists():
                     os.rename(self.path, self.target)
                     return None
+                # One step: at no time is there no checkpoint at the target
                 if _exchange(self.path, self.target):
                     return self.path
                 return self._rename_both()
@@ -197,6 +203,7 @@ class NewFolder:
     def _rename_both(self) -> Path:
         """As `_rename`, where a file system cannot exchange names."""
         old = self.target.parent / f".{self.target.name}.{_OLD}{secrets.token_hex(8)}"
+        # A process that is killed between the two renames leaves the old one beside: `find` and the next save know its name
         os.rename(self.target, old)
         try:
             os.rename(self.path, self.target)
@@ -262,6 +269,7 @@ def _lock(folder: Path, own: bool = False) -> int | None:
             raise
         return None
     try:
+        # Anybody may have made a folder of this name where all may write: only this user's own leftovers are removed
         if os.fstat(fd).st_uid == os.geteuid() or own:  # a server of files may give it another owner
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return fd

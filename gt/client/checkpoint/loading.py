@@ -69,6 +69,8 @@ def load(path: str | os.PathLike, into: Any = None, *, device: str | None = None
 def _read_unreplaced(path: str | os.PathLike, opened: contextlib.ExitStack, device: str | None) -> tuple[Path, Any, _Files]:
     """The folder, its state and files, all files of one save even if others save to this path meanwhile."""
     for _ in range(MAX_READS):
+        # Read all, then look whether it is still the same folder: a save
+        # replaces it by one rename, and files of two saves would be mixed
         try:
             where = find(path)
             with watched(where) as replaced, contextlib.ExitStack() as attempt:
@@ -80,6 +82,7 @@ def _read_unreplaced(path: str | os.PathLike, opened: contextlib.ExitStack, devi
                         continue
                     raise (error if isinstance(error, GTError) else CheckpointError(f"{where}: {reason(error)}")) from None
                 if not replaced() and find(path) == where:
+                    # Good: files stay open beyond this attempt, until the caller's stack ends
                     opened.push(attempt.pop_all())
                     return where, state, files
         except FileNotFoundError:  # replaced before it was opened
@@ -116,6 +119,7 @@ class LoadedFile:
             self._uses -= 1
             if self._uses:
                 return
+        # The last use. Workers are told first: once the descriptor is closed, its number may be another file's
         if self._session is not None and self.number > 0:
             self._session.take_back_file(self.number)
         os.close(self.fd)
@@ -200,6 +204,7 @@ def _read_by_workers(file: LoadedFile, entry: FileEntry, dtype: torch.dtype) -> 
 def _read_here(file: LoadedFile, entry: FileEntry, dtype: torch.dtype) -> torch.Tensor:
     if not entry.nbytes:
         return torch.empty(entry.shape, dtype=dtype)
+    # In pieces: Linux reads 2 GiB at most in one call
     data, at = bytearray(entry.nbytes), 0
     while at < entry.nbytes:
         count = os.preadv(file.fd, [memoryview(data)[at:]], entry.offset + at)
@@ -215,6 +220,7 @@ def _read(where: Path, files: _Files) -> Any:
         return _read_own(where, files)
     if not where.is_dir():
         return _read_flat({name: where for name in files.open(where)[0]}, files)
+    # A folder of another library: one file, or an index of several
     indices = sorted(where.glob(f"*{_INDEX}"))
     whole = where / "model.safetensors"
     if whole.exists():
@@ -322,6 +328,8 @@ def _read_own(where: Path, files: _Files) -> Any:
             raise ValueError(f"its state has {_some(lost)}, which its tensors lack")
     except _DAMAGE as error:
         raise _damaged(path, error) from None
+
+    # Sizes of all files before any is opened: a copy of a folder that was cut short is named as such
     problems = []
     for name, size in sizes.items():
         have = (where / name).stat().st_size if (where / name).is_file() else -1
@@ -333,6 +341,8 @@ def _read_own(where: Path, files: _Files) -> Any:
     lost = [name for name in sorted(wanted) if name not in places]
     if lost:
         raise CheckpointError(f"{path} names {_some(lost)}, which no index has")
+
+    # A name that occurs twice in the state is one tensor, as it was when it was saved
     tensors: dict[str, torch.Tensor] = {}
 
     def get(entry: str) -> torch.Tensor:

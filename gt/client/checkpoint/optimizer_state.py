@@ -48,4 +48,5 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 if not isinstance(value, RemoteTensor) or value.shape != parameter.shape:
                     continue
                 if _Loaded.tensors.pop(value._ref.id, None) is not None:
+                    # empty_like has the parameter's layout. The copy has each worker read its part of the file alone
                     state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -71,6 +71,7 @@ def _apply(changes: list[Change], where: Path) -> None:
     try:
         for change in changes:
             if change.undo is not None:
+                # Before the change is made: one that fails half way is taken back, too
                 undone.append(change.undo)
             change.do()
     except BaseException as error:
@@ -86,6 +87,7 @@ def _apply(changes: list[Change], where: Path) -> None:
 
 def _object_change(thing: Any, state: Any, name: str) -> Change:
     """The change of a schedule or another object with a state_dict, whose own code decides if it takes a state."""
+    # Copied, since state_dict() may return the containers that load_state_dict() then changes
     before = _containers(thing.state_dict())
     return Change(name, lambda: thing.load_state_dict(state), lambda: thing.load_state_dict(before))
 
@@ -172,6 +174,8 @@ def _module_changes(module: torch.nn.Module, state: Any, name: str, problems: _C
     yield from _extra_changes(module, given, name)
     here = {key: value for key, value in given.items() if key not in meta}
     metadata = getattr(state, "_metadata", None)
+    # Existing tensors are written in place, which optimizers and captured steps
+    # refer to. Tensors on the meta device have no memory, and are replaced
     yield Change(name, lambda: _copy_into(module, here, metadata, problems.unread))
     yield Change(name, lambda: _replace(module, given, own, meta))
 
@@ -201,6 +205,7 @@ def _parts(given: dict) -> Iterator[dict]:
     """A state dict in parts of PART_BYTES, or a share of it; the names of one submodule are in one part."""
     sizes = {key: value.nbytes if isinstance(value, torch.Tensor) else 0 for key, value in given.items()}
     most = max(PART_BYTES, sum(sizes.values()) // MAX_PARTS)
+    # All names of one submodule together: its load hooks see them as a whole
     owners: dict[str, list[str]] = {}
     for key in given:
         owners.setdefault(key.rpartition(".")[0] if isinstance(key, str) else "", []).append(key)
@@ -247,6 +252,7 @@ def _optimizer_changes(optimizer: torch.optim.Optimizer, state: Any, name: str, 
         problems.append(f"{name or 'the state'} is {_show(state)}, want the state of a {type(optimizer).__name__}")
         return
     have = [len(group["params"]) for group in optimizer.param_groups]
+    # Parameters in a state are numbers in the order of groups: number and order have to be the optimizer's
     saved_sizes = [len(group.get("params", ())) for group in groups]
     if saved_sizes != have:
         problems.append(f"{name or 'the state'} has groups of {saved_sizes} parameters, want {have}")

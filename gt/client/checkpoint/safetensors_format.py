@@ -54,6 +54,7 @@ def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mappin
     """
     rows = sorted(tensors, key=lambda row: -DTYPES[row[1]][0])
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    # Offsets in the header count from the first byte of data
     at, places = 0, []
     for name, dtype, shape in rows:
         end = at + prod(shape) * DTYPES[dtype][0]
@@ -61,6 +62,7 @@ def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mappin
         places.append(at)
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The format allows spaces behind the JSON, by which the data is aligned
     text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNED)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(f"the header of {len(rows)} tensors has {len(text)} bytes, at most {MAX_HEADER_BYTES} are read")
@@ -91,6 +93,7 @@ def read_header(fd: int, size: int, path: Path) -> tuple[dict[str, FileEntry], d
     def bad(why: str) -> CheckpointError:
         return CheckpointError(f"{path} is no safetensors file, or a damaged one: {why}")
 
+    # A limit before each step: the file may be of somebody who means harm, and nothing is allocated by its numbers
     if size < LENGTH_BYTES:
         raise bad(f"it has {size} bytes, want at least {LENGTH_BYTES}")
     prefix = os.pread(fd, LENGTH_BYTES, 0)
@@ -109,19 +112,24 @@ def read_header(fd: int, size: int, path: Path) -> tuple[dict[str, FileEntry], d
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise bad(f"{_METADATA} is not an object of strings")
+
+    # Tensors have to fill the data without a gap or overlap. Else bytes could be hidden, or two names share them
     spans, entries, first = [], {}, LENGTH_BYTES + length
     for name, row in header.items():
         entry, start, end = _entry(name, row, first, bad)
         spans.append((start, end, name))
         entries[name] = entry
-    at = 0
+    expected = 0
     for start, end, name in sorted(spans):
-        if start != at:
-            raise bad(f"tensor {name!r:.100} begins at byte {start} of the data, want {at}: tensors overlap, or have a gap")
-        at = end
-    if first + at != size:
+        if start != expected:
+            raise bad(
+                f"tensor {name!r:.100} begins at byte {start} of the data, want {expected}: tensors overlap, or have a gap"
+            )
+        expected = end
+    if first + expected != size:
         raise bad(
-            f"its header wants {first + at} bytes, the file has {size}: it was {'cut' if first + at > size else 'extended'}"
+            f"its header wants {first + expected} bytes, the file has {size}: "
+            f"it was {'cut' if first + expected > size else 'extended'}"
         )
     return entries, metadata
 

@@ -65,6 +65,7 @@ class _FileSet:
 
     def add(self, wanted: str, tensor: torch.Tensor) -> str:
         """Take a tensor; the name that it has in the file."""
+        # Tied tensors are written once. Empty ones all have address 0, and each is itself
         key = (
             (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device) if tensor.numel() else (id(tensor),)
         )
@@ -82,6 +83,8 @@ class _FileSet:
 
     def files(self) -> Iterator[tuple[str, list[str]]]:
         """Name and tensors of each file."""
+        # In order, each file up to FILE_BYTES: the number of files is
+        # in all their names, so they are divided before any is made
         shares: list[list[str]] = [[]]
         size = 0
         for name, saved in self.tensors.items():
@@ -91,8 +94,8 @@ class _FileSet:
                 size = 0
             shares[-1].append(name)
             size += nbytes
-        for n, share in enumerate(shares, 1):
-            yield f"{self.name}-{n:05d}-of-{len(shares):05d}.safetensors", share
+        for number, share in enumerate(shares, 1):
+            yield f"{self.name}-{number:05d}-of-{len(shares):05d}.safetensors", share
 
 
 class _SavedState:
@@ -273,10 +276,12 @@ class _Writer:
         for files in self._state.sets.values():
             index: dict[str, str] = {}
             for name, share in files.files():
+                # Second names of tied tensors are metadata of the file: {"head.weight": "embed.weight"}
                 names = {alias: saved for saved in share for alias in files.tensors[saved].names[1:] if alias != saved}
                 aliases = {alias: saved for alias, saved in names.items() if alias != WRITER}
                 rows = [(n, dtype_name(files.tensors[n].tensor.dtype), tuple(files.tensors[n].tensor.shape)) for n in share]
                 header, entries = safetensors_format.layout(rows, {WRITER: "pt", **aliases})
+                # The file has its full size from the start, so that workers can write their pieces in any order
                 fd = self._folder.create(name, max(e.offset + e.nbytes for e in entries))
                 os.pwrite(fd, header, 0)
                 for entry in entries:
@@ -287,6 +292,8 @@ class _Writer:
                     else:
                         _write_host(fd, entry, saved.tensor)
                         self._wrote(entry.nbytes)
+
+            # The index, as transformers and others read it: which file has which tensor
             total = sum(saved.entry.nbytes for saved in files.tensors.values() if saved.entry is not None)
             body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
             self._folder.put(f"{files.name}.safetensors.index.json", json.dumps(body, indent=1).encode())
@@ -294,7 +301,7 @@ class _Writer:
             self._begin_remote(remote)
 
     def _begin_remote(self, remote: list[tuple[int, _SavedTensor]]) -> None:
-        """Have workers write what they can. The rest is streamed, of copies if the program goes on meanwhile."""
+        """Have workers write the tensors, or stream them to this process: copies of them, if the program goes on meanwhile."""
         recorder = current_session.current()
         self._session = session = recorder.session
         for _, saved in remote:
@@ -305,6 +312,7 @@ class _Writer:
         for fd in dict.fromkeys(fd for fd, _ in remote):
             numbers[fd] = session.lend_file(fd, os.fstat(fd).st_size, True)
             self._lent.append(numbers[fd])
+        # Workers that share this host's files write by themselves. A save that waits has a few requests under way at a time
         if all(session.shares_file(number) for number in numbers.values()):
             written = [(fd, saved) for fd, saved in remote if saved.tensor.numel()]
             for start in range(0, len(written), ROWS):
@@ -315,6 +323,7 @@ class _Writer:
                 if self._wait and len(self._requests) >= MAX_REQUESTS:
                     self._await_one()
             return
+        # Some worker is elsewhere: all pieces come through this process
         streamed = [(fd, s.entry, s.tensor) for fd, s in remote if s.entry is not None and s.entry.nbytes]
         self._streamed.extend(streamed if self._wait else self._copied(streamed))
         recorder.flush_ops()
@@ -324,6 +333,7 @@ class _Writer:
         room = COPIED_BYTES
         fits: list[_Streamed] = []
         others: list[_Streamed] = []
+        # Small ones first: the most tensors are copied, and fewest are waited for
         for row in sorted(streamed, key=lambda row: row[1].nbytes):
             room -= row[1].nbytes
             (fits if room >= 0 else others).append(row)

@@ -35,8 +35,11 @@ def show(path: Path) -> str:
     return "state" + "".join(f"[{key!r:.100}]" for key in path)
 
 
+# Example: {"step": 3, "betas": (0.9, 0.99), "w": tensor} has the JSON {"dict":
+# [["step", 3], ["betas", {"tuple": [0.9, 0.99]}], ["w", {"tensor": "model/w"}]]}. A
+# dict is a list of pairs, since keys need not be texts. An object has one key, its kind
 def encode(thing: Any, put: Put, path: Path = ()) -> Any:
-    """The JSON of a state. CheckpointError names what it cannot have."""
+    """The JSON of a state. CheckpointError names a part that has no JSON."""
     if len(path) > MAX_DEPTH:
         raise CheckpointError(f"{show(path[:3])}... is nested more than {MAX_DEPTH} deep, or contains itself")
     thing = _plain(thing)
@@ -80,6 +83,7 @@ def _plain(thing: Any) -> Any:
 
 def _encode_mapping(thing: Mapping, put: Put, path: Path) -> dict:
     rows = [[encode(key, put, path), encode(value, put, (*path, key))] for key, value in thing.items()]
+    # A key has to be hashable again when it is read: no list, dict or tensor
     if any(isinstance(key, (dict, list)) and set(key) != {"tuple"} and set(key) != {"float"} for key, _ in rows):
         raise CheckpointError(f"{show(path)} has a key that is not supported: want text, a number, or a tuple of these")
     metadata = getattr(thing, "_metadata", None)  # versions of modules, in torch's state dicts

@@ -132,6 +132,7 @@ def _cast(a: Any, dtype: torch.dtype) -> Any:
 
 def _cast_tensor(a: RemoteTensor, dtype: torch.dtype) -> torch.Tensor:
     """Cast a tensor; a parameter once within a context, as torch does."""
+    # The parameter is kept beside its cast: while it lives, no other object has its id
     keep = torch.is_autocast_cache_enabled() and a.requires_grad and a.is_leaf and a.dtype == torch.float32
     if not keep:
         return a.to(dtype)
@@ -162,6 +163,7 @@ def _widest(args: tuple, kwargs: dict) -> torch.dtype:
 
 def _wrapped(func: Any, policy: Callable[[tuple, dict], torch.dtype]) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
+        # Without the key, or the op inside would be cast again, without end
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
             dtype = policy(args, kwargs)
             return func(*_cast(args, dtype), **{k: _cast(v, dtype) for k, v in kwargs.items()})

@@ -27,6 +27,7 @@ def call_explicitly(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> An
         integers = isinstance(leaf, RemoteTensor) and not (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
         return torch.ops.aten._to_copy.default(leaf, dtype=default) if integers else leaf
 
+    # With operands, such as true division of integers: these are cast. A factory gets dtype=
     if tensors((args, kwargs)):
         return call(info, *tree_map(cast, (args, kwargs)))
     return call(info, args, {**kwargs, "dtype": default})

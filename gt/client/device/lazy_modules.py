@@ -26,6 +26,7 @@ def prepare() -> None:
 def _apply(self: Any, fn: Callable, recurse: bool = True) -> Any:
     """Module._apply for tensors that are not lazy. Lazy ones change dtype and local device only, or wait for the first call."""
     waiting = [(kept, name, t) for kept in (self._parameters, self._buffers) for name, t in kept.items() if is_lazy(t)]
+    # torch's own _apply would exchange lazy parameters: it does not see them meanwhile
     for kept, name, _ in waiting:
         kept[name] = None
     try:

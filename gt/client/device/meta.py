@@ -32,8 +32,8 @@ class Meta:
     @property
     def numel(self) -> int:
         count = 1
-        for n in self.shape:
-            count *= n
+        for size in self.shape:
+            count *= size
         return count
 
     def stand_in(self) -> torch.Tensor:
@@ -41,6 +41,7 @@ class Meta:
         if not self.offset:
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
         last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)) if self.numel else 0
+        # empty_strided has no offset: a view of memory that is just large enough
         base = torch.empty(self.offset + last + 1, dtype=self.dtype, device="meta")
         return base.as_strided(self.shape, self.stride, self.offset)
 

@@ -20,6 +20,7 @@ class _State:
 def draw(generator: torch.Generator | None = None) -> tuple[int, int]:
     """Seed and counter of one random op. With a generator of the user, which is on the CPU, the seed is drawn from it."""
     if generator is not None:
+        # Each op gets a seed of its own, so that its count may be 0
         return int(torch.randint(_MASK, (), generator=generator)), 0
     _State.seed = initial_seed()
     _State.counter += 1

@@ -43,6 +43,7 @@ def _patch_capture_query() -> None:
     @functools.wraps(original)
     def capturing() -> bool:
         tape = None if Current.recorder is None else Current.recorder.own_tape()
+        # Torch asks for a real capture of the GPU: a recording is none to it
         if tape is None or sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
             return original()
         return tape.forbids_reads()

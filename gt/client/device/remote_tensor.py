@@ -85,6 +85,7 @@ class Ref:
         self.meta = meta
         self.pending = pending
         self.home = 0
+        # Not a weakref.finalize: its callback would run Python code for each tensor that ends
         live = LiveRef(self, live_tensors.end)
         live.id = number
         live_tensors.all[number] = live  # last: Ctrl-C before it ends the weak reference, and no callback names an id
@@ -116,6 +117,7 @@ class LiveTensors:
 
     def take_ended(self) -> list[int]:
         """Ids that have ended since the last call."""
+        # Other threads append meanwhile, in callbacks: exactly the copied references are removed
         ended = self.ended[:]
         del self.ended[: len(ended)]
         try:
@@ -249,6 +251,7 @@ class RemoteTensor(torch.Tensor):
                     f"numpy.ndarray of shape {list(arrays[0].shape)}; try torch.from_numpy(array).to({Shown.device.type!r}), "
                     "or tensor.cpu()"
                 )
+            # `np.float64(2) * x` calls np.multiply(2.0, x): NumPy asks here, since its number is on the left
             if ufunc.__name__ in _OPERATORS and not kwargs:
                 first, second = (x.item() if isinstance(x, (np.generic, np.ndarray)) else x for x in inputs)
                 return _OPERATORS[ufunc.__name__](first, second)
@@ -327,6 +330,7 @@ def _host(tensor: RemoteTensor) -> torch.Tensor:
     number, meta = memory_id(tensor), tensor._ref.meta
     whole = saved.memories.get(number)
     if whole is not None and whole.dtype is tensor.dtype and _end(meta) <= whole.numel():
+        # A view of memory that was fetched for this file already
         return whole.new_empty(0).set_(whole.untyped_storage(), meta.offset, meta.shape, meta.stride)
     host = tensor.detach().cpu()
     saved.hosts[host.untyped_storage()._cdata] = host
@@ -337,7 +341,7 @@ def _host(tensor: RemoteTensor) -> torch.Tensor:
 
 def _end(meta: Meta) -> int:
     """The number of elements from the beginning of a tensor's memory to its own end."""
-    last = sum((n - 1) * step for n, step in zip(meta.shape, meta.stride, strict=True))
+    last = sum((size - 1) * step for size, step in zip(meta.shape, meta.stride, strict=True))
     return meta.offset + last + 1 if meta.numel else 0
 
 
@@ -367,6 +371,7 @@ def _text(tensor: RemoteTensor) -> str:
         return repr(tensor.cpu())
     edge = options.edgeitems
     with torch.no_grad():
+        # Cut the middle out of each long dim, on the workers
         for dim, size in enumerate(tensor.shape):
             if size > 2 * edge + 1:  # one more than is shown, so that torch leaves something out here too
                 parts = tensor.narrow(dim, 0, edge + 1), tensor.narrow(dim, size - edge, edge)
@@ -388,6 +393,7 @@ class RemoteStorage:
         self.device, self._meta = Shown.device, tensor._ref.meta
 
     def data_ptr(self) -> int:
+        # 2 ** 36 bytes apart, so that addresses within a tensor do not reach the next one's; beyond what processors map
         return (1 << 60) + (self._id << 20 << 16) if self._meta.numel else 0
 
     def nbytes(self) -> int:
@@ -420,4 +426,5 @@ def rebind(target: RemoteTensor, value: RemoteTensor) -> None:
     """Make `target` name the memory of `value`, for `p.data = y`, in-place view ops and out= that resizes."""
     shell = make(value._ref.meta, value._ref, target)  # a tensor of the target's kind, else torch refuses it
     _base.data.__set__(target, shell)
+    # An alias: both objects name one id now, which ends with the last of them
     target._ref = Alias(value)

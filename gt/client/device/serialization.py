@@ -92,9 +92,11 @@ class _RemoteCopy:
             result = self._tensor(thing)
         elif isinstance(thing, tuple):
             parts = [self._move(part) for part in thing]
+            # A named tuple takes its fields one by one; its _make takes a list
             make = getattr(thing, "_make", type(thing))
             result = thing if all(a is b for a, b in zip(parts, thing, strict=True)) else make(parts)
         self._seen[id(thing)] = thing, result  # the thing too, so that identities stay unique
+        # Keys that are tensors are replaced too, and the order of the items is kept
         if isinstance(thing, dict) and any(isinstance(key, torch.Tensor) for key in thing):  # an optimizer's state
             items = [(self._move(key), value) for key, value in thing.items()]
             thing.clear()
@@ -111,6 +113,7 @@ class _RemoteCopy:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
             return tensor
+        # A storage of one tensor is uploaded as that tensor; of several, once as a whole, and they become views of it
         if self._shared[storage.data_ptr()] < 2:
             moved = tensor.detach().to(Shown.device)
         else:

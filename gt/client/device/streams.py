@@ -36,7 +36,7 @@ class Stream:
         """Nothing is to be done: work of all streams is in one order."""
 
     def wait_event(self, event: Any) -> None:
-        """Nothing is to be done: what is recorded from now on comes after the event."""
+        """Do nothing: ops that are recorded from now on are executed after the event."""
 
     def record_event(self, event: Event | None = None) -> Event:
         return Event() if event is None else event
@@ -61,7 +61,7 @@ class Event:
         """Nothing is to be done: `synchronize` waits for all ops."""
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing is to be done: what is recorded from now on comes after the event."""
+        """Do nothing: ops that are recorded from now on are executed after the event."""
 
     def synchronize(self) -> None:
         """Wait until workers have executed all ops; raise the first error."""

@@ -52,6 +52,7 @@ def _bytes(key: str) -> int:
     if not recording():
         Current.recorder.flush()  # with what has ended, which synchronize() leaves for the next batch
     synchronize()
+    # After all frees: bytes of tensors that Python has dropped do not count
     return sum(worker[key] for worker in Current.recorder.session.stats()["workers"])
 
 

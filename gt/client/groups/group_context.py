@@ -60,6 +60,8 @@ class GroupStack(threading.local):
 
 
 stack = GroupStack()
+# Example: context("a", backward="b") inside of context("outer") has the path
+# "outer/a\x1fb": forward ops are in "outer/a", the backward ops in "outer/b"
 BACKWARD = "\x1f"  # in a path, between a group's name and that of the group of its backward ops
 
 
@@ -91,6 +93,8 @@ class context(ContextDecorator):
     def __enter__(self) -> context:
         depth = len(stack.names)
         try:
+            # A group that is entered in a backward pass, as checkpointing computes a module again, is of
+            # the ops inside. Outside of such a group, ops of a backward pass take their forward op's origin
             stack.in_backward.append(torch._C._current_autograd_node() is not None)
             outer = stack.names[-1]
             stack.names.append(f"{outer}/{self.name}" if outer else self.name)

@@ -47,21 +47,31 @@ class LossScale:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Leave out a step with a gradient that is not finite; then the scale is changed."""
-        owned = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p.grad, RemoteTensor)]
+        owned = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if isinstance(parameter.grad, RemoteTensor)
+        ]
         if not self._carried or not owned or getattr(optimizer, AMP_KEYS[1], None) is not None:
             return
         overflow = torch.zeros((), device="remote")
         with torch.no_grad():
-            gradients = [p.grad for p in owned]
+            gradients = [parameter.grad for parameter in owned]
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, torch.ones((), device="remote"))
+            # A fused step takes found_inf and leaves its parameters alone, with no wait. Any
+            # other step is left out by taking the gradients away, for which the flag is read
             if getattr(optimizer, "_step_supports_amp_scaling", False):
                 for key, value in zip(AMP_KEYS, (None, overflow), strict=True):
                     setattr(optimizer, key, value)
                 self._aside[id(optimizer)] = optimizer, []
             elif overflow.item():
                 self._aside[id(optimizer)] = optimizer, list(zip(owned, gradients, strict=True))
-                for p in owned:
-                    p.grad = None
+                for parameter in owned:
+                    parameter.grad = None
+
+            # Halve the scale after an overflow, double it after INTERVAL steps without one. In
+            # place: backward passes that are recorded already, and replays, read these tensors
             scale, inverse, tracker = self._carried.values()
             torch._amp_update_scale_(scale, tracker, overflow, GROWTH, BACKOFF, INTERVAL)
             inverse.copy_(scale.reciprocal())
@@ -70,8 +80,8 @@ class LossScale:
         _, aside = self._aside.pop(id(optimizer), (None, None))
         if aside is None:
             return
-        for p, gradient in aside:
-            p.grad = gradient
+        for parameter, gradient in aside:
+            parameter.grad = gradient
         for key in AMP_KEYS if not aside else ():
             delattr(optimizer, key)
 

@@ -47,15 +47,17 @@ class MixedPrecision:
         """
         casts, kept = Casts(), []
         for owner, name in _owners(module):
-            p = owner._parameters[name]
-            if isinstance(p, RemoteTensor) and p.dtype == FULL and not isinstance(owner, _BatchNorm):
-                if id(p) not in casts:
-                    casts[id(p)] = p, self.cast(p)
-            elif isinstance(p, RemoteTensor) and self.scale is not None:
-                kept.append(p)
-        for p in kept if casts else ():
-            if id(p) not in casts:
-                casts[id(p)] = p, self.cast(p, p.dtype)
+            parameter = owner._parameters[name]
+            if isinstance(parameter, RemoteTensor) and parameter.dtype == FULL and not isinstance(owner, _BatchNorm):
+                if id(parameter) not in casts:
+                    casts[id(parameter)] = parameter, self.cast(parameter)
+            # Gradients inside of the module are scaled, also those that reach such
+            # a parameter: a cast to its own dtype divides its gradient by the scale
+            elif isinstance(parameter, RemoteTensor) and self.scale is not None:
+                kept.append(parameter)
+        for parameter in kept if casts else ():
+            if id(parameter) not in casts:
+                casts[id(parameter)] = parameter, self.cast(parameter, parameter.dtype)
         return casts
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -86,6 +88,7 @@ class MixedPrecision:
 
 def substitute(module: torch.nn.Module, casts: Casts) -> Undo:
     """Let casts stand in for the parameters of a module and its children; the function that undoes it."""
+    # Written into _parameters by hand: setattr() of a module takes nn.Parameters only
     swapped: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
     for owner, name in _owners(module):
         row = casts.get(id(owner._parameters[name]))

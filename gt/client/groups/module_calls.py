@@ -25,7 +25,7 @@ Call = Callable[..., Any]
 
 
 class _Within(threading.local):
-    """The outermost module that this thread is in, by what the session does with it; None outside."""
+    """The settings of the outermost module that this thread is in; None outside."""
 
     checkpointed: frozenset[int] | None = None  # identities of modules
     casts: Casts | None = None
@@ -65,6 +65,7 @@ class ModuleCalls:
             if Current.recorder is not self._recorder:
                 return self._original(module, *args, **kwargs)
             checkpointed = self._within.checkpointed
+            # None: no module is around this one. An empty set: inside of an outermost module, with nothing to checkpoint
             if checkpointed is None:
                 return self._outermost(module, args, kwargs)
             if id(module) in checkpointed and torch.is_grad_enabled():

@@ -41,9 +41,10 @@ class ModuleState:
             hook.remove()
 
     def _declare_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """After a step, declare what it has added to the optimizer's state."""
+        """After a step, declare the tensors that it has added to the optimizer's state."""
         for row in optimizer.state.values() if Current.recorder is self._recorder else ():
             for value in row.values():
+                # Step counts have no dims, and are too small to offload
                 if isinstance(value, RemoteTensor) and value.dim() and value._ref not in self._state:
                     self._state.add(value._ref)
                     self._recorder.code.extend((STATE, value._ref.id))

@@ -76,6 +76,7 @@ def governing(model: nn.Module) -> dict[str, Rule | None]:
     inner: dict[str, Rule | None] = {}
     for name, module in model.named_modules():
         placement = module.__dict__.get(_PLACED)
+        # named_modules() goes from outside in: the module around has its rule by now
         inner[name] = placement.rule if placement is not None else inner.get(name.rpartition(".")[0])
         for own, _ in module.named_parameters(name, recurse=False):
             by_parameter[own] = inner[name]
@@ -161,6 +162,7 @@ def elements(value: Any) -> int:
 
 def to_meta(module: nn.Module) -> nn.Module:
     """A copy of the module on the meta device; no data is read or copied."""
+    # deepcopy takes a copy that is in its memo already: parameters are replaced, everything else is copied, ties are kept
     memo: dict[int, Any] = {}
     for tensor in itertools.chain(module.parameters(), module.buffers()):
         twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -170,12 +172,14 @@ def to_meta(module: nn.Module) -> nn.Module:
 
 def partition(weights: Sequence[int], parts: int) -> list[tuple[int, int]]:
     """The contiguous partition with the smallest largest sum, O(parts * n * n); every part has at least one item."""
+    # Dynamic programming over prefixes. Example: weights (3, 1, 2) in 2 parts. With one part best is {1:
+    # 3, 2: 4, 3: 6}; with two, best[3] = min(max(3, 6 - 3), max(4, 6 - 4)) = 3, cut behind the first item
     total = [0, *itertools.accumulate(weights)]
-    n = len(weights)
-    best = {stop: (total[stop], [stop]) for stop in range(1, n + 1)}  # items -> largest sum, ends of the parts
+    count = len(weights)
+    best = {stop: (total[stop], [stop]) for stop in range(1, count + 1)}  # items -> largest sum, ends of the parts
     for part in range(2, parts + 1):
         best = {
             stop: min((max(best[cut][0], total[stop] - total[cut]), [*best[cut][1], stop]) for cut in range(part - 1, stop))
-            for stop in range(part, n + 1)
+            for stop in range(part, count + 1)
         }
-    return list(itertools.pairwise([0, *best[n][1]]))
+    return list(itertools.pairwise([0, *best[count][1]]))

@@ -53,15 +53,16 @@ class RoleReports:
 
 def roles(first: int) -> list[list]:
     """Rows of TensorRoles: live parameters, and tensors of live optimizers. first: least id of the session."""
+    # The first role of a tensor stays: a weight is one even if an optimizer has it in its state
     called = tensor_roles.names()
-    role_of = {i: (kind, name) for i, kind, name in tensor_roles.weights(called)}
-    for o in gc.get_objects():
-        if issubclass(type(o), torch.optim.Optimizer):
-            for i, kind, name in tensor_roles.rows(o, called):
-                role_of.setdefault(i, (kind, name))
-    for i, kind, name in tensor_roles.gradients(called):
-        role_of.setdefault(i, (kind, name))
-    rows = [[i, kind, name[:MAX_NAME_CHARACTERS]] for i, (kind, name) in role_of.items() if i >= first]
+    role_of = {number: (kind, name) for number, kind, name in tensor_roles.weights(called)}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.optim.Optimizer):
+            for number, kind, name in tensor_roles.rows(thing, called):
+                role_of.setdefault(number, (kind, name))
+    for number, kind, name in tensor_roles.gradients(called):
+        role_of.setdefault(number, (kind, name))
+    rows = [[number, kind, name[:MAX_NAME_CHARACTERS]] for number, (kind, name) in role_of.items() if number >= first]
     return fitting(sorted(rows, key=lambda row: (ORDER.index(row[1]), row[0]))[:MAX_ROLES])
 
 

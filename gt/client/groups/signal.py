@@ -119,10 +119,11 @@ def microbatches(batch: Any, n: int) -> Iterator[Any]:
 
 def _marked(parts: Iterator[Any]) -> Iterator[Any]:
     """Yield parts, each as the current micro-batch of this thread."""
+    # A generator: ops of the loop's body are recorded while it is suspended at the yield, and belong to this part
     outer = stack.micro
     try:
-        for n, part in enumerate(parts):
-            stack.micro = n
+        for number, part in enumerate(parts):
+            stack.micro = number
             yield part
     finally:
         stack.micro = outer

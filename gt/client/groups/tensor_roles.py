@@ -35,7 +35,8 @@ def rules() -> dict[str, Rule | None]:
 
 def outermost() -> list[torch.nn.Module]:
     """Live modules that are inside no other module."""
-    modules = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
+    # By type(): isinstance() would ask an object for its __class__, which runs code of proxies
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inner]
 
@@ -43,19 +44,19 @@ def outermost() -> list[torch.nn.Module]:
 def rows(optimizer: torch.optim.Optimizer, called: dict[int, str]) -> Iterator[Row]:
     """Rows of the tensors of an optimizer. called: identity of a parameter -> its name."""
     for group in optimizer.param_groups:
-        for p in group["params"]:
-            name = called.get(id(p), "")
-            yield from _row(p, "weights", name)
-            yield from _row(p.grad, "gradients", name)
-            for value in optimizer.state.get(p, {}).values():
+        for parameter in group["params"]:
+            name = called.get(id(parameter), "")
+            yield from _row(parameter, "weights", name)
+            yield from _row(parameter.grad, "gradients", name)
+            for value in optimizer.state.get(parameter, {}).values():
                 yield from _row(value, "optimizer", name)
 
 
 def weights(called: dict[int, str]) -> Iterator[Row]:
     """Rows of all live parameters, frozen ones too. called: identity of a parameter -> its name."""
-    for o in gc.get_objects():
-        if is_weight(o):
-            yield from _row(o, "weights", called.get(id(o), ""))
+    for thing in gc.get_objects():
+        if is_weight(thing):
+            yield from _row(thing, "weights", called.get(id(thing), ""))
 
 
 def is_weight(o: object) -> bool:
@@ -67,9 +68,9 @@ def is_weight(o: object) -> bool:
 
 def gradients(called: dict[int, str]) -> Iterator[Row]:
     """Rows of the gradients of all live parameters, in an optimizer or not."""
-    for o in gc.get_objects():
-        if type(o) is RemoteTensor and is_weight(o) and o.grad is not None:
-            yield from _row(o.grad, "gradients", called.get(id(o), ""))
+    for thing in gc.get_objects():
+        if type(thing) is RemoteTensor and is_weight(thing) and thing.grad is not None:
+            yield from _row(thing.grad, "gradients", called.get(id(thing), ""))
 
 
 def _row(tensor: object, kind: str, name: str) -> Iterator[Row]:

@@ -39,6 +39,7 @@ def record(name: str, args: tuple, outs: Callable[[], tuple[Meta, ...]], seeds: 
     ids: list[int] = []
     values: list[float] = []
     operands = args
+    # With lengths, since two lists that are joined in one row could be divided in several ways
     if list in map(type, args):
         key += [len(argument) if type(argument) is list else -1 for argument in args]
         operands = tuple(chain.from_iterable(argument if type(argument) is list else (argument,) for argument in args))

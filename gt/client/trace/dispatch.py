@@ -248,6 +248,7 @@ def collect(kind: int, a: Any, key: list, ids: list, values: list) -> None:
         values.append(a)
     elif kind in (TENSORS, VALUES):
         key.append(len(a))
+        # The length is part of the key, since the template has a hole for each element
         element = TENSOR if kind == TENSORS else VALUE
         for x in a:
             if type(x) is RemoteTensor:  # as above, without a call per tensor: an optimizer's lists have hundreds
@@ -284,6 +285,7 @@ def note_first_use(tensor: RemoteTensor, ref: Ref | Alias) -> None:
         check(tensor)
         Current.recorder.code.extend((PARAM, ref.id))  # type: ignore[union-attr]
         ref.home = -1
+        # A hook tells the dispatcher each gradient as soon as autograd has accumulated it
         if Current.zero or Current.offloads:
             _declare_sharded(tensor)
     if torch.is_grad_enabled():
@@ -324,6 +326,7 @@ def finish_call(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tu
     """Record a call whose result is not one new tensor or its first argument. row: the numbers before the output ids."""
     if entry.mode == MANY and entry.series is not None:
         return _record_series(current(), entry, row, args[0] if args else None)
+    # Calls as several ops: chunks of a long list, out=, another default dtype
     several = SEVERAL_OPS.get(entry.mode)
     if several is not None:
         return several(info, entry, args, kwargs)
@@ -431,6 +434,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     for tensor in (a, b):
         start = tensor.storage_offset()
         last = start + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
+        # In bytes, since the two may be of different dtypes
         ranges.append((start * tensor.itemsize, (last + 1) * tensor.itemsize))
     return ranges[0][0] < ranges[1][1] and ranges[1][0] < ranges[0][1]
 
@@ -439,6 +443,7 @@ def _into(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> Any:
     """Copy results into out= tensors. One of another shape gets it as by resize_: in its memory if that is large enough."""
     named = [kwargs[name] for name in info.outs]
     targets, rest = tensors(named), {name: a for name, a in kwargs.items() if name not in info.outs}
+    # The result is copied into out= only at the end, which would give an overlap a value where the CPU refuses it
     if info.name in NO_OVERLAP and any(_overlap(a, b) for a in targets for b in tensors((args, rest))):
         raise RuntimeError(
             "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory "

@@ -38,17 +38,19 @@ class OpInfo:
         schema = func._schema
         self.func, self.name = func, str(func)
         typed = self.name.startswith(_SHAPED_BY_VALUE)
-        self.named = {a.name: _kind(a, typed) for a in schema.arguments}
-        self.kinds = tuple(_kind(a, typed) for a in schema.arguments)
+        self.named = {argument.name: _kind(argument, typed) for argument in schema.arguments}
+        self.kinds = tuple(_kind(argument, typed) for argument in schema.arguments)
         self.second = self.kinds[1] if len(self.kinds) > 1 else CONST
         self.constant = set(self.kinds[1:]) <= {CONST}  # all arguments but the first
-        self.writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        self.names = [a.name for a in schema.arguments]
+        self.writes = [
+            argument.name for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        self.names = [argument.name for argument in schema.arguments]
         # torch counts the writes of these ops in their kernels, which remote tensors do not reach
         self.counts_writes = bool(self.writes) and self.name.startswith("aten._foreach_")
         self.random = self.name in ops.RANDOM
         self.composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-        self.outs = [a.name for a in schema.arguments if a.is_out]
+        self.outs = [argument.name for argument in schema.arguments if argument.is_out]
         self.dynamic = torch.Tag.dynamic_output_shape in func.tags
         self.pointwise = torch.Tag.pointwise in func.tags
         self.handler: Callable | None = None

@@ -95,6 +95,7 @@ def random(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     kwargs.pop("pin_memory", None)
     if not is_remote(kwargs.get("device")):
         return host_ops.from_shapes(info, args, kwargs)
+    # Ranges are checked once for each combination of numbers, as in dispatch.call
     if info.name in _WITH_RANGES and not kwargs and type(args[0]) is RemoteTensor:
         numbers = (args[0]._ref.meta, *args[1:])
         if numbers not in (accepted := _accepted.setdefault(info.name, set())):
@@ -107,11 +108,11 @@ def view_in_place(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
     """In-place views such as t_ and squeeze_: the view op, whose result the same object then names."""
     if args[0].is_inference() and info.name != "aten.detach_.default":
         refuse_update(args[0])
-    wanted = [str(a.real_type) for a in info.func._schema.arguments]
+    wanted = [str(argument.real_type) for argument in info.func._schema.arguments]
     packet = getattr(aten, info.name.split(".")[1].rstrip("_"))
     overloads = [getattr(packet, name) for name in packet.overloads()]
     # The overload of the view op with the same arguments: `t_` has `t`, `squeeze_.dim` has `squeeze.dim`
-    func = next(f for f in overloads if [str(a.real_type) for a in f._schema.arguments] == wanted)
+    func = next(f for f in overloads if [str(argument.real_type) for argument in f._schema.arguments] == wanted)
     rebind(args[0], call(info_of(func), args, kwargs))
     return args[0]
 

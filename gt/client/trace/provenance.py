@@ -109,6 +109,7 @@ class Origins:
         self._positions = 0
         scopes, self._scopes = self._scopes, []
         for scope in scopes:
+            # The next op of the scope finds no owner, and its table begins anew
             if scope.owner is self:
                 scope.owner = None
 
@@ -139,6 +140,7 @@ class Origins:
             return self._last
         number = _tag_of(node)
         if not number:  # a root of this backward pass, whose output no op used: it takes the origin of its inputs
+            # Nodes of ops before parameters: a parameter's home has the micro-batch of its first use alone
             number = next((n for n in map(_tag_of, sorted(_inputs(node), key=_accumulates)) if n), 0)
             if not number:
                 return 0

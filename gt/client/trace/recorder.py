@@ -152,7 +152,7 @@ class Recorder:
         return None
 
     def end_tape(self) -> None:
-        """The call is over, also if Ctrl-C has ended its last flush: what is left of it is handed over in the tape's form."""
+        """End the call, also if Ctrl-C has ended its last flush: the rest of its ops is handed over in the tape's form."""
         with uninterrupted(), self._lock:
             try:
                 if self.tape is not None and not self.session.failure:
@@ -237,7 +237,7 @@ class Recorder:
         if tape is not None and tape.most_held:
             return  # workers do not start before the call ends, or a fragment: whole batches are fewer
         ended = self.live_tensors.ended and not self.session.waiting
-        # Without a wait for the lock: its holder may wait in submit() for this very thread to send
+        # Without a wait for the lock: this thread serves the link, and another hand-over does the same
         if not (self.code or ended) or not self._lock.acquire(blocking=False):
             return
         try:

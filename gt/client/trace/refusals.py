@@ -108,6 +108,7 @@ def refused_by_kernel(info: Any, args: list, kwargs: dict, result: Any, gpus: bo
     trusting = not shapes if info.random else _trusts_callers(info)
     if not (shapes or odd) or not dtypes or trusting:
         return
+    # Zeros first. An error about values, as of zero as an index, has other words for ones, or is none: it is not the call's
     error = None
     if info.random:
         kwargs = {**kwargs, "generator": _generator()}
@@ -152,6 +153,7 @@ def check_masks(x: torch.Tensor, indices: Any) -> None:
             dim += 1
             continue
         for place, size in enumerate(index.shape):
+            # A mask of n dims selects from the next n dims of the tensor
             if dim + place < x.dim() and size != x.shape[dim + place]:
                 raise IndexError(
                     f"The shape of the mask {list(index.shape)} at index {place} does not match the shape of the indexed "

@@ -78,6 +78,7 @@ def upload_from_file(shape: tuple[int, ...], dtype: torch.dtype, source: FileTen
 
 def values(host: torch.Tensor) -> np.ndarray:
     """A host tensor's values as an array of the same shape, with an integer dtype where NumPy lacks torch's."""
+    # Such a bit says that values are to be conjugated or negated when they are read, which NumPy does not know
     if host.is_conj() or host.is_neg():
         host = host.resolve_conj().resolve_neg()
     try:

@@ -100,6 +100,7 @@ def is_defined(template: Template, ins: Sequence[torch.Tensor], values: Sequence
         target = ins[place]
         memory = target.untyped_storage().data_ptr()
         for other in ins:
+            # Such as x[1:].add_(x[:-1]): an element may be read before or after it is written
             if other.untyped_storage().data_ptr() == memory and not other.is_set_to(target):
                 return False
     name = template.op.split(".")[1].removesuffix("_")
@@ -108,6 +109,7 @@ def is_defined(template: Template, ins: Sequence[torch.Tensor], values: Sequence
         return all(value > 0 for value in divisors) and all(bool((tensor > 0).all()) for tensor in ins[1:])
     if name == "index_put":
         accumulates = (len(template.args) > 3 and template.args[3] is True) or ("accumulate", True) in template.kwargs
+        # Two different values for one index: devices choose one of them, in their own ways. Sums and a single value are sure
         return accumulates or ins[-1].numel() == 1
     return True
 

@@ -121,6 +121,7 @@ class KnownValues:
         self._logged += weight
         if self._logged > MAX_LOG:
             self._idle += 1
+            # A program that reads nothing for long pays nothing: its log is shortened without being followed
             if self._idle <= MAX_IDLE and self.answered:
                 self._follow_log()
             else:
@@ -158,6 +159,7 @@ class KnownValues:
             self._log.clear()
             self._logged, self._followed = 0, len(code)
             return None
+        # Batches that were handed over, then the part of the buffer that is new since the last read
         self._follow_log()
         self._follow(code, self._followed)
         self._followed = len(code)
@@ -175,6 +177,8 @@ class KnownValues:
             return False
         try:
             with torch.inference_mode(False), torch.no_grad():
+                # In normal mode even within inference_mode(): values outlive
+                # the read, and an inference tensor could not be written
                 exact = all(row.evaluate() for row in rows)
         except Exception:  # the worker fails too, and says what is wrong with the arguments
             exact = False
@@ -191,6 +195,8 @@ class KnownValues:
         """
         needed: set[Memory] = {memory}
         written: set[Memory] = set()
+        # Backward from the read. A row is needed if it makes or writes a needed memory; and a row that reads a
+        # memory which a needed row will write has to be executed before that, or it would see the later value
         rows, rest = [], []
         for row in reversed(self._rows):
             makes = {cell.memory for cell in row.outs}.union(row.writes)
@@ -239,12 +245,14 @@ class KnownValues:
 
     def _follow_op(self, template: Template, way: Folding, code: list, at: int) -> None:
         """An op that this process may evaluate, or that changes or names the memory of its operands."""
+        # at: the row's operands; then its scalars and results
         scalars = at + len(template.ins)
         outs = scalars + template.values
         ids, values = code[at:scalars], code[scalars:outs]
         cells = [self._cells.get(number) for number in ids]
         known = [cell for cell in cells if cell is not None]
         if not way.folds or len(known) < len(cells) or not _is_certain(way, known, values):
+            # Not evaluated: its results are not known, and no longer the memory that it writes or names
             for place in way.touched:
                 if (cell := cells[place]) is not None:
                     self._forget(cell.memory)
@@ -255,6 +263,7 @@ class KnownValues:
         outputs = [out for out in template.outs if out.kind in ("new", "view")]
         results = []
         for number, out in zip(code[outs : outs + len(outputs)], outputs, strict=True):
+            # A view is a cell of its base's memory, so that a write through either is seen by both
             memory = known[out.of].memory if out.kind == "view" else Memory(way.cost, way.blank)
             results.append(Cell(memory))
             self._name(number, results[-1])
@@ -292,6 +301,7 @@ class KnownValues:
 def _is_certain(way: Folding, cells: list[Cell], values: list) -> bool:
     """False for an op that reads uninitialised memory, or takes a fraction."""
     for place, cell in enumerate(cells):
+        # Uninitialised memory may be overwritten whole, as by fill_(), where no other tensor names a part of it
         fresh = way.overwrites and place == 0 and len(cell.memory.ids) == 1
         if cell.memory.blank and not fresh:
             return False

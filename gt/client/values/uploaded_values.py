@@ -71,6 +71,7 @@ class UploadedValues:
             count += 1
             viewed = [out.of for out in template.outs if out.kind == "view"]
             if viewed or template.writes:
+                # A view counts as a write: what is written through it later cannot be told from its id
                 self._forget(code[at + 2 + place] for place in (*viewed, *template.writes))
         return count
 

@@ -27,6 +27,7 @@ def batch_norm(  # noqa: PLR0913 - the op's arguments
     """x: [N, C, ...]; weight, bias and the running mean and variance: [C] or None. Errors are those of torch's function."""
     channels = (x.shape[1],) if x.dim() > 1 and x.numel() else None
     known = channels is not None and (training or (mean is not None and variance is not None))
+    # Torch's own function raises the errors for operands of other shapes
     for parameter in (weight, bias, mean, variance):
         if not known or (parameter is not None and parameter.shape != channels):
             return OVERLOAD.decompose(x, weight, bias, mean, variance, training, momentum, eps, cudnn)

@@ -81,6 +81,7 @@ def spare_dynamo() -> None:
     """Have meta kernels run without torch._dynamo while it is not imported. Does nothing once it is, or the second time."""
     if "torch._dynamo" in sys.modules:
         return
+    # All functions that torch excludes have the code of one inner function, by which they are known
     code = torch._compile._disable_dynamo(lambda: None).__code__
     for function in _functions():
         if function.__code__ is code:
@@ -105,6 +106,7 @@ def _plain(excluded: Callable, wrapper: Callable) -> Callable:
 
 def _functions() -> Iterator[FunctionType]:
     """Functions of the modules of meta kernels, registered ones, and those that they wrap."""
+    # Level by level through wrappers: decorators hold the function in a cell of their closure, or as __wrapped__
     roots = [vars(module) for name, module in list(sys.modules.items()) if name.startswith(_MODULES)]
     level = [value for table in [*roots, *torch._decomp.global_decomposition_table.values()] for value in table.values()]
     seen: set[int] = set()
