@@ -509,11 +509,12 @@ class Core:
         """An instruction failed: the session that issued the op learns of it, with the op's origin."""
         worker = self._worker(peer)
 
-        # Ops that a worker skipped for a Ctrl-C. They are of a program whose interrupt is under way; others have lost nothing.
+        # Ops that a worker skipped for a Ctrl-C are of one program. Others have lost nothing.
         if message.kind == "interrupted":
+            skipped = {message.seq, *message.others}
             for session in list(self._lease(peer).sessions.values()):
-                if session.op_stream.interrupted >= 0:
-                    self.guarded(session, "an interrupt", session.drop, {message.seq, *message.others})
+                if session.issued(skipped):
+                    self.guarded(session, "an interrupt", session.drop, skipped)
             return
 
         # Op numbers are unique over all sessions, so one journal at most has it. An answer to a client is in no journal.

@@ -105,6 +105,11 @@ class ClientSession:
         self.outbox.send_held()
         self.op_stream.acknowledge()
 
+    def issued(self, seqs: set[int]) -> bool:
+        """True if ops or questions of these numbers are this session's, or may be: an interrupt of it is under way."""
+        known = any(row.seq in seqs for row in self.journal.rows) or self.fetches.asks(seqs)
+        return known or self.op_stream.interrupted >= 0
+
     def drop(self, seqs: set[int]) -> None:
         """An interrupt dropped the ops and questions of these numbers."""
         self.failures.drop(seqs)

@@ -25,6 +25,7 @@ NEVER_PASSES = 1 << 30  # passes over the middle generation until a full pass
 EVERY_SECONDS = 30.0  # seconds between full passes, at least
 REST_FACTOR = 1000  # times the length of the last full pass, also at least
 OVERDUE_SECONDS = 900.0  # seconds after which a full pass runs even beside work
+OWN_FROZEN = 5000  # objects. Python 3.12 starts with some hundreds frozen; to thaw them costs nothing
 
 
 def keep_freed() -> None:
@@ -47,6 +48,11 @@ def collect_less() -> None:
     gc.set_threshold(YOUNG_OBJECTS, MIDDLE, NEVER_PASSES)
 
 
+def program_froze() -> bool:
+    """True if the program has frozen objects, and not the interpreter alone."""
+    return gc.get_freeze_count() > OWN_FROZEN
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Without passes of the collector inside, for imports: what these make stays, and passes take an eighth of their time.
@@ -60,7 +66,7 @@ def uncollected() -> Iterator[None]:
     finally:
         if enabled:
             # Otherwise the program has frozen objects itself, which unfreezing would give back.
-            if not gc.get_freeze_count():
+            if not program_froze():
                 gc.freeze()
                 gc.unfreeze()  # into the oldest generation
             gc.enable()
@@ -107,7 +113,7 @@ def cycles_collected() -> Iterator[None]:
     A full collection visits all objects of the process: 0.1 s and more beside torch and a few libraries. So the objects from
     before are frozen meanwhile. Those that the program itself has frozen stay so, and others are visited then.
     """
-    freezes = not gc.get_freeze_count()
+    freezes = not program_froze()
     if freezes:
         gc.collect(1)  # or young cycles from before would become old ones, which wait long for a collection
         gc.freeze()

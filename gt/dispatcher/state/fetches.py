@@ -413,6 +413,10 @@ class Fetches:
         self._context.send(Failed(request.number, errors.to_wire(error)))
         return True
 
+    def asks(self, seqs: Collection[int]) -> bool:
+        """True if a question has one of these numbers."""
+        return any(request.seq in seqs or not request.named.keys().isdisjoint(seqs) for request in self.open.values())
+
     def drop(self, seqs: Collection[int]) -> None:
         """An interrupt dropped the questions of these numbers."""
         for request in list(self.open.values()):
