@@ -2,14 +2,10 @@
 
 A fragment's code is a list of numbers. Templates and origins must be equal. Ids of tensors may differ if the same ids stand
 in the same places. Scalars are parameters. A comparison is a few calls over the whole list, not a loop over ops in Python.
+Example: [20, 3, 5, 0.5, 8,  21, 3, 8, 5, 9] is mul of tensor 5 by 0.5, which makes 8, and add of 8 and 5, which makes 9.
 
-Example, two ops: mul of tensor 5 by 0.5 makes 8, add of 8 and 5 makes 9:
-
-    code:    [20, 3, 5, 0.5, 8,  21, 3, 8, 5, 9]        template, origin, operands, scalars, results of each op
-    fixed:    0  1               5  6                   places of templates and origins: 20, 3, 21, 3
-    ins:            2                     8             tensor 0 from before, in places 2 and 8
-    made:                    4         7     9          tensors 0 and 1 made here: 0 in places 4 and 7, 1 in place 9
-    values:              3                              of the first op
+    fixed: places 0, 1, 5, 6, templates and origins: 20, 3, 21, 3         values: place 3
+    ins:   places 2 and 8, tensor 0 from before                           made: places 4 and 7, tensor 0; place 9, tensor 1
 
 The code [20, 3, 6, 0.1, 10,  21, 3, 10, 6, 11] has the same pattern. With 7 in place of the second 6 it has another one.
 """
