@@ -31,7 +31,8 @@ def balance(costs: Costs, units: Sequence[Sequence[Unit]], request: schedule.Sch
         return report
 
     # 2. The best cut of all ops into as many stages. An op takes its part of its stage's whole time, backward included.
-    flat = [unit[0] / sum(u[0] for u in own) * total for own, total in zip(units, totals) for unit in own]
+    sums = [sum(unit[0] for unit in own) for own in units]
+    flat = [unit[0] / whole * total for own, whole, total in zip(units, sums, totals) for unit in own]
     ends = cut(flat, len(totals))
     better = [sum(flat[start:end]) for start, end in zip([0, *ends], [*ends, len(flat)])]
     if max(better) > (1 - MIN_GAIN_SHARE) * max(totals):
