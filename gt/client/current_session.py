@@ -114,15 +114,17 @@ def set_aside() -> tuple:
         Current.config,
         {name: getattr(Current, name) for name in SETTINGS},
         Current.fresh,
+        on_disconnect[:],  # the ends of this session's parts, which another session's end must not call
     )
     Current.recorder, Current.fresh = None, None
+    on_disconnect.clear()
     clear_caches()
     return state
 
 
 def restore(state: tuple) -> None:
     """Resume the session that `set_aside` has interrupted."""
-    Current.recorder, Current.origins, Current.config, settings, Current.fresh = state
+    Current.recorder, Current.origins, Current.config, settings, Current.fresh, on_disconnect[:] = state
     for name, value in settings.items():
         setattr(Current, name, value)
     clear_caches()

@@ -506,3 +506,15 @@ def test_a_program_that_loads_and_saves_is_planned_and_writes_nothing(tmp_path: 
 
     plan = gt.plan(program, workers=1).body
     assert sum(row["bytes"] for row in plan["weights"]) == 4 * 42 and not new.exists() and old.exists()
+
+
+def test_a_plan_amid_a_session_leaves_its_settings_as_they_are(session: Callable) -> None:
+    session("gt: {precision: bf16}")
+    model, x = torch.nn.Linear(4, 4).to("remote"), torch.ones(2, 4, device="remote")
+
+    def step() -> None:
+        torch.nn.Linear(4, 4).to("remote")(torch.ones(2, 4, device="remote"))
+
+    before = model(x)
+    gt.plan(step, workers=1)
+    assert before.dtype == torch.bfloat16 and torch.equal(model(x).cpu(), before.cpu())

@@ -215,7 +215,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 
 def _add(x: torch.Tensor, y: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
     if not isinstance(x, RemoteSparse):
-        return _into_dense(x.clone(), y, alpha)  # type: ignore[arg-type]
+        return _into_dense(x.to(torch.promote_types(x.dtype, y.dtype), copy=True), y, alpha)  # type: ignore[arg-type]
     if not isinstance(y, RemoteSparse):
         return _into_dense(y * alpha if alpha != 1 else y.clone(), x)
     # Both lists of entries, one behind the other: entries of one place are summed when the sum is coalesced
@@ -227,6 +227,8 @@ def _add(x: torch.Tensor, y: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
 def _add_(x: torch.Tensor, y: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
     if isinstance(x, RemoteSparse):
         return _set(x, _add(x, y, alpha=alpha))  # type: ignore[arg-type]
+    if not torch.can_cast(torch.promote_types(x.dtype, y.dtype), x.dtype):
+        raise RuntimeError(f"Can't convert result type {y.dtype} to output {x.dtype} in add operation")
     return _into_dense(x, y, alpha)  # type: ignore[arg-type]
 
 
@@ -238,6 +240,9 @@ def _scale(op: Callable) -> Callable:
     """Product or quotient with a number, or product with a tensor at the entries' places."""
 
     def scaled(x: Any, y: Any) -> torch.Tensor:
+        if op is torch.div and isinstance(y, torch.Tensor) and y.dim():
+            got = f"got shape {list(y.shape)} for divisor"
+            raise RuntimeError(f"Sparse division requires a scalar or zero-dim dense tensor divisor ({got})")
         if not isinstance(x, RemoteSparse) and op is torch.mul:
             x, y = y, x
         if isinstance(y, torch.Tensor) and y.dim():

@@ -260,3 +260,16 @@ def test_other_ops_and_layouts_are_refused_with_advice(one: None, use: Callable,
 def test_nested_tensors_are_refused_with_advice(one: None, make: Callable):
     with pytest.raises(gt.UnsupportedOp, match=r"no nested tensors: .*pad_sequence"):
         make()
+
+
+def test_dtypes_of_dense_and_sparse_operands_are_promoted_or_refused_as_on_the_cpu(one: None):
+    entries = torch.sparse_coo_tensor([[0], [1]], [0.5], (2, 2))
+    whole = torch.ones(2, 2, dtype=torch.int64)
+    found = whole.to("remote") + entries.to("remote")
+    assert found.dtype == torch.float32 and torch.equal(found.cpu(), whole + entries)
+    for sparse, dense in ((entries, whole), (entries.to("remote"), whole.to("remote"))):
+        with pytest.raises(RuntimeError, match="Can't convert result type"):
+            dense.add_(sparse)
+        for divisor in (sparse, dense):
+            with pytest.raises(RuntimeError, match=r"Sparse division requires a scalar .*got shape \[2, 2\]"):
+                (dense if divisor is sparse else sparse) / divisor
