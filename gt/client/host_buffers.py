@@ -80,6 +80,7 @@ class Assembly:
 
     def __init__(self, shape: tuple[int, ...], itemsize: int, pieces: list) -> None:
         self.data = np.empty(prod(shape) * itemsize, np.uint8)
+        # Elements are words of their size: boxes are copied without a dtype
         whole = self.data.view(WORDS[itemsize]).reshape(shape)
         self._pieces: Mapping[int, _Piece | _StoredPiece]
         self._pieces = {key: _Piece(whole, check_boxes(rows, shape)) for key, rows in pieces}

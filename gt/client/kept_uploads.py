@@ -118,6 +118,7 @@ class KeptUploads:
             total, frames = source.region(message.boxes)
         elif array is not None:
             if message.tensor in self._blocks:  # a worker cannot open the arena
+                # Later values are sent by the socket at once
                 self._arenas.disable()
                 array = array.copy()  # frames are read after the block is used again
             total, frames = host_buffers.region_frames(array, message.boxes)

@@ -135,6 +135,7 @@ class CapturedProgram:
                 return result.tensor
             if result.lasts:
                 return result.tensor.detach()
+            # A tensor that the function returns twice is one tensor for the caller, too
             if id(result) not in copies:
                 copies[id(result)] = call(_CLONE, (result.tensor,))
             return copies[id(result)]

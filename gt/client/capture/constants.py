@@ -94,6 +94,7 @@ class Constants:
         with torch.no_grad():
             for op in ops[self._followed :]:
                 self._follow(op)
+        # Floats are followed, since integers may be computed from them, but never told: their bits differ by processor
         self._followed = len(ops)
         value = self._values.get(tensor)
         return None if value is None or value.is_floating_point() or value.is_complex() else value

@@ -300,6 +300,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         noted = len(self._tape.rows)
         result = func(*args, **(kwargs or {}))
+        # Python then has values of which the tape knows no guard
         if any(map(self._tape.depends, args)) and _hands_out(func, result, len(self._tape.rows) > noted):
             self._tape.refuse(f"{resolve_name(func) or func} reads {DRAWN}")
         return result

@@ -178,6 +178,7 @@ class CallRecording:
         if self.shared:
             # First of all, since it explains reasons that other threads' ops have caused
             self.prevents.insert(0, Difference("", SHARED))
+        # One that has ended was a temporary value of the call. A storage that is alive may be filled anew before the next call
         for source, where in self._sources:
             if not source.expired():
                 self.prevents.append(

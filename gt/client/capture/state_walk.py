@@ -151,6 +151,7 @@ class StateWalker:
         self._library_state: set[int] = set()  # objects held by library code, which is not walked; by identity
         self._unordered: set[int] = set()  # dictionaries whose order does not matter, by identity
         self._queue.extend(_GLOBAL_HOOKS)
+        # A tensor that is an argument is compared by its metadata, as part of the key. As a leaf it may have a .grad
         for name, root in roots.items():
             if isinstance(root, RemoteTensor):
                 self._add_leaf(name, root)
@@ -255,6 +256,7 @@ class StateWalker:
         self.snapshot.lengths.append((thing, length, path))
 
     def _add_item(self, path: str, holder: Any, key: Any, attribute: bool, value: Any) -> None:
+        # Tensors are compared by identity, scalars by value; all else is walked into
         if isinstance(value, RemoteTensor):
             self._add_tensor(path, value)
             for n, part in enumerate(value.parts if isinstance(value, RemoteSparse) else ()):

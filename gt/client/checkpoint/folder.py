@@ -112,6 +112,7 @@ class NewFolder:
         for kind, same in (("a mount point", os.path.ismount), ("the program's working folder", _is_working_folder)):
             if same(self.target):
                 raise CheckpointError(f"{self.target} is {kind}, which a save cannot replace: save to a folder in it")
+        # A save replaces the folder: what it holds must be files that can be linked into the new one
         others = [entry.name for entry in list(os.scandir(self.target)) if not entry.is_file(follow_symlinks=False)]
         if others:
             raise CheckpointError(

@@ -180,6 +180,7 @@ class _Files:
             return tensor
         self._copied += source[1].nbytes
         recorder = current_session.current()
+        # Else workers would hold the values of a whole checkpoint beside the model
         if self._copied >= LARGE_BYTES and recorder.live_tensors.ended:  # free those that were copied before the next are read
             recorder.free_ended()
             self.wait_for_copies()
@@ -265,6 +266,7 @@ def _by_index(index: Path, files: _Files) -> dict[str, Path]:
     names = _json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise CheckpointError(f"{index} has no weight_map of names and files")
+    # An index of somebody who means harm could name any file of this host
     odd = next((file for file in names.values() if _elsewhere(file)), None)
     if odd is not None:
         raise CheckpointError(f"{index} names {odd!r:.100}, want a file beside it")

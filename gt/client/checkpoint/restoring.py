@@ -62,6 +62,7 @@ def restore(into: Any, state: Any, where: Path, unread: Unread, strict: bool = T
         more = f"; and {left} more differences" if left > 0 else ""
         raise CheckpointError(f"{where} does not fit: {'; '.join(problems[:MAX_SHOWN])}{more}")
     with torch.no_grad():
+        # Those that may be refused come first, and can be undone
         _apply(sorted(changes, key=lambda change: change.undo is None), where)
 
 
@@ -223,6 +224,7 @@ def _parts(given: dict) -> Iterator[dict]:
 
 def _replace(module: torch.nn.Module, given: dict, own: dict[str, Any], meta: set[str]) -> None:
     """Put values in place of tensors on the meta device, which stay shared where they were."""
+    # By identity of the old tensor: tied weights get one new tensor
     made: dict[int, torch.Tensor] = {}
     for key in sorted(meta):
         old, value = own[key], given[key]
@@ -277,6 +279,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping) -> None:
         groups = optimizer.param_groups
     except LookupError as error:
         groups, refused = state["param_groups"], error
+    # A group that lacks an option was saved by another kind of optimizer. The options say so better than a KeyError
     options = set(getattr(optimizer, "defaults", ()))
     missing = sorted({option for group in groups for option in options.difference(group)})
     if missing:

@@ -47,7 +47,8 @@ def _exchange(module_tensor: torch.Tensor, moved: torch.Tensor) -> None:
             torch.autograd.graph.get_gradient_edge(module_tensor).node.register_prehook(_refuse_backward)
     with torch._C.DisableTorchFunctionSubclass():
         hooks = module_tensor._backward_hooks, module_tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    # Exchange classes, attributes and C++ tensors, as torch.utils.swap_tensors does, which refuses tensors with weak references
+    # Exchange classes, attributes and C++ tensors, as torch.utils.swap_tensors
+    # does, which refuses tensors with weak references
     module_tensor.__class__, moved.__class__ = moved.__class__, module_tensor.__class__
     names = {k: v for k, v in module_tensor.__dict__.items() if k not in _OF_VALUE}  # which the program or a library set
     module_tensor.__dict__, moved.__dict__ = {**moved.__dict__, **names}, module_tensor.__dict__

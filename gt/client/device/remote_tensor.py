@@ -334,6 +334,7 @@ def _host(tensor: RemoteTensor) -> torch.Tensor:
         return whole.new_empty(0).set_(whole.untyped_storage(), meta.offset, meta.shape, meta.stride)
     host = tensor.detach().cpu()
     saved.hosts[host.untyped_storage()._cdata] = host
+    # All of the memory: later tensors of it in this file are views of this storage
     if not meta.offset and host.stride() == meta.stride and _end(meta) == host.numel():
         saved.memories[number] = host
     return host

@@ -103,6 +103,7 @@ class ModuleCalls:
 
     def _checkpointed(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> Any:
         """Call a module whose activations backward computes again, with the same casts."""
+        # Kept for the second forward in backward, which is outside of the outermost call
         casts = self._within.casts or Casts()
 
         def run(*args: Any, **kwargs: Any) -> Any:

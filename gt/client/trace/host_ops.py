@@ -116,6 +116,7 @@ def new_empty(info: OpInfo, args: tuple, kwargs: dict) -> Any:
 
 def is_new(tensor: RemoteTensor) -> bool:
     """True for uninitialised memory that the op before this one made: nothing else names it."""
+    # The number of ops tells that no other op was recorded since, which could have used it
     return Current.fresh == (tensor._ref.id, current_session.current().ops)
 
 

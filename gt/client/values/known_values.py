@@ -154,6 +154,7 @@ class KnownValues:
         interrupts: of the session so far; each may have dropped ops that were handed over.
         """
         if interrupts != self._interrupts:
+            # An interrupt may have dropped ops that were followed: nothing from before it is sure
             self._interrupts = interrupts
             self._forget_all()
             self._log.clear()
@@ -286,6 +287,7 @@ class KnownValues:
 
     def _bound(self) -> None:
         """Drop the rows that decide nothing alive. All, if too much is left."""
+        # Backward: a row stays if it fills memory that a living tensor, or a later row that stays, reads
         alive = {cell.memory for cell in self._cells.values()}
         rows = []
         for row in reversed(self._rows):

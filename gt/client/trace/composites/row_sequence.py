@@ -154,6 +154,7 @@ def sequence_of(function: Callable[..., Any], metas: tuple[Meta | None, ...]) ->
             break
     results = results if isinstance(results, tuple) else (results,)
     slots = [None if result is None else result._ref.slot for result in results]
+    # A result that is an operand: there is no new id to give it
     if any(slot is not None and slot < count for slot in slots):
         return None
     return RowSequence(mode.rows, count, slots)
