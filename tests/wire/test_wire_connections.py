@@ -274,6 +274,9 @@ def test_endless_parts_end_that_peer_alone(ours, more):
     evil, good = enter(ours), enter(ours)
     for sock in (evil, good):
         sock.sendall(zmtp.frame(codec.pack(hello("client"))))
+    known = until(ours, Arrived)  # both, before one pours: a stranger's connection ends earlier, by another limit
+    if sum(isinstance(item, Arrived) for item in known) < 2:
+        until(ours, Arrived)
     faults: list[str] = []
     ended: list[bool] = []
     block = zmtp.frame(connections.PART + bytes(100_000), more=more)
