@@ -3,6 +3,7 @@
 Four CPU workers are the stages of a small network. The step is a plain loop over micro-batches.
 """
 
+import argparse
 import sys
 import tempfile
 import time
@@ -58,4 +59,6 @@ def main(schedule: str = "zb-h1") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("schedule", nargs="?", default="zb-h1", help="such as 1f1b or auto; docs/schedules.md has all")
+    sys.exit(main(parser.parse_args().schedule))

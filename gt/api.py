@@ -231,6 +231,8 @@ def _start_local(
 ) -> None:
     from gt.launch import local
 
+    if not hasattr(n, "__index__"):
+        raise TypeError(f"the number of workers is {n!r:.80}, want a whole number of at least 1")
     if n < 1:
         raise ValueError(f"the number of workers is {n}, want at least 1")
     _switches(stall_timeout)

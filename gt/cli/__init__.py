@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
+import select
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
@@ -11,10 +13,25 @@ from importlib.metadata import version as version_of
 
 from gt import __version__, env
 
+STDOUT = 1
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code."""
-    args = sys.argv[1:] if argv is None else argv
+    """Run a command and return its exit code. A reader of its output that ends first, as `head` does, is no error of it."""
+    try:
+        code = _main(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        poll = select.poll()
+        poll.register(STDOUT, 0)
+        if not any(event & select.POLLERR for _, event in poll.poll(0)):
+            raise  # another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # Python flushes it once more at its end
+        return 0
+
+
+def _main(args: list[str]) -> int:
     if args and args[0] in COMMANDS:
         return COMMANDS[args[0]][0](args[1:])
     if args == ["--version"]:

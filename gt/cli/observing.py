@@ -46,6 +46,8 @@ def observe(command: str, given: argparse.Namespace, interval: float, show: Call
             return show(stream)
     except KeyboardInterrupt:
         return 0
+    except BrokenPipeError:  # of the output: gt.cli.main ends it in silence
+        raise
     except (GTError, ValueError, OSError) as error:
         sys.stderr.write(f"{command}: {error}\n")
     return 1

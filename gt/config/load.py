@@ -50,7 +50,7 @@ MAX_HINT_CHARACTERS, MAX_HINT_NAMES = 64, 64  # characters of a name, and names,
 MAX_COMPARED_NAMES = 3  # names that `hint` compares by difflib, which takes 0.5 ms for each of 64 characters
 MAX_SHOWN_NAMES, MAX_SHOWN_CHARACTERS = 20, 80  # names in an error, characters of a value in an error
 _NESTED = re.compile(rf"(?:[-?:][ \t]+){{{MAX_NESTING_LEVELS}}}")  # libyaml reads each by a call within a call
-_COMPOSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast
 WORKERS = "write workers: [0, 1], or workers: null for all"
 OTHER_NAMES = {name: "workers" for name in ("devices", "gpus", "ranks", "hosts", "nodes")}  # keys of other tools, and GT's
 DEGREES = ("tp", "pp", "dp", "tensor_parallel", "pipeline_parallel", "data_parallel_size")  # other tools' keys
@@ -162,7 +162,7 @@ class _Reader:
             self.fail("", line, f"nested too deep: {MAX_NESTING_LEVELS} dashes within one another in one line")
         try:
             self.check_depth(text)
-            return yaml.compose(text, Loader=_COMPOSER)
+            return yaml.compose(text, Loader=LOADER)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             line = mark.line + 1 if mark else 1
@@ -176,7 +176,7 @@ class _Reader:
     def check_depth(self, text: str) -> None:
         """Refuse deep nesting, event by event: libyaml's time grows with the square of the depth, and composing needs stack."""
         depth = 0
-        for event in yaml.parse(text, Loader=_COMPOSER):
+        for event in yaml.parse(text, Loader=LOADER):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_NESTING_LEVELS:
                 line = _line(event)

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from gt.config.files import read
-from gt.config.load import load
+from gt.config.load import LOADER, load
 from gt.errors import ConfigError
 
 log = logging.getLogger("gt")
@@ -54,7 +54,7 @@ def load_config(config: str | Mapping[str, Any]) -> None:
     """Add the groups of a YAML to the configs of sessions that begin from now on. config: as for gt.connect."""
     text, path = _given(config)
     load(text, path)
-    _registered.update(yaml.safe_load(text) or {})
+    _registered.update(yaml.load(text, LOADER) or {})
 
 
 def clear_configs() -> None:
@@ -72,7 +72,7 @@ def source(config: str | Mapping[str, Any] | None, default: str) -> tuple[str, s
         return text, path
     # Loaded alone first: a fault has the file's line, which the joined text would not have.
     load(text, path)
-    return _text({**(yaml.safe_load(text) or {}), **_registered}), path or "gt.register_config"
+    return _text({**(yaml.load(text, LOADER) or {}), **_registered}), path or "gt.register_config"
 
 
 def _given(config: str | Mapping[str, Any]) -> tuple[str, str]:

@@ -100,10 +100,9 @@ class SimulatedWorker:
         self._names.clear()
         blocks = {id(held.block): held.block for held in self.tensors.values()}
         for block in blocks.values():
-            if not block.dead:
-                fresh = Block(block.nbytes, -1)
-                fresh.kind, fresh.name, fresh.refs = block.kind, block.name, block.refs
-                blocks[id(block)] = fresh
+            fresh = Block(block.nbytes, -1)  # what counts as freed may be used again: another optimizer's weights
+            fresh.kind, fresh.name, fresh.refs, fresh.dead = block.kind, block.name, block.refs, block.dead
+            blocks[id(block)] = fresh
         for held in self.tensors.values():
             held.block = blocks[id(held.block)]
         self.now.start = list(blocks.values())

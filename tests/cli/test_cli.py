@@ -72,6 +72,17 @@ def test_the_version_names_gt_torch_and_python(script: str) -> None:
     assert ran(script, "--version").stdout == ran("-m", "gt", "version").stdout == want
 
 
+@pytest.mark.parametrize("buffered", ["", "1"])
+@pytest.mark.parametrize("command", ["--version", "--help", "schema", "env"])
+def test_a_reader_that_ends_first_is_no_error(command: str, buffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ways = {"env": {**ENVIRONMENT, "PYTHONUNBUFFERED": buffered}, "stdout": writer, "stderr": subprocess.PIPE}
+    done = subprocess.run([sys.executable, "-m", "gt", command], **ways, text=True, timeout=limit(60))
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_doctor_says_what_is_missing_where_nothing_is_installed(script: str) -> None:
     lines = ran(script, "doctor", options=("-S",), code=1).stdout.splitlines()
     assert lines[0].startswith("ok       python")

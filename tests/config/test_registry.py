@@ -47,6 +47,12 @@ def test_registered_groups_join_those_of_the_file() -> None:
     assert source("", "") == ("", "")
 
 
+def test_a_file_that_the_reader_accepts_can_be_registered() -> None:
+    """libyaml accepts a tab after a colon, Python's own reader of YAML does not."""
+    load_config("s:\t{workers: [4]}\n")
+    assert load(*source("t:\t{workers: [1]}\n", "")).groups.keys() == {"s", "t"}
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -208,6 +208,26 @@ def test_memory_is_what_can_be_counted_by_hand(two: str) -> None:
     assert abs(first["flops"] / (3 * 3 * matmul - matmul) - 1) < 0.15  # nobody asks for the gradient of the input
 
 
+def test_two_optimizers_that_step_in_turns_are_planned() -> None:
+    """The interval before the second one's step is the shorter: rows of the longer one are none of it."""
+
+    def train() -> None:
+        first, second = (torch.nn.Linear(4, 4).to("remote") for _ in range(2))
+        optimizers = [torch.optim.Adam(layer.parameters()) for layer in (first, second)]
+        for _ in range(3):
+            x = torch.randn(8, 4, device="remote")
+            loss = (second(first(x).detach()) + second(x)).square().exp().sin().sum()
+            for optimizer in reversed(optimizers):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                loss = second(first(x)).sum()
+
+    body = gt.plan(train).body
+    assert body["memory"][0]["weights"] == 4 * (4 * 4 + 4)  # of the optimizer that stepped last
+    assert body["memory"][0]["peak"] > 0
+
+
 def test_a_better_cut_is_proposed_with_what_it_gains(two: str) -> None:
     pipe = gt.plan(lopsided, 8192, 8192, (3, 1), config=two).body["pipeline"]
     better = pipe["balance"]["better"]

@@ -150,8 +150,26 @@ def why_key_differs(old: tuple, new: tuple) -> str:
         if old[1 + place] != new[1 + place]:
             if not isinstance(new[1 + place], tuple) and not isinstance(old[1 + place], tuple):
                 return f"argument {place}, which is another object"
-            return f"argument {place}, which was {_describe(old[1 + place])} and is {_describe(new[1 + place])}"
+            return f"argument {place}, {_difference(old[1 + place], new[1 + place])}"
     return "another mode (grad, autocast, default dtype or device, signal group) or session"
+
+
+def _difference(old: Any, new: Any) -> str:
+    before, after = _describe(old), _describe(new)
+    if before != after:
+        return f"which was {before} and is {after}"
+    last, now = _details(old), _details(new)
+    names = [name for name in now if last[name] != now[name]]
+    parts = [f"whose {name} was {last[name]} and is {now[name]}" for name in names]
+    advice = "" if "requires_grad" in names else ": pass a clone(memory_format=torch.contiguous_format) of it"
+    return f"{after} {', '.join(parts)}{advice}"
+
+
+def _details(key: Any) -> dict[str, Any]:
+    """The parts of a tensor's key that its description lacks."""
+    if key[0] == "host":
+        return {"stride": list(key[2]), "requires_grad": key[4]}
+    return {"stride": list(key[0].stride), "storage offset": key[0].offset, "requires_grad": key[1]}
 
 
 def _describe(key: Any) -> str:

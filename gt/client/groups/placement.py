@@ -43,7 +43,10 @@ def apply(
     missed = unmatched(listed, names)
     if missed:
         pattern = missed[0].pattern
-        raise ConfigError(f"pattern {pattern!r} matches none of the {len(names) - 1} modules, such as {names[1:4]}")
+        known = f"none of the {len(names) - 1} modules, such as {names[1:4]}"
+        if len(names) == 1:
+            known = f"no module: {type(model).__name__} has none in it, want the pattern '', which is the model itself"
+        raise ConfigError(f"pattern {pattern!r} matches {known}")
     placed = assign(listed, names)
     for name, module in model.named_modules():
         unplace(module)

@@ -94,11 +94,8 @@ def _roles() -> dict[int, tuple[str, str]]:
     for o in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
         for i, kind, name in tensor_roles.rows(o, names):
             roles[i] = kind, name
-    for o in gc.get_objects():
-        if issubclass(type(o), torch.nn.Parameter) and o.grad is not None:
-            reference = getattr(o.grad, "_ref", None)
-            if reference is not None:
-                roles.setdefault(reference.id, ("gradients", names.get(id(o), "")))
+    for i, kind, name in tensor_roles.gradients(names):
+        roles.setdefault(i, (kind, name))
     return roles
 
 

@@ -50,7 +50,7 @@ def _lines(session: ClientSession, worker: Worker, top: list[list[int]]) -> dict
     """Bytes and tensors by the line that made them."""
     lines: dict[str, tuple[int, int]] = {}
     for holder in _holders(session, worker, top):
-        where = "what is let go by now, or passes between ops"
+        where = "values between ops, or that your program holds no more"
         if holder.origin is not None:
             where = _where(holder.origin, f", {holder.what}" if holder.what else "")
         before = lines.get(where, (0, 0))

@@ -359,3 +359,24 @@ def test_the_reason_is_shown_if_no_two_calls_have_the_same_kind_of_arguments(one
         compiled(given, **{f"name{n}": 1})
     assert "differed in arguments in another structure" in str(compiled.explain())
     assert str(compiled.explain()).count("no two calls in a row") == 1
+
+
+def test_the_reason_names_what_differs_in_tensors_of_one_shape(one: None) -> None:
+    rows = torch.randn(4, 12).to("remote")
+    cases = {
+        "f32[4,4] whose storage offset was 4 and is 8: pass a clone": lambda n: rows[:, 4 * n : 4 * n + 4],
+        "f32[4,4] whose stride was [1, 4] and is [4, 1]: pass a clone": lambda n: batch_of(4).T if n % 2 else batch_of(4),
+        "f32[4,4] whose requires_grad was True and is False": lambda n: batch_of(4).requires_grad_(n % 2 == 1),
+        "float32[4, 4] whose stride was [1, 4] and is [4, 1]: pass a clone": lambda n: (
+            torch.ones(4, 4).T if n % 2 else torch.ones(4, 4)
+        ),
+    }
+    for words, argument in cases.items():
+        compiled = gt.compile(lambda x: (x * 2).sum().detach())
+        for n in range(3):
+            compiled(argument(n))
+        assert words in str(compiled.explain()), compiled.explain()
+
+
+def batch_of(size: int) -> torch.Tensor:
+    return torch.ones(size, size, device="remote")

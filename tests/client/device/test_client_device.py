@@ -179,6 +179,8 @@ def test_a_missing_config_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> No
         gt.connect("localhost:1", config="no/such.yaml")
     with pytest.raises(ValueError, match="want at least 1"):
         gt.cpu_workers(0)
+    with pytest.raises(TypeError, match="the number of workers is '2', want a whole number"):
+        gt.cpu_workers("2")  # type: ignore[arg-type]
 
 
 def test_libraries_are_told_that_values_cannot_be_read_once_one_was(one: None) -> None:

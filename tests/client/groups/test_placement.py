@@ -122,6 +122,8 @@ def test_a_deep_copy_is_placed_too_and_stands_alone() -> None:
 def test_patterns_that_match_nothing_are_an_error() -> None:
     with pytest.raises(ConfigError, match=r"pattern 'x\.\*' matches none of the"):
         apply(model(), {"x.*": "a"}, Spy())
+    with pytest.raises(ConfigError, match=r"pattern 'x' matches no module: Linear has none in it, want the pattern ''"):
+        apply(nn.Linear(2, 2), {"x": "a"}, Spy())
     with pytest.raises(ConfigError, match="want a group's name"):
         apply(model(), {"h.*": 3}, Spy())  # type: ignore[dict-item]
 

@@ -50,6 +50,14 @@ def test_uses_and_lines_add_up_to_the_workers_own_count(session: Callable, captu
     assert f"{first.name} (cpu): " in summary and "test_memory.py:" in summary and "weights" in summary
 
 
+def test_gradients_are_told_from_activations_without_an_optimizer(session: Callable) -> None:
+    session("")
+    model = torch.nn.Linear(256, 64).to("remote")
+    model(torch.randn(32, 256, device="remote")).sum().backward()
+    uses = gt.memory_summary().workers[0].by_use()
+    assert uses["gradients"] == uses["weights"] == 4 * (256 * 64 + 64)
+
+
 def test_the_snapshot_is_what_torchs_viewer_reads(session: Callable, tmp_path: Path) -> None:
     session("")
     held = trained()
