@@ -191,7 +191,7 @@ def weigh(body: bytes) -> None:
         code = body[start : reader.tell()]
         number = msgpack.unpackb(code) if len(code) <= MAX_CODE_BYTES else None
         if type(number) is not int or not 0 <= number < len(CODES) or count != len(_ROWS.names[number]) + 1:
-            raise ProtocolError(f"body of {len(body)} bytes has {count} fields, which no message has")
+            raise ProtocolError(f"body of {len(body)} bytes is no message: its code or its number of fields is unknown")
         for name in _ROWS.names[number]:
             start = reader.tell()
             reader.skip()
