@@ -47,6 +47,7 @@ from gt.ir.text import in_bytes
 MAX_CONFIG_VALUES = 8192  # keys and values of a config, with aliases expanded
 MAX_NESTING_LEVELS = 16  # lists and mappings within one another, and signs of nesting in a line
 MAX_HINT_CHARACTERS, MAX_HINT_NAMES = 64, 64  # characters of a name, and names, among which `hint` looks for a similar one
+TOO_DEEP = f"nested too deep: more than {MAX_NESTING_LEVELS} lists and mappings within one another"
 MAX_COMPARED_NAMES = 3  # names that `hint` compares by difflib, which takes 0.5 ms for each of 64 characters
 MAX_SHOWN_NAMES, MAX_SHOWN_CHARACTERS = 20, 80  # names in an error, characters of a value in an error
 _NESTED = re.compile(rf"(?:[-?:][ \t]+){{{MAX_NESTING_LEVELS}}}")  # libyaml reads each by a call within a call
@@ -166,6 +167,9 @@ class _Reader:
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             line = mark.line + 1 if mark else 1
+            # PyYAML has its own limit since 6.0.4, which brackets meet before the first event
+            if "nesting depth" in str(error.problem):
+                self.fail("", line, TOO_DEEP)
             self.fail("", line, f"not YAML: {error.problem or error.context!s:.200}; {BROKEN}")
         except yaml.reader.ReaderError as error:
             line, character = text.count("\n", 0, error.position) + 1, text[error.position : error.position + 1]
@@ -179,8 +183,7 @@ class _Reader:
         for event in yaml.parse(text, Loader=LOADER):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_NESTING_LEVELS:
-                line = _line(event)
-                self.fail("", line, f"nested too deep: more than {MAX_NESTING_LEVELS} lists and mappings within one another")
+                self.fail("", _line(event), TOO_DEEP)
 
     def entries(self, node: yaml.Node, what: str, group: str = "") -> list[tuple[str, yaml.Node, yaml.Node]]:
         """(key, its node, the value's node) for each entry of a mapping with distinct names as keys."""

@@ -51,6 +51,7 @@ _GLOBAL_HOOKS = [
     if name.startswith("_global") and isinstance(value, dict)
 ]  # hooks of all modules and optimizers
 _GLOBAL_OPS = frozenset(name for name in dis.opmap if "GLOBAL" in name or name.endswith("_NAME")) - {"IMPORT_NAME"}
+_IMPORT_OPS = frozenset({"IMPORT_NAME", "IMPORT_FROM"})
 _CONTAINERS = (dict, types.MappingProxyType, list, tuple, deque, set, frozenset, functools.partial)
 _CHILD_FIELDS = frozenset({"_parameters", "_buffers", "_modules"})
 _HOOK_FIELDS = frozenset(key for key in torch.nn.Module().__dict__ if key.startswith("_")) - _CHILD_FIELDS
@@ -311,13 +312,18 @@ class StateWalker:
             self._queue.append(("os.environ", env.every_variable()))
         # First the cheap test by names, which include attributes; disassembly then tells which names are globals
         named = names & function.__globals__.keys()
-        for name in sorted(named & _globals(function.__code__) if named else ()):
+        for name in sorted(named & _operands(function.__code__, _GLOBAL_OPS) if named else ()):
             self._add_item(name, function.__globals__, name, False, function.__globals__[name])
+        self._visit_imported(function, names)
+
+    def _visit_imported(self, function: types.FunctionType, names: set[str]) -> None:
+        """Those users' modules that a function's own code imports."""
         package = function.__globals__.get("__package__") or ""
-        for name in names:  # modules that it imports itself
-            module = sys.modules.get(name) or sys.modules.get(f"{package}.{name}")
-            if module is not None and not is_library(module.__name__):
-                self._queue.append((name, module))
+        loaded = {name: sys.modules.get(name) or sys.modules.get(f"{package}.{name}") for name in names}
+        modules = {name: module for name, module in loaded.items() if module and not is_library(module.__name__)}
+        # A function of another origin may have the name of a module that somebody has imported, such as train()
+        for name in sorted(modules.keys() & _operands(function.__code__, _IMPORT_OPS) if modules else ()):
+            self._queue.append((name, modules[name]))
 
     def _visit_module(self, path: str, module: types.ModuleType) -> None:
         """Those globals of a user's module that user code names."""
@@ -401,10 +407,10 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _globals(code: types.CodeType) -> frozenset[str]:
-    """Those of the names that are globals, and not attributes: `model.x` does not read a global `x`."""
-    own = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in _GLOBAL_OPS}
-    return frozenset(own.union(*(_globals(part) for part in code.co_consts if isinstance(part, types.CodeType))))
+def _operands(code: types.CodeType, ops: frozenset[str]) -> frozenset[str]:
+    """Names that code uses by some instructions, nested functions included: `model.x` does not read a global `x`."""
+    own = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in ops}
+    return frozenset(own.union(*(_operands(part, ops) for part in code.co_consts if isinstance(part, types.CodeType))))
 
 
 def fingerprint(thing: Any) -> Any:

@@ -32,6 +32,7 @@ from torch import nn
 
 import gt
 from gt.client.capture import user_code
+from gt.client.capture.state_walk import snapshot
 
 CALLS = 9
 CHANGES = (4, 7)  # before these calls; a program is there from the third
@@ -760,3 +761,23 @@ def test_an_attribute_is_not_the_global_of_its_name(one):
     for _ in range(4):
         step(x).item()
     assert "1 program" in step.explain() and "parts" not in step.explain() and "projection" not in step.explain()
+
+
+def tune() -> None: ...
+
+
+def step() -> Callable[[], None]:
+    from settings_of_a_user import RATE
+
+    return lambda: print(RATE, tune)
+
+
+def test_a_module_counts_where_the_code_imports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that somebody has imported may have the name of any function: `train`, `step`, `model`."""
+    for name in ("step", "settings_of_a_user", "tune", f"{__package__}.print"):
+        module = types.ModuleType(name)
+        module.RATE = 1  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    paths = {item.path for item in snapshot({"": lambda: step()}).items}
+    assert {"step.__code__", "settings_of_a_user.RATE"} <= paths, paths
+    assert not {"step.RATE", "tune.RATE", "print.RATE"} & paths, paths
