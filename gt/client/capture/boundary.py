@@ -119,9 +119,13 @@ class HostRngState:
 
 
 def key_of(leaf: Any) -> Any:
-    """The part of an argument that selects a program: a tensor's metadata, any other value itself."""
+    """The part of an argument that selects a program: a tensor's metadata, any other value itself.
+
+    A storage offset does not count: a program fills a copy of an argument, or knows the very tensor that it reads in place.
+    """
     if isinstance(leaf, RemoteTensor):
-        return (leaf._ref.meta, leaf.requires_grad)
+        meta = leaf._ref.meta
+        return (meta.without_offset() if meta.offset else meta, leaf.requires_grad)
     if isinstance(leaf, torch.Tensor):
         return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
     # Any other object counts by identity alone: its content is compared by the program's guard
@@ -169,7 +173,7 @@ def _details(key: Any) -> dict[str, Any]:
     """The parts of a tensor's key that its description lacks."""
     if key[0] == "host":
         return {"stride": list(key[2]), "requires_grad": key[4]}
-    return {"stride": list(key[0].stride), "storage offset": key[0].offset, "requires_grad": key[1]}
+    return {"stride": list(key[0].stride), "requires_grad": key[1]}
 
 
 def _describe(key: Any) -> str:

@@ -18,6 +18,7 @@ from gt.client.reports import progress
 from gt.client.trace import recorder as recorders
 from gt.ir.instr import client_ops
 from gt.ir.ops import RANDOM
+from gt.ir.spec import Spec, row_major_stride
 from gt.ir.template import T, to_wire
 
 SHARED = "another thread used remote tensors during the call: have it do so between two calls"
@@ -252,6 +253,8 @@ def _describe_change(old: RecordedOp, new: RecordedOp, origins: Origins) -> str:
         return f"it was {old.name}, and is {new.name}"
     if before.ins != now.ins:
         was, is_ = (" ".join(spec.text() for spec in template.ins) for template in (before, now))
+        if was == is_:
+            was, is_ = (" ".join(_layout(spec) for spec in template.ins) for template in (before, now))
         return f"the operands of {new.name} were {was}, and are {is_}"
     if (before.args, before.kwargs) != (now.args, now.kwargs):
         was, is_ = (_constants_of(template) for template in (before, now))
@@ -259,6 +262,12 @@ def _describe_change(old: RecordedOp, new: RecordedOp, origins: Origins) -> str:
     if old.origin != new.origin:
         return f"{new.name} was called {origins.text(old.origin)}, and is called {origins.text(new.origin)}"
     return f"{new.name} has other results or writes other operands"
+
+
+def _layout(spec: Spec) -> str:
+    """An operand as text with its place in memory, where that is another than a new tensor's."""
+    stride = "" if spec.stride == row_major_stride(spec.shape) else f" of strides {list(spec.stride)}"
+    return f"{spec.text()}{stride}{f' at element {spec.offset}' if spec.offset else ''}"
 
 
 def _constants_of(template: Template) -> str:

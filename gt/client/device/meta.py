@@ -36,6 +36,10 @@ class Meta:
             count *= size
         return count
 
+    def without_offset(self) -> Meta:
+        """The same metadata at the start of a storage."""
+        return intern(self.shape, self.stride, 0, self.dtype)
+
     def stand_in(self) -> torch.Tensor:
         """A tensor on torch's meta device with the same metadata."""
         if not self.offset:

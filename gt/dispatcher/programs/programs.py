@@ -439,9 +439,7 @@ class Programs:
         journal, copies = tape.sealed(), self._host_copies.of_program(tape)
         touched = [*reads], [*writes], [*makes]
         program = Program([*uses], journal, layouts, made, *touched, tape.constants, tape.size, copies)
-        program.seconds = {
-            worker: sum(costs.get(row.define.number, 0.0) for row in part) for worker, part in tape.code.items()
-        }
+        program.seconds = {worker: sum(costs.get(row.define.number, 0.0) for row in part) for worker, part in tape.code.items()}
         for storage in program.changes():
             storage.written_by(program.count)
         return program
@@ -572,9 +570,7 @@ def _unfinished(storage: Storage, carried: set[int]) -> bool:
     if storage.recipe is not None:
         return True
     root = next(t for t in storage.tensors.values() if t.base is None)
-    return bool(
-        not root.spec.shape and root.layout and root.layout.partial and carried.isdisjoint(storage.tensors)
-    )
+    return bool(not root.spec.shape and root.layout and root.layout.partial and carried.isdisjoint(storage.tensors))
 
 
 def _pairs(rows: Sequence, table: dict) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,22 @@ def view_of_a_changed_weight(device: str, wrap: Callable) -> Any:
 def rows_of_a_buffer(device: str, wrap: Callable) -> Any:
     step, buffer = wrap(added_in_place), torch.zeros(6, 3, device=device)
     return [step(buffer[n]) for n in range(6)], buffer
+
+
+def slices_that_move_on(device: str, wrap: Callable) -> Any:
+    def step(x: torch.Tensor, label: torch.Tensor, keys: torch.Tensor) -> tuple:
+        x.add_(label[:, None])
+        return x, x.t()[1:], keys, (x @ keys).relu()
+
+    data, labels, keys = torch.arange(96.0).reshape(3, 32).to(device), torch.ones(48, device=device), rows(device, 9)
+    compiled, seen = wrap(step), []
+    for n in range(9):
+        got = compiled(data[:, 3 * n + 1 : 3 * n + 4], labels[5 * n : 5 * n + 3], keys[n].T[:, n % 2 :])
+        got[0].mul_(2)
+        got[1].sub_(1)
+        got[2].mul_(3)
+        seen.append(got)
+    return seen, data, labels, keys
 
 
 def returned_argument(device: str, wrap: Callable) -> Any:
@@ -184,10 +201,10 @@ def changed_gradient(device: str, wrap: Callable) -> Any:
 
 
 PROGRAMS = (
-    changed_argument, changed_argument_of_a_failing_call, one_tensor_twice, view_of_a_changed_weight, rows_of_a_buffer,
-    returned_argument, returned_views_of_an_argument, returned_view_of_state, returned_state_of_before, result_returned_twice,
-    changed_containers, rebound_argument, argument_that_begins_to_require_grad,
-    assigned_gradient, changed_gradient,
+    changed_argument, changed_argument_of_a_failing_call, one_tensor_twice, view_of_a_changed_weight,
+    rows_of_a_buffer, slices_that_move_on, returned_argument, returned_views_of_an_argument, returned_view_of_state,
+    returned_state_of_before, result_returned_twice, changed_containers, rebound_argument,
+    argument_that_begins_to_require_grad, assigned_gradient, changed_gradient,
 )  # fmt: skip
 
 
@@ -214,6 +231,34 @@ def test_slices_of_one_batch_are_replayed_where_nothing_changes_them(one: None) 
     losses = [step(batch[:, :-1], batch[:, 1:]).item() for batch in batches]
     assert losses == [(batch[:, :-1] * batch[:, 1:]).sum().item() for batch in rows("cpu", 8)]
     assert "5 replays" in step.explain()
+
+
+def test_slices_at_other_places_of_the_data_are_replayed(one: None) -> None:
+    data, labels = torch.randn(64, 40), torch.randn(64)
+    there, wanted = (data.to("remote"), labels.to("remote")), []
+    weight = torch.randn(40, device="remote", requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step(x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        loss = (x @ weight - label).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    losses, parameter = [], weight.detach().cpu()
+    compiled = gt.compile(step)
+    for n in range(0, 64, 8):
+        losses.append(compiled(there[0][n : n + 8], there[1][n : n + 8]))
+        x, label = data[n : n + 8], labels[n : n + 8]
+        wanted.append((x @ parameter - label).square().mean())
+        parameter = parameter - 0.1 * 2 / 8 * (x @ parameter - label) @ x
+    torch.testing.assert_close(torch.stack(losses).cpu(), torch.stack(wanted))
+    columns = gt.compile(lambda x: x.sum(0))
+    for n in range(8):
+        assert torch.allclose(columns(there[0][:, n : n + 3]).cpu(), data[:, n : n + 3].sum(0))
+    for function in (compiled, columns):
+        assert ": 1 program" in function.explain() and re.search("[56] replays", function.explain()), function.explain()
 
 
 @pytest.mark.parametrize("place", ["cpu", "remote"])
