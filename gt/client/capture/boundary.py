@@ -124,8 +124,7 @@ def key_of(leaf: Any) -> Any:
     A storage offset does not count: a program fills a copy of an argument, or knows the very tensor that it reads in place.
     """
     if isinstance(leaf, RemoteTensor):
-        meta = leaf._ref.meta
-        return (meta.without_offset() if meta.offset else meta, leaf.requires_grad)
+        return (leaf._ref.meta.without_offset(), leaf.requires_grad)
     if isinstance(leaf, torch.Tensor):
         return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
     # Any other object counts by identity alone: its content is compared by the program's guard

@@ -38,7 +38,7 @@ class Meta:
 
     def without_offset(self) -> Meta:
         """The same metadata at the start of a storage."""
-        return intern(self.shape, self.stride, 0, self.dtype)
+        return intern(self.shape, self.stride, 0, self.dtype) if self.offset else self
 
     def stand_in(self) -> torch.Tensor:
         """A tensor on torch's meta device with the same metadata."""

@@ -226,8 +226,15 @@ def _record_series(recorder: Any, entry: Entry, row: list, first: Any) -> Any:
 
 
 def new_entry(info: OpInfo, signature: tuple, args: tuple, kwargs: dict) -> Entry:
-    """Infer and keep the entry of a kind of call."""
-    entry = info.cache[signature] = infer(info, args, kwargs)
+    """Infer and keep the entry of a kind of call. Operands' storage offsets count for ops that make views."""
+    cache = info.cache
+    shared = signature
+    if not info.makes_views:
+        shared = tuple([part.without_offset() if type(part) is metas.Meta else part for part in signature])
+    entry = cache.get(shared)
+    if entry is None:
+        entry = cache[shared] = infer(info, args, kwargs)
+    cache[signature] = entry
     return entry
 
 

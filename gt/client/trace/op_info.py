@@ -27,6 +27,8 @@ _KINDS = {
 # Modes of an entry, by its result: one new tensor; the first argument; several tensors; out=; a shape that only the dispatcher
 # learns; chunks; torch's default dtype, which workers would not give it; numbers that are checked first
 ONE, FIRST, MANY, INTO, ASK, LONG, DEFAULTED, NUMBERS = range(8)
+# Ops whose results share memory with an operand although their schemas do not say so
+_UNSAID_VIEWS = ("aten._unsafe_view.", "aten.unsafe_")
 # Ops whose output shape depends on a Scalar
 _SHAPED_BY_VALUE = ("aten.arange", "aten.range")
 
@@ -53,6 +55,16 @@ class OpInfo:
         self.outs = [argument.name for argument in schema.arguments if argument.is_out]
         self.dynamic = torch.Tag.dynamic_output_shape in func.tags
         self.pointwise = torch.Tag.pointwise in func.tags
+        aliases = [each.alias_info for each in schema.returns if each.alias_info is not None and not each.alias_info.is_write]
+        # Storage offsets of operands decide nothing about a call that makes no view
+        self.makes_views = bool(
+            aliases
+            or self.outs
+            or not self.name.startswith("aten.")
+            or torch.Tag.inplace_view in func.tags
+            or self.name.startswith(_UNSAID_VIEWS)
+            or "as_strided" in self.name
+        )
         self.handler: Callable | None = None
         self.cache: dict[tuple, Entry] = {}  # signature of a call -> its entry
 

@@ -80,15 +80,18 @@ _OF_FLOATS = {"std": "std and var", "var": "std and var", "std_mean": "std_mean"
 class _Encoder:
     """Encodes a call's arguments in order: as arguments of the template, and as stand-ins for the meta kernel."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_offsets: bool) -> None:
+        self._with_offsets = with_offsets
         self.tensors: list[RemoteTensor] = []
-        self.stand_ins: list[torch.Tensor] = []  # theirs
+        self.metas: list[Meta] = []  # theirs, as the template has them
+        self.stand_ins: list[torch.Tensor] = []
         self.values = 0
 
     def encode(self, kind: int, a: Any) -> tuple[Arg, Any]:
         if isinstance(a, RemoteTensor):
             self.tensors.append(a)
-            self.stand_ins.append(a._ref.meta.stand_in())
+            self.metas.append(a._ref.meta if self._with_offsets else a._ref.meta.without_offset())
+            self.stand_ins.append(self.metas[-1].stand_in())
             return T(len(self.tensors) - 1), self.stand_ins[-1]
         if isinstance(a, (list, tuple)):
             element = {TENSORS: TENSOR, VALUES: VALUE}.get(kind, CONST)
@@ -125,7 +128,7 @@ def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     if info.name not in TABLE and not info.outs and info.name not in current_session.current().library_ops:
         raise UnsupportedOp(f"{TABLE.refusal(info.name)}; or compute it on the CPU and move the result with .to('remote')")
     # Two forms of each argument: of the template, as T(0) or a constant, and a stand-in on the meta device
-    encoder = _Encoder()
+    encoder = _Encoder(info.makes_views)
     pairs = [encoder.encode(kind, a) for kind, a in zip(info.kinds, args, strict=False)]
     named = {k: encoder.encode(info.named[k], a) for k, a in kwargs.items()}
     for tensor in encoder.tensors:
@@ -149,7 +152,7 @@ def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     outs = _outs(info, entry, result, known, positions)
     entry.written = tuple(i for name in info.writes for i in positions.get(name, ()))
     for i in entry.written:
-        _check_target(info, encoder.tensors[i]._ref.meta, encoder.stand_ins[i], stand_ins, stand_named)
+        _check_target(info, encoder.metas[i], encoder.stand_ins[i], stand_ins, stand_named)
     if entry.written:
         entry.series = None
     if _takes_default(info, entry, encoder.tensors, kwargs):
@@ -160,7 +163,7 @@ def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
         info.name,
         tuple(p[0] for p in pairs),
         tuple((k, p[0]) for k, p in named.items()),
-        tuple(t._ref.meta.spec for t in encoder.tensors),
+        tuple(meta.spec for meta in encoder.metas),
         encoder.values + 2 * info.random,
         tuple(outs),
         entry.written + _undeclared_writes(info, args, positions),

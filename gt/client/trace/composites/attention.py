@@ -52,17 +52,46 @@ def _outs(  # noqa: PLR0913 - the op's arguments
     An out of four dims is stored as q is, since flash kernels leave it so. One whose heads have another width than q's is
     stored as [batch, L, heads, Ev], as the memory-efficient kernel leaves it.
     """
-    stand_ins: list[Any] = [x._ref.meta.stand_in() if isinstance(x, RemoteTensor) else None for x in (q, k, v, mask)]
-    with torch.no_grad():
-        shape = tuple(_composite(stand_ins[0], stand_ins[1], stand_ins[2], stand_ins[3], p, causal, scale, gqa).shape)
+    shape = (*q.shape[:-1], v.shape[-1])
+    # The mathematics on the meta device takes milliseconds: for what differs from the common case, and for torch's errors
+    if not _fits(q, k, v, gqa) or (mask is not None and (causal or not _masks(mask, q, k))):
+        if not q.dtype == k.dtype == v.dtype:
+            found = f"query.dtype: {q.dtype} key.dtype: {k.dtype} and value.dtype: {v.dtype}"
+            raise RuntimeError(f"Expected query, key, and value to have the same dtype, but got {found} instead.")
+        stand_ins: list[Any] = [x._ref.meta.stand_in() if isinstance(x, RemoteTensor) else None for x in (q, k, v, mask)]
+        with torch.no_grad():
+            shape = tuple(_composite(stand_ins[0], stand_ins[1], stand_ins[2], stand_ins[3], p, causal, scale, gqa).shape)
     out = metas.contiguous(shape, q.dtype)
     if len(shape) == 4 and min(shape):
         _, heads, length, width = shape
         if shape != tuple(q.shape):
             out = metas.intern(shape, (heads * length * width, width, heads * width, 1), 0, q.dtype)
-        elif all(x.stride(-1) == 1 for x in stand_ins[:3]):  # else the CPU's flash kernel does not take them
-            out = metas.of(torch.empty_like(stand_ins[0]))
+        elif all(x.stride(-1) == 1 for x in (q, k, v)):  # else the CPU's flash kernel does not take them
+            out = metas.of(torch.empty_like(q._ref.meta.stand_in()))
     return out, metas.contiguous(shape[:-1], torch.float32)
+
+
+def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gqa: bool) -> bool:
+    """True for floats of one dtype: q [..., heads, L, E], k [..., kv_heads, S, E], v [..., kv_heads, S, Ev]."""
+    if not q.dtype.is_floating_point or not q.dtype == k.dtype == v.dtype or 0 in (*q.shape, *k.shape, *v.shape):
+        return False
+    heads, own = q.shape[-3], k.shape[-3]
+    return (
+        q.shape[:-3] == k.shape[:-3]
+        and k.shape[:-1] == v.shape[:-1]
+        and q.shape[-1] == k.shape[-1]
+        and (heads == own or (gqa and heads % own == 0))
+    )
+
+
+def _masks(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """True for a mask that broadcasts to scores [..., heads, L, S]."""
+    scores = (*q.shape[:-1], k.shape[-2])
+    return (
+        mask.dtype in (torch.bool, q.dtype)
+        and mask.dim() <= len(scores)
+        and all(size in (1, want) for size, want in zip(reversed(mask.shape), reversed(scores), strict=False))
+    )
 
 
 class _Attention(torch.autograd.Function):
