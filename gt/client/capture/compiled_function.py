@@ -61,7 +61,7 @@ from gt.client.capture.boundary import (
 )
 from gt.client.capture.captured_program import CapturedProgram, ProgramResult
 from gt.client.capture.constants import argument_values
-from gt.client.capture.fragment_tape import FragmentTape
+from gt.client.capture.fragment_tape import FragmentTape, end_fragments
 from gt.client.capture.gradients import (
     VIEWED,
     DifferentiatedArguments,
@@ -83,6 +83,7 @@ from gt.client.reports import progress, spans
 from gt.client.reports.html import TextReport
 from gt.client.trace.recorder import Recorder
 from gt.client.trace.uploads import upload
+from gt.client.values.learning_rates import LearningRates
 from gt.client.values.uploaded_values import UploadedValues
 from gt.ir.instr import BACKENDS, DISCARD, FREE, RECORD
 from gt.ir.schedules import asked
@@ -173,7 +174,7 @@ class CompiledFunction(Generic[P, R]):
         self._draws_on_host = False  # True once a call has drawn random numbers on the CPU
         self._drawn: HostDraws | None = None  # the last call's draws, if it uploads them
         self._fragment_calls = 0
-        self._differentiated = DifferentiatedArguments()
+        self._differentiated, self._rates = DifferentiatedArguments(), LearningRates()
         self._returns_state = False  # True once a call has returned a list or dictionary that Python state holds
         self._cuts: Counter[tuple[str, str]] = Counter()  # (where a run of ops ended, why) -> how often, in these calls
 
@@ -181,6 +182,14 @@ class CompiledFunction(Generic[P, R]):
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            if self._rates.active:
+                self._rates.place()
+            return self._call(args, kwargs)
+        finally:
+            self._rates.remove()
+
+    def _call(self, args: tuple, kwargs: dict) -> Any:
         recorder = current_session.current()
         leaves, tree = flatten_call(args, kwargs)
         if recorder.tape is not None:
@@ -277,7 +286,7 @@ class CompiledFunction(Generic[P, R]):
                 results = self.fn(*containers.args, **containers.kwargs)
                 return containers.originals(self._without_graph(results, leaves, containers))
             finally:
-                _end_fragments(recorder, containers)
+                end_fragments(recorder, containers)
         finally:  # Ctrl-C may end a call at its first line, but prevents no assignment
             recorder.ended_tape, recorder.tape = recorder.tape, None
 
@@ -357,6 +366,9 @@ class CompiledFunction(Generic[P, R]):
         # Where values are read the first call decides whether Python has to run; capturable optimizers have other last bits
         wait = not self._recorded and seems_to_read(entry)
         if not wait and any([make_capturable(optimizer) for optimizer in entry.optimizers]):
+            entry = snapshot(roots)
+        if self._rates.changed(entry.optimizers, entry.names):
+            self._programs.clear()  # each had one number for its rate
             entry = snapshot(roots)
         self._recorded = True
         last, self._last = self._last, None
@@ -585,14 +597,3 @@ class CompiledFunction(Generic[P, R]):
         kind = _CHANGE.sub("", reason)
         others = [text for text in self._reasons if _CHANGE.sub("", text) != kind]
         self._reasons = [*others[1 - MAX_REASONS :], reason]
-
-
-def _end_fragments(recorder: Recorder, containers: Containers) -> None:
-    """A call that was run in fragments is over: hand over its last one."""
-    try:
-        containers.give_back()
-    finally:
-        try:
-            recorder.flush()
-        finally:
-            recorder.end_tape()

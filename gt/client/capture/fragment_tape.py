@@ -18,6 +18,7 @@ from gt.client.trace.recorder import MAX_BATCH_NUMBERS, MAX_FREED_PER_BATCH
 from gt.ir.instr import END_FRAGMENT, FRAGMENT
 
 if TYPE_CHECKING:
+    from gt.client.capture.aliasing import Containers
     from gt.client.trace.provenance import Origins
     from gt.client.trace.recorder import Recorder
 
@@ -82,3 +83,14 @@ class FragmentTape:
     def _cut(self, where: str, what: str) -> None:
         if (where, what) in self.cuts or len(self.cuts) < MAX_CUTS:
             self.cuts[where, what] += 1
+
+
+def end_fragments(recorder: Recorder, containers: Containers) -> None:
+    """A call that was run in fragments is over: hand over its last one."""
+    try:
+        containers.give_back()
+    finally:
+        try:
+            recorder.flush()
+        finally:
+            recorder.end_tape()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gt.client.current_session import Current
 from gt.client.device.remote_tensor import LAZY, Alias, Ref, RemoteTensor
 
 
@@ -61,4 +62,6 @@ def _wrap(size: Any, dtype: torch.dtype, layout: torch.layout, parts: tuple[torc
         RemoteSparse, tuple(size), dtype=dtype, layout=layout, device=LAZY, dispatch_layout=ask
     )
     tensor.parts, tensor.merged = parts, merged
+    if Current.recorder is not None:
+        Current.recorder.made_sparse = True
     return tensor

@@ -64,6 +64,7 @@ class Recorder:
         self._shares_cores = getattr(session, "shares_cores", False)
         self.values = KnownValues(self.templates)
         self.cleared = 0  # times that the table was
+        self.made_sparse = False  # whether the program has made a sparse tensor
         # A CallRecording or FragmentTape while a compiled function runs: it gets every batch, and says when one is long enough
         self.tape: Any = None
         self.ended_tape: Any = None  # of a call that Ctrl-C has ended: the next hand-over has its last ops

@@ -522,7 +522,15 @@ def squares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return step
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+class OwnSGD(torch.optim.SGD):
+    """A user's optimizer: it gets its rate as it was made."""
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """Another."""
+
+
+@pytest.mark.parametrize("kind", [OwnSGD, OwnAdamW])
 @pytest.mark.usefixtures("plain_threads", "one")
 def test_a_learning_rate_that_a_scheduler_changes_is_offered_its_cure_and_the_cure_works(kind: type) -> None:
     def run(lr: Any, **more: Any) -> tuple[list, Any]:

@@ -1,0 +1,131 @@
+"""Learning rates that change between calls of a captured step: within a call they are tensors, which its program reads.
+
+Outside of the calls the optimizer's param_groups hold the program's own numbers, with which schedulers compute. So one captured
+program serves all rates. The rate is an fp32 number on the device then, as that of torch's fused optimizers on GPUs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gt.client import current_session
+from gt.client.device.remote_tensor import RemoteTensor
+
+# Optimizers whose steps take a rate as a tensor, and read no value of it: where they keep all their state on the device, or
+# where they are fused. Their subclasses may read it
+_IF_CAPTURABLE = frozenset(
+    getattr(torch.optim, name) for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "ASGD")
+)
+_IF_FUSED = frozenset({torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW})
+_READERS = frozenset({"param_groups", "get_last_lr", "state_dict"})  # names with which user code reaches a rate
+
+
+@dataclass(slots=True)
+class _Rate:
+    """One group's rate on the device, and the number that it holds. fuse: the group's step has to be asked to be fused."""
+
+    tensor: torch.Tensor
+    value: float
+    fuse: bool
+
+
+class LearningRates:
+    """The rates of one compiled function's optimizers."""
+
+    def __init__(self) -> None:
+        self.active = False  # True once there is a tensor
+        # Rates in the last recorded call, of each group; and those that are tensors within calls, by number of their group
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+        self._rates: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, _Rate]] = weakref.WeakKeyDictionary()
+        self._recorder: Any = None  # whose tensors these are
+        self._placed: list[tuple[dict, _Rate, float, Any]] = []  # groups that hold a tensor now, and what they held
+
+    def changed(self, optimizers: list[torch.optim.Optimizer], names: set[str]) -> bool:
+        """Note the rates of a call that will be recorded; True if some have become tensors, since they have changed.
+
+        names: attributes and globals that the function's code uses.
+        """
+        moved = list(self._changes(optimizers))
+        if not moved or names & _READERS:
+            return False
+        self._recorder, self.active = current_session.current(), True
+        for optimizer, number, value, fuse in moved:
+            device = optimizer.param_groups[number]["params"][0].device
+            self._rates.setdefault(optimizer, {})[number] = _Rate(torch.tensor(value, device=device), value, fuse)
+        self.place()
+        return True
+
+    def _changes(self, optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[torch.optim.Optimizer, int, float, bool]]:
+        """Rates that are others than in the last recorded call, and may be tensors: optimizer, group, rate, _Rate.fuse."""
+        for optimizer in optimizers:
+            rates = [group.get("lr") for group in optimizer.param_groups]
+            before = self._seen.get(optimizer, rates)
+            self._seen[optimizer] = rates
+            for number, (old, new) in enumerate(zip(before, rates, strict=False)):
+                if type(old) is not float or type(new) is not float or old == new:
+                    continue
+                group = optimizer.param_groups[number]
+                if _takes_tensor(optimizer, group):
+                    yield optimizer, number, new, False
+                elif _may_fuse(optimizer, group):
+                    yield optimizer, number, new, True
+
+    def place(self) -> None:
+        """Put the tensors in their groups, with the values of the numbers that are there. `remove` follows."""
+        recorder = current_session.Current.recorder
+        if recorder is None or recorder.tape is not None:  # within another recorded call
+            return
+        if self._recorder is not recorder:  # of a session that has ended
+            self._rates.clear()
+            self.active = False
+        for optimizer, rates in self._rates.items():
+            for number, rate in rates.items():
+                group = optimizer.param_groups[number] if number < len(optimizer.param_groups) else {}
+                value = group.get("lr")
+                if type(value) is not float:
+                    continue
+                if value != rate.value:
+                    with torch.no_grad():
+                        rate.tensor.fill_(value)
+                    rate.value = value
+                self._placed.append((group, rate, value, group.get("fused")))
+                group["lr"] = rate.tensor
+                if rate.fuse:
+                    group["fused"] = True
+
+    def remove(self) -> None:
+        """Put the numbers back into the groups whose tensors are still there."""
+        while self._placed:
+            group, rate, value, fused = self._placed.pop()
+            if group.get("lr") is rate.tensor:
+                group["lr"] = value
+                if rate.fuse:
+                    group["fused"] = fused
+
+
+def _takes_tensor(optimizer: torch.optim.Optimizer, group: dict) -> bool:
+    """True if a group's step reads no value of its rate, as it is."""
+    kind = type(optimizer)
+    known = (kind in _IF_CAPTURABLE and group.get("capturable")) or (kind in _IF_FUSED and group.get("fused"))
+    return bool(known) and _is_remote(group)
+
+
+def _may_fuse(optimizer: torch.optim.Optimizer, group: dict) -> bool:
+    """True if a group's step may be fused from now on: SGD's, which counts no steps, where its user left that to torch."""
+    if type(optimizer) is not torch.optim.SGD or group["fused"] is not None or group["foreach"] is not None:
+        return False
+    # A fused step takes no sparse gradients. It begins the momentum of all parameters at once: none may follow later
+    begun = [p for p in group["params"] if p in optimizer.state and optimizer.state[p].get("momentum_buffer") is not None]
+    dense = _is_remote(group) and not current_session.current().made_sparse
+    return dense and (group["momentum"] == 0 or len(begun) == len(group["params"]))
+
+
+def _is_remote(group: dict) -> bool:
+    """True if a group has parameters, and all are remote and updated without a graph."""
+    parameters = group["params"]
+    return bool(parameters) and all(isinstance(p, RemoteTensor) for p in parameters) and not group.get("differentiable")
