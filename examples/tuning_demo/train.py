@@ -38,8 +38,9 @@ PATIENCE, FACTOR = 120.0, 10.0  # --check waits so many seconds for the referenc
 TOLERANCE = 1e-5  # relative, over the first 20 steps; later fp32 training is chaotic
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(argv: Sequence[str] | None, about: str | None = __doc__) -> argparse.Namespace:
+    """The parsed flags. about: the text above them in --help."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch-size", type=int, help="samples a step")
@@ -211,20 +212,20 @@ def verdict(losses: list[float], wanted: list[float] | None, workers: int) -> in
     return 0 if ok else 1
 
 
-def main(argv: Sequence[str] | None = None, start: Callable[[], None] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, start: Callable[[], None] | None = None, about: str | None = __doc__) -> int:
     """The exit code: 130 after a Ctrl-C, which ends the workers too. start: starts workers, unless --connect is given."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        return run(argv, start)
+        return run(arguments(argv, about), argv, start)
     except KeyboardInterrupt:
-        print("train.py: interrupted", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
         return 130
     finally:
         gt.shutdown()
 
 
-def run(argv: Sequence[str], start: Callable[[], None] | None) -> int:
-    args, began = arguments(argv), time.perf_counter()
+def run(args: argparse.Namespace, argv: Sequence[str], start: Callable[[], None] | None) -> int:
+    began = time.perf_counter()
     if args.device == "cpu":
         if args.threads:
             torch.set_num_threads(args.threads)

@@ -40,10 +40,9 @@ def _main(args: list[str]) -> int:
     if not known:
         from gt.config.load import hint
 
-        print(f"gt: no command {args[0]!r}{hint(args[0], COMMANDS)}\n")
-    print("usage: gt COMMAND [options]\n")
-    for name, (_, text) in COMMANDS.items():
-        print(f"  {name:9} {text}")
+        sys.stderr.write(f"gt: no command {args[0]!r}{hint(args[0], COMMANDS)}\n\n")
+    lines = ["usage: gt COMMAND [options]\n", *(f"  {name:9} {text}" for name, (_, text) in COMMANDS.items())]
+    print("\n".join(lines), file=sys.stdout if known else sys.stderr)
     return 0 if known else 2
 
 

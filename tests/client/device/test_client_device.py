@@ -174,13 +174,17 @@ def test_the_first_tensor_starts_a_session(monkeypatch: pytest.MonkeyPatch) -> N
     current_session.disconnect()
 
 
-def test_a_missing_config_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_config_is_one_sentence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(gt.ConfigError, match=r"no/such\.yaml: cannot be read"):
         gt.connect("localhost:1", config="no/such.yaml")
     with pytest.raises(ValueError, match="want at least 1"):
         gt.cpu_workers(0)
     with pytest.raises(TypeError, match="the number of workers is '2', want a whole number"):
         gt.cpu_workers("2")  # type: ignore[arg-type]
+    for wrong in (2.0, "2", 0):  # gt.gpu_workers warns of nothing before
+        with pytest.raises((TypeError, ValueError), match=r"the number of workers is (2\.0|'2'|0), want"):
+            gt.gpu_workers(wrong)  # type: ignore[arg-type]
+    assert caplog.messages == []
 
 
 def test_libraries_are_told_that_values_cannot_be_read_once_one_was(one: None) -> None:
