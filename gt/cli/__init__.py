@@ -17,11 +17,15 @@ STDOUT = 1
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code. A reader of its output that ends first, as `head` does, is no error of it."""
+    """Run a command and return its exit code: 130 after a Ctrl-C, 0 if the reader of its output ends first, as `head` does."""
+    args = sys.argv[1:] if argv is None else argv
     try:
-        code = _main(sys.argv[1:] if argv is None else argv)
+        code = _main(args)
         sys.stdout.flush()
         return code
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\ngt {args[0]}: interrupted\n")
+        return 130
     except BrokenPipeError:
         poll = select.poll()
         poll.register(STDOUT, 0)
