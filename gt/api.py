@@ -394,6 +394,10 @@ def plan(fn: Callable, *args: Any, workers: int = 0, config: Config = None) -> P
     workers: their number; by default the number that fn asks for, or that the config names.
     config: as for gt.connect.
     """
+    if not callable(fn):
+        raise TypeError(f"gt.plan takes a function that makes the model and trains it, got {type(fn).__name__}")
+    if workers != 0:
+        _checked(workers)
     with planning(workers, config) as plan_of:
         fn(*args)
     return plan_of(getattr(fn, "__qualname__", "function"))

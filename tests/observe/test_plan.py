@@ -280,6 +280,14 @@ def test_optimizers_of_one_backward_pass_are_one_step(two: str) -> None:
     assert [row["gradients"] for row in body["memory"]] == [4 * (8 * 8 + 8)] * 2
 
 
+def test_a_plan_of_no_function_or_of_no_number_of_workers_is_refused() -> None:
+    for wrong in (-1, 2.5):
+        with pytest.raises((ValueError, TypeError), match=f"the number of workers is {wrong}, want"):
+            gt.plan(lambda: gt.ones(2), workers=wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"gt\.plan takes a function .* got int"):
+        gt.plan(3)  # type: ignore[arg-type]
+
+
 def test_an_optimizer_that_steps_no_more_is_no_part_of_the_step() -> None:
     from gt.observe.dry_run import _cycle
 
