@@ -125,12 +125,14 @@ def recall(model: Detector, count: int, device: str) -> float:
 def main(argv: Sequence[str] | None = None) -> tuple[list[float], float]:
     """Train, and return the losses and the share of new things that are found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--width", type=int, default=16)
-    parser.add_argument("--every", type=int, default=20, help="print the loss after this many steps")
-    parser.add_argument("--device", default="remote")
+    parser.add_argument("--steps", type=int, default=200, metavar="N", help="default: 200")
+    parser.add_argument("--batch", type=int, default=16, metavar="N", help="pictures of a step; default: 16")
+    parser.add_argument("--width", type=int, default=16, metavar="N", help="channels of the first layer; default: 16")
+    parser.add_argument("--every", type=int, default=20, metavar="N", help="steps between two lines; default: 20")
+    parser.add_argument("--device", default="remote", help="remote (the default), cpu or cuda")
     args = parser.parse_args(argv)
+    if min(args.steps, args.batch, args.width, args.every) < 1:
+        parser.error("--steps, --batch, --width and --every want at least 1")
     torch.manual_seed(0)
     model = Detector(args.width).to(args.device)
     group = gt.signal.groups()[:1] if args.device == "remote" else []

@@ -103,14 +103,18 @@ def by_trainer(model: nn.Module, steps: int, batch: int) -> list[float]:
 def main(argv: Sequence[str] | None = None) -> list[float]:
     """Train, and return some losses, in order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK")
-    parser.add_argument("--trainer", action="store_true")
-    parser.add_argument("--save", default="", metavar="FOLDER", help="of a checkpoint; a loop's, not a Trainer's")
-    parser.add_argument("--save-every", type=int, default=10, metavar="STEPS")
-    parser.add_argument("--device", default="remote")
+    parser.add_argument("--steps", type=int, default=30, metavar="N", help="default: 30")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences of a step; default: 8")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train additions of this rank only")
+    parser.add_argument("--trainer", action="store_true", help="train by transformers' Trainer")
+    parser.add_argument("--save", default="", metavar="FOLDER", help="write checkpoints there, and go on from one")
+    parser.add_argument("--save-every", type=int, default=10, metavar="STEPS", help="between checkpoints; default: 10")
+    parser.add_argument("--device", default="remote", help="remote (the default), cpu or cuda")
     args = parser.parse_args(argv)
+    if min(args.steps, args.batch, args.save_every) < 1 or args.lora < 0:
+        parser.error("--steps, --batch and --save-every want at least 1, --lora at least 0")
+    if args.trainer and args.save:
+        parser.error("--save is for the loop: the Trainer has checkpoints of its own")
     torch.manual_seed(0)
     model = small()
     if args.lora:

@@ -117,14 +117,20 @@ def rate(step: int, steps: int, most: float) -> float:
 def main(argv: Sequence[str] | None = None) -> list[float]:
     """Train, and return the losses that were printed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("text", type=Path)
+    parser.add_argument("text", type=Path, help="any file of text")
     for name, value in (("steps", 200), ("batch", 16), ("context", 64), ("layers", 4), ("heads", 4), ("width", 128)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--every", type=int, default=20, help="steps between two lines")
-    parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument("--device", default="remote")
-    parser.add_argument("--log", help="folder for TensorBoard")
+        parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"default: {value}")
+    parser.add_argument("--every", type=int, default=20, metavar="N", help="steps between two lines; default: 20")
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate; default: 0.001")
+    parser.add_argument("--device", default="remote", help="remote (the default), cpu or cuda")
+    parser.add_argument("--log", metavar="FOLDER", help="write losses for TensorBoard; needs `pip install tensorboard`")
     args = parser.parse_args(argv)
+    if not args.text.is_file():
+        parser.error(f"{args.text} is no file")
+    if wrong := [name for name, value in vars(args).items() if isinstance(value, int) and value < 1]:
+        parser.error(f"--{wrong[0]} is {getattr(args, wrong[0])}, want at least 1")
+    if args.width % args.heads:
+        parser.error(f"--width {args.width} cannot be split into {args.heads} equal --heads")
 
     torch.manual_seed(0)
     text = Text(args.text.read_text(), args.context)

@@ -50,10 +50,12 @@ def pictures(count: int, size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
 def main(argv: Sequence[str] | None = None) -> float:
     """Train, and return the share of new pictures that are told right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--device", default="remote")
+    parser.add_argument("--steps", type=int, default=60, metavar="N", help="default: 60")
+    parser.add_argument("--batch", type=int, default=64, metavar="N", help="pictures of a step; default: 64")
+    parser.add_argument("--device", default="remote", help="remote (the default), cpu or cuda")
     args = parser.parse_args(argv)
+    if min(args.steps, args.batch) < 1:
+        parser.error("--steps and --batch want at least 1")
     torch.manual_seed(0)
     model = resnet(3).to(args.device)
     group = gt.signal.groups()[:1] if args.device == "remote" else []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -196,6 +198,7 @@ def gpu_workers(
     whose ops the workers execute, such as "torchvision"; GT_LIBRARIES if None. ValueError for n below 1, ConfigError for a
     config that names more than n workers.
     """
+    _checked(n)
     have = torch.cuda.device_count()
     if have < n and _job() is None:
         there = f"{have} GPUs" if have > 1 else "one GPU" if have else "no GPU"
@@ -221,6 +224,13 @@ def cpu_workers(
     _start_local(n, False, config, name, stall_timeout, libraries)
 
 
+def _checked(n: int) -> None:
+    if not hasattr(n, "__index__"):
+        raise TypeError(f"the number of workers is {n!r:.80}, want a whole number of at least 1")
+    if n < 1:
+        raise ValueError(f"the number of workers is {n}, want at least 1")
+
+
 def _start_local(
     n: int,
     gpu: bool,
@@ -231,10 +241,7 @@ def _start_local(
 ) -> None:
     from gt.launch import local
 
-    if not hasattr(n, "__index__"):
-        raise TypeError(f"the number of workers is {n!r:.80}, want a whole number of at least 1")
-    if n < 1:
-        raise ValueError(f"the number of workers is {n}, want at least 1")
+    _checked(n)
     _switches(stall_timeout)
     everyone = False
     if _Started.plan is None:
@@ -387,6 +394,10 @@ def plan(fn: Callable, *args: Any, workers: int = 0, config: Config = None) -> P
     workers: their number; by default the number that fn asks for, or that the config names.
     config: as for gt.connect.
     """
+    if not callable(fn):
+        raise TypeError(f"gt.plan takes a function that makes the model and trains it, got {type(fn).__name__}")
+    if workers != 0:
+        _checked(workers)
     with planning(workers, config) as plan_of:
         fn(*args)
     return plan_of(getattr(fn, "__qualname__", "function"))
@@ -406,6 +417,8 @@ def planning(workers: int = 0, config: Config = None, about: Sequence[dict[str, 
     sessions: list[Dry] = []
     ticks: list[progress.Tick] = []
     names: dict[int, str] = {}  # identity of a parameter -> its name
+    optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # that stepped: numbers
+    numbers = itertools.count()
 
     def begin(asked: Config, wanted: int) -> None:
         text, path = config_of(asked if config is None else config)
@@ -430,7 +443,10 @@ def planning(workers: int = 0, config: Config = None, about: Sequence[dict[str, 
             return
         weight_names()
         recorder.flush()
-        recorder.session.stepped(list(tensor_roles.rows(optimizer, names)))
+        if optimizer not in optimizers:
+            optimizers[optimizer] = next(numbers)
+        tensors = [row for each in [*optimizers] for row in tensor_roles.rows(each, names)]
+        recorder.session.stepped(tensors, optimizers[optimizer])
 
     outer, interrupted = _Started.plan, current_session.set_aside()
     _Started.plan = begin

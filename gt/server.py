@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from gt.dispatcher.server import Server
 from gt.errors import GTError, Refused
 from gt.wire.access.auth import Access
 from gt.wire.process_settings import collect_less, keep_freed, more_descriptors, take_turns
-from gt.wire.socket import PORT, port, written
+from gt.wire.socket import PORT, port, positive, written
 
 PAGE_PORT = 9471  # default port of the dashboard's page
 STOP_SECONDS = 5.0  # for a process beside the server to end
@@ -33,14 +33,14 @@ def parser() -> argparse.ArgumentParser:
     option("--token-file", type=Path, help="file with the token for clients and workers; default: GT_TOKEN")
     option("--encrypt", action="store_true", help="encrypt on loopback too, where anybody with the token may then connect")
     option("--insecure", action="store_true", help="without a token, accept anybody off loopback, unencrypted")
-    option("--heartbeat", type=float, default=10.0, help="seconds until a stopped worker counts as lost; default: 10")
+    option("--heartbeat", type=positive(float), default=10.0, help="seconds until a stopped worker counts as lost; default: 10")
     sharing = "shared (default): all programs use all workers; exclusive: each program has its own workers, in new processes"
     option("--sharing", choices=("shared", "exclusive"), default="shared", help=sharing)
     workers = "most workers of a program with --sharing exclusive; default: all"
-    option("--max-workers", type=limit(int), default=0, help=workers)
+    option("--max-workers", type=positive(int), default=0, help=workers)
     secret = "file with a secret that workers need besides the token; default: none"
     option("--worker-token-file", type=Path, help=secret)
-    option("--max-session-time", type=limit(float), default=0.0, help="seconds until a session ends; default: no limit")
+    option("--max-session-time", type=positive(float), default=0.0, help="seconds until a session ends; default: no limit")
     memory = "most bytes of a session on a CPU worker, as 4GiB; default: no limit"
     option("--memory-limit", default="", help=memory)
     metrics = "serve metrics for Prometheus on this port of 127.0.0.1, by a process of its own; default: none"
@@ -48,18 +48,6 @@ def parser() -> argparse.ArgumentParser:
     page = f"show the server in the browser, by a process of its own on 127.0.0.1; default port: {PAGE_PORT}; default: none"
     option("--dashboard", type=port, nargs="?", const=PAGE_PORT, metavar="PORT", help=page)
     return arguments
-
-
-def limit(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """A parser of numbers above 0."""
-
-    def read(text: str) -> float:
-        number = kind(text)
-        if not 0 < number < 1 << 31:
-            raise argparse.ArgumentTypeError(f"got {text!r}, want a number above 0")
-        return number
-
-    return read
 
 
 def terms(args: argparse.Namespace) -> Terms:

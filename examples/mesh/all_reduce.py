@@ -60,7 +60,9 @@ def all_reduce(workers: int, nbytes: int) -> tuple[float, bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--most", type=int, default=GIB, help="bytes of the largest all-reduce; default: 1 GiB")
+    parser.add_argument(
+        "--most", type=int, default=GIB, metavar="BYTES", help=f"of the largest all-reduce; default: {GIB}, 1 GiB"
+    )
     args = parser.parse_args()
     workers, good = connect(), True
     for index, worker in enumerate(gt.stats()["workers"]):

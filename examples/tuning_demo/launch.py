@@ -26,9 +26,13 @@ def free_port() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, help="default: a free one")
-    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=8, help="default: 8")
     parser.add_argument("rest", nargs="*", help="flags for train.py, after --")
-    args = parser.parse_args()
+    args, unknown = parser.parse_known_args()
+    if unknown:
+        parser.error(f"{unknown[0]} is no flag of launch.py: flags for train.py stand behind --")
+    if args.workers < 1:
+        parser.error(f"--workers is {args.workers}, want at least 1")
     port = str(args.port or free_port())
     gpus = torch.cuda.device_count()
 

@@ -38,14 +38,18 @@ PATIENCE, FACTOR = 120.0, 10.0  # --check waits so many seconds for the referenc
 TOLERANCE = 1e-5  # relative, over the first 20 steps; later fp32 training is chaotic
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=PRESETS, default="tiny")
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--batch-size", type=int, help="samples a step")
-    parser.add_argument("--seq-len", type=int)
-    parser.add_argument("--microbatches", type=int, help="parts that a batch is split into")
-    parser.add_argument("--lr", type=float)
+def arguments(argv: Sequence[str] | None, about: str | None = __doc__) -> argparse.Namespace:
+    """The parsed flags. about: the text above them in --help."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    presets = "tiny (the default): 0.4M parameters; seed: 205M; 512m: 513M"
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="tiny", help=f"{presets}. Each has defaults for the next five flags"
+    )
+    parser.add_argument("--steps", type=int, metavar="N")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="samples a step")
+    parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of a sample")
+    parser.add_argument("--microbatches", type=int, metavar="N", help="parts that a batch is split into")
+    parser.add_argument("--lr", type=float, help="learning rate")
     parser.add_argument("--order", choices=["gpipe", "1f1b"], default="gpipe", help="of the micro-batches' passes")
     parser.add_argument("--compile", action="store_true", help="capture the step and replay it")
     parser.add_argument("--schedule", help="of the captured step's micro-batches, as 1f1b, auto or auto:2GiB; with --compile")
@@ -59,6 +63,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, value in DEFAULTS[args.preset].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    for name in ("steps", "batch_size", "seq_len", "microbatches"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, want at least 1")
     if args.schedule and not args.compile:
         parser.error("--schedule orders a captured step: add --compile")
     if args.batch_size % args.microbatches:
@@ -211,20 +218,20 @@ def verdict(losses: list[float], wanted: list[float] | None, workers: int) -> in
     return 0 if ok else 1
 
 
-def main(argv: Sequence[str] | None = None, start: Callable[[], None] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, start: Callable[[], None] | None = None, about: str | None = __doc__) -> int:
     """The exit code: 130 after a Ctrl-C, which ends the workers too. start: starts workers, unless --connect is given."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        return run(argv, start)
+        return run(arguments(argv, about), argv, start)
     except KeyboardInterrupt:
-        print("train.py: interrupted", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
         return 130
     finally:
         gt.shutdown()
 
 
-def run(argv: Sequence[str], start: Callable[[], None] | None) -> int:
-    args, began = arguments(argv), time.perf_counter()
+def run(args: argparse.Namespace, argv: Sequence[str], start: Callable[[], None] | None) -> int:
+    began = time.perf_counter()
     if args.device == "cpu":
         if args.threads:
             torch.set_num_threads(args.threads)

@@ -1,6 +1,6 @@
-"""The simplest way: just run it. GT loads the config, starts a server and eight workers, trains, and cleans up.
+"""Trains Mini-GPT on eight workers that it starts itself: `python examples/tuning_demo/train_simple.py [--check] ...`.
 
-Takes the flags of train.py: `python examples/tuning_demo/train_simple.py --check`.
+The config is sharding_config.yaml, unless GT_CONFIG names another. The flags are those of train.py.
 """
 
 import os
@@ -16,4 +16,4 @@ sys.path.insert(0, str(HERE))
 import train  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(train.main(start=lambda: gt.gpu_workers(8)))  # CPU workers where there are fewer GPUs
+    sys.exit(train.main(start=lambda: gt.gpu_workers(8), about=__doc__))  # CPU workers where there are fewer GPUs

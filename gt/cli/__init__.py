@@ -17,11 +17,15 @@ STDOUT = 1
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code. A reader of its output that ends first, as `head` does, is no error of it."""
+    """Run a command and return its exit code: 130 after a Ctrl-C, 0 if the reader of its output ends first, as `head` does."""
+    args = sys.argv[1:] if argv is None else argv
     try:
-        code = _main(sys.argv[1:] if argv is None else argv)
+        code = _main(args)
         sys.stdout.flush()
         return code
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\ngt {args[0]}: interrupted\n")
+        return 130
     except BrokenPipeError:
         poll = select.poll()
         poll.register(STDOUT, 0)
@@ -40,10 +44,9 @@ def _main(args: list[str]) -> int:
     if not known:
         from gt.config.load import hint
 
-        print(f"gt: no command {args[0]!r}{hint(args[0], COMMANDS)}\n")
-    print("usage: gt COMMAND [options]\n")
-    for name, (_, text) in COMMANDS.items():
-        print(f"  {name:9} {text}")
+        sys.stderr.write(f"gt: no command {args[0]!r}{hint(args[0], COMMANDS)}\n\n")
+    lines = ["usage: gt COMMAND [options]\n", *(f"  {name:9} {text}" for name, (_, text) in COMMANDS.items())]
+    print("\n".join(lines), file=sys.stdout if known else sys.stderr)
     return 0 if known else 2
 
 

@@ -36,7 +36,7 @@ def main(args: list[str], about: str = "") -> int:
     parser.add_argument("--python", default="", help="interpreter on the hosts; default: the path of this one")
     parser.add_argument("--most", default="1GiB", help="bytes of the largest all-reduce of the hosts, or 0; default: 1GiB")
     options = parser.parse_args(args)
-    if options.hosts or options.hostfile:
+    if options.hostfile or options.hosts is not None:
         return _hosts(options)
     return _machine()
 

@@ -12,11 +12,12 @@ from typing import Any
 
 from gt.cli.compare import compare
 from gt.errors import ConfigError, GTError
+from gt.wire.socket import positive
 
 
 def main(args: list[str], text: str) -> int:
     parser = argparse.ArgumentParser(prog="gt plan", description=text)
-    parser.add_argument("--workers", type=int, default=0, help="number of workers; default: that of the script or config")
+    parser.add_argument("--workers", type=positive(int), default=0, help="their number; default: that of the script or config")
     parser.add_argument(
         "--config", action="append", help="YAML of signal groups; default: the script's, or GT_CONFIG; several are compared"
     )
@@ -30,13 +31,16 @@ def main(args: list[str], text: str) -> int:
     if missing := no_script(options.script):
         print(f"gt plan: {missing}", file=sys.stderr)
         return 1
+    if own := [arg for arg in options.args if arg.partition("=")[0] in ("--config", "--hosts", "--hostfile", "--json")]:
+        name = options.script
+        print(f"gt plan: {name} gets {', '.join(own)}: options of gt plan itself stand before {name}", file=sys.stderr)
     from gt import make_device
     from gt.api import planning
 
     make_device()
 
     configs = options.config or []
-    if len(configs) > 1 and not (options.hosts or options.hostfile):
+    if len(configs) > 1 and options.hosts is None and not options.hostfile:
         return compare(configs, options.workers, options.script, options.args, options.json)
     try:
         about = _workers_of_hosts(options)
@@ -62,7 +66,7 @@ def main(args: list[str], text: str) -> int:
 
 def _workers_of_hosts(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Descriptions of their hosts by the workers of --hosts or --hostfile, [] without these options."""
-    if not (given.hosts or given.hostfile):
+    if given.hosts is None and not given.hostfile:
         return []
     from gt.cli import hosts
     from gt.launch import ssh
@@ -79,6 +83,8 @@ def takes_script(parser: argparse.ArgumentParser) -> None:
 
 def no_script(script: str) -> str:
     """The error text if there is no such script, or ""."""
+    if Path(script).is_dir():
+        return f"{script} is a folder, want a program in it"
     return "" if Path(script).is_file() else f"there is no file {script} in {Path.cwd()}"
 
 

@@ -15,10 +15,12 @@ from pathlib import Path
 from types import TracebackType
 
 from gt import env
+from gt.cli.plan import no_script
 from gt.errors import GTError
 from gt.ir.text import counted
 from gt.launch import job, ssh
 from gt.launch.local import Local
+from gt.wire.socket import positive
 
 
 def parser(text: str) -> argparse.ArgumentParser:
@@ -30,7 +32,7 @@ def parser(text: str) -> argparse.ArgumentParser:
     option("--python", default="", help="interpreter on the hosts; default: the path of this one")
     option("--address", default="", help="address of this host for the others; default: where their ssh connections are from")
     option("--token-file", type=Path, help="file with the job's token; default: GT_TOKEN or GT_TOKEN_FILE; ssh needs none")
-    option("--workers", type=int, default=0, help="workers of each process; default: GT_WORKERS, or one for each GPU")
+    option("--workers", type=positive(int), default=0, help="workers of each process; default: GT_WORKERS, or one for each GPU")
     option("-m", dest="module", action="store_true", help="the program is a module's name, as with python -m")
     option("program", nargs=argparse.REMAINDER, metavar="program.py args", help="without one: serve until SIGTERM")
     return options_parser
@@ -40,8 +42,8 @@ def main(args: list[str], text: str) -> int:
     """Exit code: the program's; 2 if the job cannot be started."""
     options = parser(text).parse_args(args)
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
-    if program and not options.module and not Path(program[0]).is_file():
-        sys.stderr.write(f"gt run: there is no file {program[0]} in {os.getcwd()}\n")
+    if program and not options.module and (missing := no_script(program[0])):
+        sys.stderr.write(f"gt run: {missing}\n")
         return 2
     try:
         started = _start(options)
@@ -66,7 +68,7 @@ def _start(given: argparse.Namespace) -> Local:
         env.export(GT_TOKEN=env.token(given.token_file))
     if given.workers:
         env.export(GT_WORKERS=str(given.workers))
-    if given.hostfile or given.hosts:
+    if given.hostfile or given.hosts is not None:
         hosts = ssh.read_hostfile(given.hostfile) if given.hostfile else ssh.entries(given.hosts.split(","))
         return job.start_hosts(hosts, job.Reach(given.ssh.split(), given.python, given.address))
     at = job.place()

@@ -1,4 +1,4 @@
-"""`gt trace script.py -o OUT.json`: runs a script and writes its timeline."""
+"""`gt trace -o OUT.json script.py args...`: runs a script and writes its timeline."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ def main(args: list[str], text: str) -> int:
         "-o",
         "--output",
         metavar="FILE",
-        help="file for the trace, for ui.perfetto.dev or chrome://tracing; default: trace.json",
+        help="file for the trace, for ui.perfetto.dev or chrome://tracing; default: trace.json. It stands before script.py: "
+        "all behind script.py is the script's own",
     )
     takes_script(parser)
-    options = parser.parse_args(_reordered(args))
+    options = parser.parse_args(args)
+    if options.script.endswith(".json"):
+        parser.error(f"{options.script} is no program: for a trace in that file put -o before it")
     output, code = options.output or "trace.json", 0
+    if options.output is None and (misplaced := _misplaced(options.script, options.args)):
+        print(f"gt trace: {misplaced}", file=sys.stderr)
     if missing := no_script(options.script):
         print(f"gt trace: {missing}", file=sys.stderr)
         return 1
@@ -63,13 +68,12 @@ def _ended(output: str, report: dict) -> int:
     return 1
 
 
-def _reordered(args: list[str]) -> list[str]:
-    """Arguments with the output first: `script.py -o OUT` and `OUT.json script.py` mean the same as `-o OUT script.py`.
-
-    Options behind the script are the script's own, but for -o right behind it.
-    """
-    if len(args) > 1 and args[0].endswith(".json"):
-        return ["-o", *args]
-    if len(args) > 2 and not args[0].startswith("-") and args[1] in ("-o", "--output"):
-        return [*args[1:3], args[0], *args[3:]]
-    return args
+def _misplaced(script: str, args: list[str]) -> str:
+    """The notice where an option of the script may be meant for gt trace, or ""."""
+    for place, arg in enumerate(args):
+        option, equals, _ = arg.partition("=")
+        if option in ("-o", "--output"):
+            end = place + (1 if equals else 2)
+            right = " ".join(["gt trace", *args[place:end], script, *args[:place], *args[end:]])
+            return f"{script} gets {' '.join(args[place:end])}, and the trace is written to trace.json: else `{right}`"
+    return ""

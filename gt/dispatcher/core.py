@@ -314,10 +314,13 @@ class Core:
         except Exception as error:
             self.fault(session.peer, what, error)
 
-    def refuse(self, peer: Peer, error: GTError) -> None:
-        """Tell the peer what was wrong, and disconnect it: its later messages are dropped."""
+    def warn(self, peer: Peer, error: GTError) -> None:
         if self._sparse.allows(self.now):
             log.warning("%s: %s", self.name(peer), error)
+
+    def refuse(self, peer: Peer, error: GTError) -> None:
+        """Tell the peer what was wrong, and disconnect it: its later messages are dropped."""
+        self.warn(peer, error)
         self.log_line("ERROR", self.name(peer), str(error))
         number = self.sessions[peer].number if peer in self.sessions else -1
         self.observers.recent.add_error(self.now, number, self.name(peer), str(error))

@@ -46,6 +46,8 @@ def entry(text: str, where: str) -> HostEntry:
     if not rest and (match := re.fullmatch(r"([^:]+):(\d+)", name)):
         name, rest = match[1], [f"slots={match[2]}"]
     match = re.fullmatch(r"slots=(\d+)", rest[0]) if len(rest) == 1 else None
+    if not rest and name.count(":") == 1:
+        raise ConfigError(f"{where}: got {text!r}, want the number of workers behind the colon, as in h0:4")
     if name.startswith("-") or not NAME.fullmatch(name) or len(rest) > 1 or (rest and not match):
         raise ConfigError(f"{where}: got {text!r}, want a host, and behind it slots=N or nothing")
     slots = int(match[1]) if match else 0

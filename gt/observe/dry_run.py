@@ -7,10 +7,11 @@ has the largest pieces, is simulated ('followed'). There are no values: a fetch 
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ from gt.wire.messages import (
 
 log = logging.getLogger("gt")
 ALL_FOLLOWED = 16  # workers, at most, that are all followed
+MOST_TURNS = 32  # steps of optimizers, at most, that are one training step
 CLIENT = b"client"
 HEAP_BYTES = 1 << 50  # the arena's size is reported and never refused
 QUESTIONS = ("fetch", "describe")  # instructions that compute nothing
@@ -67,14 +69,30 @@ class PlannedStep:
     held: dict[int, dict[str, int]]  # bytes by kind on each followed worker, after the last optimizer step
     schedule: str = ""
     answer: dict = field(default_factory=dict)  # the dispatcher's answer to FinishCapture
+    optimizers: list[int] = field(default_factory=list)  # those that stepped, in order, by the client's numbers
+
+    @classmethod
+    def joined(cls, steps: Sequence[PlannedStep]) -> PlannedStep:
+        """Steps of several optimizers as one, in their order."""
+        if len(steps) == 1:
+            return steps[0]
+        last, code = steps[-1], defaultdict(list)
+        for worker, rows in (row for step in steps for row in step.code.items()):
+            code[worker].extend(rows)
+        intervals = {i: SimulatedInterval.joined([step.intervals[i] for step in steps]) for i in last.intervals}
+        moves: Counter[PlanLine] = sum((step.moves for step in steps), Counter())
+        journal = [row for step in steps for row in step.journal]
+        stepped = [number for step in steps for number in step.optimizers]
+        held = {i: dict(reduce(or_, (Counter(step.held.get(i)) for step in steps))) for i in last.held}  # the most of each kind
+        return cls(intervals, moves, journal, dict(code), held, last.schedule, optimizers=stepped)
 
     def shape_of(self, worker: int, tensor: int) -> tuple[tuple[int, ...], int] | None:
         """Local shape and itemsize of a tensor."""
         return self.intervals[worker].shapes.get(tensor)
 
 
-# Three places of the real dispatcher are replaced, and nothing else: the emitter (writes for followed workers only), the upload
-# of bytes, and the release of tensors (which notes weights before they go). All decisions are the dispatcher's own.
+# Four places of the real dispatcher are replaced, and nothing else: the emitter (writes for followed workers only), the upload
+# of bytes, the release of tensors (which notes weights before they go), and warnings. All decisions are the dispatcher's own.
 class _Emitter(Emitter):
     """Writes instructions of followed workers only; counts lines of the plan."""
 
@@ -93,6 +111,13 @@ class _Emitter(Emitter):
 
     def line(self, tensor: int, spec: str, layout: Layout, op: str, ins: Sequence[int], note: str) -> None:
         self.dry.step(PlanLine(tensor, spec, str(layout), op, tuple(ins), layout.mesh.workers, note))
+
+
+class _Core(Core):
+    """A dispatcher in its client's process: the client raises the errors, and a log would say them twice."""
+
+    def warn(self, peer: bytes, error: errors.GTError) -> None:
+        pass
 
 
 class _Context(SessionContext):
@@ -114,12 +139,13 @@ class Dry:
     def __init__(self, config: str, path: str, workers: int, about: Sequence[dict[str, Any]] = ()) -> None:
         """about: of each worker what Hello.info says of its host, or nothing: then all are on one."""
         self.on_idle: Any = None
-        self.core = Core(context=partial(_Context, self))
+        self.core = _Core(context=partial(_Context, self))
         self.core.cluster._sizes = lambda members: sizes(0)  # type: ignore[method-assign]  # HEAP_BYTES is no size to divide
         self.values = 0  # fetched so far
         self.tick: Callable[[int], object] = lambda count: None  # called with the number of ops that are planned
         self._ops = 0
         self.steps: dict[str, PlannedStep] = {}  # the newest of each kind: captured, optimizer, all
+        self.captured = 0  # recordings that became programs
         self.weights: list[tuple[PlanLine, str, Layout]] = []  # parameters: line, name, layout
         self.rules: dict[str, Rule | None] = {}  # of parameters of a model that was placed by rules
         self.journal: list[Planned] = []  # ops since the last mark, and their instructions by worker
@@ -128,6 +154,7 @@ class Dry:
         self.living: Callable[[], Sequence[tuple[int, str, str]]] = tuple  # the client's weights, read at the end
         self._held: dict[int, dict[str, int]] = {}
         self.told = False  # True once an optimizer has named its tensors
+        self._turns: deque[PlannedStep] = deque(maxlen=MOST_TURNS)  # each ends with one optimizer's step
         self._batch = 0
         self._error: dict | None = None
         self._reports: dict[int, Any] = {}
@@ -254,6 +281,7 @@ class Dry:
             self.known(self.living())
         self._end_interval("captured", schedule)
         self.steps["captured"].answer = answer
+        self.captured += 1
         self._tape = None
         return answer
 
@@ -303,23 +331,53 @@ class Dry:
             self.known([(i, WEIGHTS, "") for i in gone])
         self._free(ids)
 
-    def stepped(self, tensors: Sequence[tuple[int, str, str]]) -> None:
-        """Note the tensors of an optimizer that has stepped; this ends the interval, unless a recording is in progress."""
+    def stepped(self, tensors: Sequence[tuple[int, str, str]], optimizer: int = 0) -> None:
+        """An optimizer has stepped, which ends the interval, unless a recording is in progress.
+
+        tensors: of all optimizers that have stepped so far and are alive. optimizer: the client's number of this one.
+        """
         self._ask()
         self.told = True
         self.known(tensors)
         ids = [self.state.emitter.offset + row[0] for row in tensors]
         self._held = {index: worker.held(ids) for index, worker in self.followed.items()}
         if self.state.context.tape is None:
-            self._end_interval("optimizer")
+            self._end_interval("optimizer", stepped=[optimizer])
 
-    def _end_interval(self, kind: str = "", schedule: str = "") -> None:
+    def _end_interval(self, kind: str = "", schedule: str = "", stepped: Sequence[int] = ()) -> None:
         intervals = {index: worker.end_interval() for index, worker in self.followed.items()}
-        step = PlannedStep(intervals, self._moves, self.journal, dict(self.code), self._held, schedule)
+        step = PlannedStep(intervals, self._moves, self.journal, dict(self.code), self._held, schedule, optimizers=[*stepped])
         self._moves, self.journal = Counter(), []
         self.code.clear()
+        if stepped:
+            self._turns.append(step)
+            if len({turn.optimizers[0] for turn in self._turns}) == 1:
+                self._turns = deque([step], MOST_TURNS)
+            turns = [turn.optimizers[0] for turn in self._turns]
+            step = PlannedStep.joined([*self._turns][-_cycle(turns) :])
+        else:
+            self._turns.clear()
         if kind:
             self.steps[kind] = step
+
+
+def _cycle(turns: Sequence[int]) -> int:
+    """Number of the last optimizer steps that make one training step. turns: the optimizer of each step.
+
+    Each optimizer that still takes its turn has stepped in it: a GAN's discriminator and generator, or twice the one and once
+    the other.
+    """
+    backwards = [*turns][::-1]
+    periods = [0]
+    for number in set(turns):
+        last = backwards.index(number)
+        before = backwards.index(number, last + 1) if number in backwards[last + 1 :] else 0
+        if last < before - last:  # it has not paused for longer than a period
+            periods.append(before - last)
+    if max(periods):
+        return max(periods)
+    # No optimizer has stepped twice: one step of each.
+    return next((n for n in range(1, len(turns)) if backwards[n] in backwards[:n]), len(turns))
 
 
 def _alike(state: ClientSession, workers: int) -> dict[int, list[int]]:

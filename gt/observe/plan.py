@@ -67,7 +67,7 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
     # Lines of local changes (LOCAL) move nothing between workers.
     moves = [(line, count) for line, count in lines if not line.op.startswith(LOCAL)]
     body: dict[str, Any] = {
-        "program": about, "workers": len(dry.workers), "step": STEP[kind], "values": dry.values,
+        "program": about, "workers": len(dry.workers), "step": _said(dry, kind, step), "values": dry.values,
         "weights": [_weight(line, name, dry.rules.get(name)) for line, name, _ in sorted(dry.weights, key=_order)],
         "unplaced": [name for name, rule in dry.rules.items() if rule is None],
         "collectives": [_move(line, count) for line, count in moves if line.op.startswith(tuple(COLLECTIVES))],
@@ -82,6 +82,14 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
     body["warnings"] = _warnings(dry, step, body)
     body["time"] = _times(body)
     return body
+
+
+def _said(dry: Dry, kind: str, step: PlannedStep) -> str:
+    """The planned part of the program."""
+    if kind == "captured" and dry.captured > 1:
+        return f"the last of {dry.captured} steps that gt.compile captured"
+    together = len(set(step.optimizers))
+    return STEP[kind] if together < 2 else f"the last {len(step.optimizers)} steps of {together} optimizers"
 
 
 def _hosts(dry: Dry) -> dict[str, list[int]]:

@@ -62,9 +62,27 @@ class SimulatedInterval:
     collectives: Counter[str] = field(default_factory=Counter)
     flops: float = 0.0
     seconds: float = 0.0
+    earlier: list[SimulatedInterval] = field(default_factory=list)  # joined to this one
+
+    @classmethod
+    def joined(cls, intervals: Sequence[SimulatedInterval]) -> SimulatedInterval:
+        """Intervals that follow one another as one."""
+        *earlier, last = intervals
+        whole = cls(last.rows, start=last.start, made=last.made, earlier=earlier)
+        for each in intervals:
+            whole.shapes.update(each.shapes)
+            whole.sent.update(each.sent)
+            whole.received.update(each.received)
+            whole.collectives.update(each.collectives)
+            whole.flops += each.flops
+            whole.seconds += each.seconds
+        return whole
 
     def peak(self, but: Sequence[str] = (), eager: bool = False) -> int:
         """Peak of the bytes alive, without blocks of the kinds `but`."""
+        return max(self._peak(but, eager), *(interval.peak(but, eager) for interval in self.earlier), 0)
+
+    def _peak(self, but: Sequence[str], eager: bool) -> int:
         # A block is alive from `born` to its last use; in eager mode until the program drops it.
         blocks = [block for block in (*self.start, *self.made) if block.kind not in but]
         ends = [max(block.last, block.freed - 1) if eager else block.last for block in blocks]

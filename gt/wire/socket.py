@@ -12,7 +12,7 @@ import socket as bsd
 import struct
 import threading
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -57,6 +57,21 @@ def port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
         raise ArgumentTypeError(f"{text!r} is not a port: want 0 to 65535")
     return int(text)
+
+
+def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """A parser for an option that is a number above 0, of a limit or of seconds."""
+
+    def read(text: str) -> float:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = 0
+        if not 0 < number < 1 << 31:
+            raise ArgumentTypeError(f"got {text!r}, want a {'whole ' if kind is int else ''}number above 0")
+        return number
+
+    return read
 
 
 def written(host: str, port: int | str) -> str:

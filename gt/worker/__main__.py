@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from gt import env
 from gt.errors import ConfigError, DispatcherLost
-from gt.wire.socket import PORT, host_and_port, written
+from gt.wire.socket import PORT, host_and_port, positive, written
 from gt.worker.engine.registry import ENGINES
 from gt.worker.loop import WorkerOptions, run
 from gt.worker.process.restart import Renewal, told_to_end
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None, own: bool = False) -> int:
     parser.add_argument("--device", default="", help="cpu or cuda:0; default: the GPU if there is one")
     names = [*ENGINES, *env.BACKEND_ALIASES]
     parser.add_argument("--backend", choices=names, help="library that executes ops; pytorch is torch; default: GT_BACKEND")
-    parser.add_argument("--wait", type=float, help="seconds to wait for the server; default: no limit")
+    parser.add_argument("--wait", type=positive(float), help="seconds to wait for the server; default: no limit")
     parser.add_argument("--memory-limit", default="", help="most memory of the worker, as 4GiB; default: GT_MEMORY_LIMIT")
     library = "import this module, and execute the ops that it registers with torch; again for more; default: GT_LIBRARIES"
     parser.add_argument("--library", action="append", dest="libraries", metavar="MODULE", help=library)

@@ -123,6 +123,56 @@ def test_trace_returns_the_scripts_exit_code(script: str, tmp_path: Path) -> Non
     assert done.stderr.splitlines()[-1] == f"gt trace: {program} ended with exit code 3" and out.exists()
 
 
+@pytest.mark.parametrize("behind", [("-o", "x.json"), ("3", "--output=x.json")])
+def test_options_behind_a_traced_script_are_its_own_and_a_misplaced_one_is_told(
+    behind: tuple[str, ...], script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("program.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    told, printed, _ = ran(script, "trace", "program.py", *behind, code=1).stderr.splitlines()
+    option = " ".join(arg for arg in behind if arg != "3")
+    right = f"gt trace {option} program.py{' 3' if '3' in behind else ''}"
+    assert told == f"gt trace: program.py gets {option}, and the trace is written to trace.json: else `{right}`"
+    assert printed == str([*behind])
+    assert len(ran(script, "trace", "-o", "y.json", "program.py", *behind, code=1).stderr.splitlines()) == 2
+
+
+def test_a_trace_in_the_place_of_the_script_is_refused(script: str) -> None:
+    said = ran(script, "trace", "out.json", "program.py", code=2).stderr.splitlines()[-1]
+    assert said == "gt trace: error: out.json is no program: for a trace in that file put -o before it"
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("plam", "gt: no command 'plam'; did you mean 'plan'?"),
+        ("server --heartbeat -1", "argument --heartbeat: got '-1', want a number above 0"),
+        ("server --max-workers two", "argument --max-workers: got 'two', want a whole number above 0"),
+        ("worker --wait nan", "argument --wait: got 'nan', want a number above 0"),
+        ("run --workers -1", "argument --workers: got '-1', want a whole number above 0"),
+        ("plan --workers -1 x.py", "argument --workers: got '-1', want a whole number above 0"),
+        ("run --hosts= x.py", "ssh names no host"),
+        ("run .", "gt run: . is a folder, want a program in it"),
+    ],
+)
+def test_a_wrong_command_is_refused_on_standard_error(
+    command: str, says: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.py").touch()
+    done = ran(script, *command.split(), code=2)
+    assert says in done.stderr and done.stdout == ""
+
+
+def test_a_plan_says_an_error_once_and_which_options_the_script_gets(script: str, tmp_path: Path) -> None:
+    program = tmp_path / "x.py"
+    program.write_text("import gt\ngt.cpu_workers(1, {'a': {'workers': [0]}})\n")
+    (tmp_path / "b.yaml").write_text("b: {workers: [0, 1]}\n")
+    said = ran(script, "plan", "--workers", "1", "--config", str(tmp_path / "b.yaml"), str(program), "--json", code=1).stderr
+    assert said.startswith(f"gt plan: {program} gets --json: options of gt plan itself stand before {program}\n")
+    assert said.count("names worker 1") == 1 and said.splitlines()[-1].startswith("gt plan: b (")
+
+
 @pytest.mark.parametrize("command", ["plan", "trace"])
 def test_a_script_that_is_not_there_is_named(command: str, script: str) -> None:
     assert ran(script, command, "nosuch.py", code=1).stderr.startswith(f"gt {command}: there is no file nosuch.py in ")

@@ -101,6 +101,7 @@ def test_lines_of_a_hostfile() -> None:
 @pytest.mark.parametrize(("line", "says"), [
     ("h0 slots=0", "F:1: 'h0 slots=0' has 0 slots, want 1 to"),
     ("h0 slot=2", "F:1: got 'h0 slot=2', want a host, and behind it slots=N"),
+    ("h0:two", "F:1: got 'h0:two', want the number of workers behind the colon"),
     ("-oProxyCommand=touch", "F:1: got '-oProxyCommand=touch'"),
     ("h0;reboot", "F:1: got 'h0;reboot'"),
     ("# nothing", "F names no host"),

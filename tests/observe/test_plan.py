@@ -209,7 +209,7 @@ def test_memory_is_what_can_be_counted_by_hand(two: str) -> None:
 
 
 def test_two_optimizers_that_step_in_turns_are_planned() -> None:
-    """The interval before the second one's step is the shorter: rows of the longer one are none of it."""
+    """The part before the second one's step is the shorter: rows of the longer one are none of it."""
 
     def train() -> None:
         first, second = (torch.nn.Linear(4, 4).to("remote") for _ in range(2))
@@ -224,8 +224,96 @@ def test_two_optimizers_that_step_in_turns_are_planned() -> None:
                 loss = second(first(x)).sum()
 
     body = gt.plan(train).body
-    assert body["memory"][0]["weights"] == 4 * (4 * 4 + 4)  # of the optimizer that stepped last
+    assert body["memory"][0]["weights"] == 2 * 4 * (4 * 4 + 4)  # of both
     assert body["memory"][0]["peak"] > 0
+
+
+@pytest.mark.parametrize("critics", [1, 3])
+def test_a_plan_of_optimizers_that_step_in_turns_is_of_all_of_them(critics: int) -> None:
+    """A GAN's step has so many of the discriminator and one of the generator, whichever of them ends the program."""
+
+    def train(last: str = "", steps: int = 3, both: bool = True) -> None:
+        gt.cpu_workers(2, {"gt": {"data_parallel": None}})
+        generator, critic = torch.nn.Linear(4, 8).to("remote"), torch.nn.Linear(8, 1).to("remote")
+        optimizers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in (generator, critic)]
+
+        def turn(optimizer: torch.optim.Optimizer) -> None:
+            optimizer.zero_grad()
+            critic(generator(torch.ones(16, 4, device="remote"))).sum().backward()
+            optimizer.step()
+
+        for _ in range(steps):
+            turns = [optimizers[1]] * critics + [optimizers[0]] * both
+            for optimizer in turns if last == "generator" else reversed(turns):
+                turn(optimizer)
+
+    alone = gt.plan(train, "critic", 3, False).body
+    row = alone["memory"][0]
+    for last in ("generator", "critic"):
+        body = gt.plan(train, last).body
+        found = body["memory"][0]
+        assert body["step"] == f"the last {critics + 1} steps of 2 optimizers"
+        assert found["weights"] == found["gradients"] == 4 * (4 * 8 + 8 + 8 + 1)
+        assert abs(found["flops"] / row["flops"] / (critics + 1) - 1) < 0.01 and found["peak"] >= row["peak"]
+        assert found["collectives"]["all_reduce"] == sum(each["count"] for each in body["collectives"])
+        assert len({each["plan"] for each in body["weights"]}) == 4
+
+
+def test_optimizers_of_one_backward_pass_are_one_step(two: str) -> None:
+    """As Muon beside AdamW, or one for each stage: the second one's part alone is no pipeline."""
+
+    def train() -> None:
+        layers = [torch.nn.Linear(8, 8).to("remote") for _ in range(2)]
+        optimizers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in layers]
+        for _ in range(3):
+            for part in gt.microbatches(torch.ones(16, 8, device="remote"), 4):
+                for n, layer in enumerate(layers):
+                    with gt.signal.context(f"stage{n}"):
+                        part = layer(part).tanh()
+                part.sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    body = gt.plan(train, config=two).body
+    assert body["pipeline"]["stages"] == ["stage0", "stage1"] and body["pipeline"]["micro_batches"] == 4
+    assert [row["gradients"] for row in body["memory"]] == [4 * (8 * 8 + 8)] * 2
+
+
+def test_a_plan_of_no_function_or_of_no_number_of_workers_is_refused() -> None:
+    for wrong in (-1, 2.5):
+        with pytest.raises((ValueError, TypeError), match=f"the number of workers is {wrong}, want"):
+            gt.plan(lambda: gt.ones(2), workers=wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"gt\.plan takes a function .* got int"):
+        gt.plan(3)  # type: ignore[arg-type]
+
+
+def test_an_optimizer_that_steps_no_more_is_no_part_of_the_step() -> None:
+    from gt.observe.dry_run import _cycle
+
+    assert _cycle([0]) == _cycle([0, 0]) == _cycle([0, 0, 1, 1, 1]) == _cycle([1, 0, 0]) == 1
+    assert _cycle([0, 1]) == _cycle([0, 1, 0, 1]) == 2
+    assert _cycle([0, 1, 1, 0]) == _cycle([0, 0, 1, 0, 0, 1]) == _cycle([0, 1, 0, 0, 1, 0]) == 3
+
+
+def test_the_last_of_several_captured_steps_is_planned_and_the_plan_says_so() -> None:
+    def train() -> None:
+        weights = [torch.ones(4, device="remote", requires_grad=True) for _ in range(2)]
+        optimizers = [torch.optim.SGD([w], 0.1) for w in weights]
+
+        def turn(n: int) -> None:
+            optimizers[n].zero_grad()
+            weights[n].square().sum().backward()
+            optimizers[n].step()
+
+        first, second = gt.compile(lambda: turn(0)), gt.compile(lambda: turn(1))
+        for _ in range(4):
+            first()
+            second()
+
+    body = gt.plan(train).body
+    assert body["step"] == "the last of 2 steps that gt.compile captured"
+    assert body["memory"][0]["weights"] == body["memory"][0]["gradients"] == 2 * 16
 
 
 def test_a_better_cut_is_proposed_with_what_it_gains(two: str) -> None:

@@ -99,7 +99,7 @@ def upload_operands(info: OpInfo, args: tuple, kwargs: dict) -> tuple[tuple, dic
         if not isinstance(a, torch.Tensor) or isinstance(a, RemoteTensor):
             return a
         if a.device.type != "cpu" or not (a.dim() == 0 or index):
-            raise mixed_devices(info, a)
+            raise mixed_devices(info, a) from None
         # A CPU scalar is read here, with no upload. A recorded call notes it, since it may have another value at the next one
         if a.dim() == 0 and info.name in _TAKES_NUMBER and not a.is_complex():
             tape = current_session.current().own_tape()
@@ -111,7 +111,7 @@ def upload_operands(info: OpInfo, args: tuple, kwargs: dict) -> tuple[tuple, dic
     converted = [convert(kind, a, name == "indices") for kind, name, a in zip(info.kinds, info.names, args, strict=False)]
     named = {k: convert(info.named[k], a, k == "indices") for k, a in kwargs.items()}
     if any(isinstance(a, torch.Tensor) and not isinstance(a, RemoteTensor) for a in [*converted, *named.values()]):
-        raise mixed_devices(info, converted[0])
+        raise mixed_devices(info, converted[0]) from None
     return tuple(converted), named
 
 

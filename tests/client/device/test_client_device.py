@@ -6,6 +6,7 @@ import contextlib
 import copy
 import subprocess
 import sys
+import traceback
 
 import pytest
 import torch
@@ -174,13 +175,25 @@ def test_the_first_tensor_starts_a_session(monkeypatch: pytest.MonkeyPatch) -> N
     current_session.disconnect()
 
 
-def test_a_missing_config_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_config_is_one_sentence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(gt.ConfigError, match=r"no/such\.yaml: cannot be read"):
         gt.connect("localhost:1", config="no/such.yaml")
     with pytest.raises(ValueError, match="want at least 1"):
         gt.cpu_workers(0)
     with pytest.raises(TypeError, match="the number of workers is '2', want a whole number"):
         gt.cpu_workers("2")  # type: ignore[arg-type]
+    for wrong in (2.0, "2", 0):  # gt.gpu_workers warns of nothing before
+        with pytest.raises((TypeError, ValueError), match=r"the number of workers is (2\.0|'2'|0), want"):
+            gt.gpu_workers(wrong)  # type: ignore[arg-type]
+    assert caplog.messages == []
+
+
+def test_a_cpu_operand_is_refused_without_a_word_of_gts_own_exceptions(one: None) -> None:
+    x = torch.ones(2, 2, device="remote")
+    for call in (lambda: x @ torch.ones(2, 2), lambda: torch.cat([x, torch.ones(2, 2)])):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device") as caught:
+            call()
+        assert "another exception occurred" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_libraries_are_told_that_values_cannot_be_read_once_one_was(one: None) -> None:

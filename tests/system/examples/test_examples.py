@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from tests.helpers import CONFIGS, EXAMPLES, ROOT
+from tests.helpers.limits import limit
+from tests.house.test_documents import environment
 
 Session = Callable[..., None]
 SMALL = ("--steps", "12", "--every", "4", "--batch", "4", "--context", "16", "--layers", "2", "--heads", "2", "--width", "32")
@@ -97,3 +100,22 @@ def test_finetune_llama_by_trainer(session: Session, example: Callable[[str], An
     session(str(CONFIGS / "llama" / "dp2.yaml"))
     losses = example("finetune_llama").main(["--steps", "10", "--batch", "4", "--trainer"])
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("nanogpt.py nosuch.txt", "nosuch.txt is no file"),
+        ("nanogpt.py README.md --heads 3", "--width 128 cannot be split into 3 equal --heads"),
+        ("vision.py --batch 0", "--steps and --batch want at least 1"),
+        ("tuning_demo/train_simple.py --steps 0", "train_simple.py: error: --steps is 0, want at least 1"),
+        ("tuning_demo/launch.py --steps 5", "flags for train.py stand behind --"),
+    ],
+)
+def test_a_wrong_flag_of_an_example_is_refused_at_once(command: str, says: str) -> None:
+    name, *flags = command.split()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *flags], cwd=ROOT, env=environment(), capture_output=True, text=True,
+        timeout=limit(60),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "") and says in done.stderr
