@@ -299,13 +299,13 @@ def _foreign(optimizer: torch.optim.Optimizer, kept: Mapping | None) -> str:
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping) -> None:
     """Load a state. One of another kind of optimizer is refused: torch would fail at the next step."""
     refused: LookupError | None = None
+    options = set(getattr(optimizer, "defaults", ()))  # before: a load adds torch's own to them, and not to the groups
     try:
         optimizer.load_state_dict(state)  # it adds options that older versions of torch did not have
         groups = optimizer.param_groups
     except LookupError as error:
         groups, refused = state["param_groups"], error
     # A group that lacks an option was saved by another kind of optimizer. The options say so better than a KeyError
-    options = set(getattr(optimizer, "defaults", ()))
     missing = sorted({option for group in groups for option in options.difference(group)})
     if missing:
         raise ValueError(
