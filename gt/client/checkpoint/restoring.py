@@ -18,6 +18,14 @@ MAX_SHOWN = 8  # differences in an error
 PART_BYTES = 32 << 20  # bytes of a module's tensors that are read at once, unless
 MAX_PARTS = 64  # parts have less than this share
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta"})
+_KEPT = {  # torch's optimizers whose options others have too: the state of each parameter, and that of an option
+    "Adam": ({"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"}),
+    "AdamW": ({"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"}),
+    "Adamax": ({"step", "exp_avg", "exp_inf"}, set()),
+    "NAdam": ({"step", "exp_avg", "exp_avg_sq", "mu_product"}, set()),
+    "RAdam": ({"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"}),  # whose state is an Adam's
+}
+_KEPT_BY_ANY = frozenset().union(*(needed | more for needed, more in _KEPT.values()))
 
 
 class Change(NamedTuple):
@@ -261,6 +269,10 @@ def _optimizer_changes(optimizer: torch.optim.Optimizer, state: Any, name: str, 
         return
     saved = [number for group in groups for number in group["params"]]
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = next((text for number in saved if (text := _foreign(optimizer, state["state"].get(number)))), "")
+    if foreign:
+        problems.append(f"{name or 'the state'} {foreign}")
+        return
     for number, parameter in zip(saved, own, strict=True):
         for key, value in (state["state"].get(number) or {}).items():
             # Moments are as their parameter; other state may have any shape
@@ -271,16 +283,29 @@ def _optimizer_changes(optimizer: torch.optim.Optimizer, state: Any, name: str, 
     yield Change(name, lambda: _load_optimizer(optimizer, state), lambda: optimizer.__dict__.update(before))
 
 
+def _foreign(optimizer: torch.optim.Optimizer, kept: Mapping | None) -> str:
+    """The difference of a parameter's state from that of this kind of optimizer, whose next step could not read it, or ""."""
+    kind = type(optimizer)
+    if not kept or kind is not getattr(torch.optim, kind.__name__, None) or kind.__name__ not in _KEPT:
+        return ""
+    needed, more = _KEPT[kind.__name__]
+    known = _KEPT_BY_ANY.intersection(kept)
+    if needed <= known <= needed | more:
+        return ""
+    want = ", ".join(sorted(needed))
+    return f"has the state {', '.join(sorted(map(str, kept)))}, want {want} of {kind.__name__}: another optimizer saved it"
+
+
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping) -> None:
     """Load a state. One of another kind of optimizer is refused: torch would fail at the next step."""
     refused: LookupError | None = None
+    options = set(getattr(optimizer, "defaults", ()))  # before: a load adds torch's own to them, and not to the groups
     try:
         optimizer.load_state_dict(state)  # it adds options that older versions of torch did not have
         groups = optimizer.param_groups
     except LookupError as error:
         groups, refused = state["param_groups"], error
     # A group that lacks an option was saved by another kind of optimizer. The options say so better than a KeyError
-    options = set(getattr(optimizer, "defaults", ()))
     missing = sorted({option for group in groups for option in options.difference(group)})
     if missing:
         raise ValueError(

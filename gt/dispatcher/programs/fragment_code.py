@@ -107,6 +107,8 @@ def write_fragment(
     names: defaultdict[int, int] = defaultdict(context.fresh)
     made = {i for rows in tape.code.values() for row in rows for i in row.makes}
     rebound = [n for n, i in enumerate(bounds.ins) if i in made]
+    if not made.isdisjoint(context.homes.keys() - {*bounds.ins}):  # a launch could not give it the new memory
+        return "a tensor with other memory afterwards has views that none of its ops names"
     bounds.moved = [n for n in bounds.moved if n not in rebound]
     ins = [names[i] for i in bounds.ins]
     outs = [*(names[i] for i in bounds.outs), *(ins[n] for n in rebound)]

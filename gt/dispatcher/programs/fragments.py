@@ -75,7 +75,7 @@ class FragmentProgram:
     bases: list[tuple[int, int]]  # further tensors that the code names: (number, steps) is that tensor's base, so many views up
     layouts: list[Layout | None]  # of each tensor from before, then of each of `bases`
     changed: list[tuple[int, Layout]]  # (number, layout) of each that has another layout afterwards
-    views: list[int]  # by entry of `changed`: how many tensors of its storage were alive
+    views: list[tuple[int, int]]  # (number, count) of each that is changed or rebound: tensors of its storage before the call
     rebound: list[int]  # numbers of tensors whose memory is replaced
     sharing: tuple[int, ...]  # by tensor from before: the first one that shares its memory
     moved: tuple[int, ...]  # numbers of tensors from before that the program frees
@@ -135,7 +135,7 @@ class _Recording:
     call: FragmentCall
     backend: str
     ins: list[Tensor]
-    rests: list[Layout | None]  # by entry of `ins`: the layout in which its storage rested before
+    older: list[tuple[Layout | None, int]]  # by entry of `ins`: the layout in which its storage rested before, and its tensors
     numbers: list[int] = field(default_factory=list)  # op numbers, as its instructions carry them
 
 
@@ -264,8 +264,8 @@ class Fragments:
         if not self._programs.hinted(-fragment.number):
             self._programs.hint(-fragment.number, ins)  # type: ignore[arg-type]
         self._programs.record(-fragment.number, 0, call.ins)
-        rests = [t.storage.rest for t in ins]  # type: ignore[union-attr]
-        self._recording = _Recording(fragment, call, backend, ins, rests)  # type: ignore[arg-type]
+        older = [(t.storage.rest, len(t.storage.tensors)) for t in ins]  # type: ignore[union-attr]
+        self._recording = _Recording(fragment, call, backend, ins, older)  # type: ignore[arg-type]
         return fragment.why or RECORDED, ops
 
     def _harm(self, fragment: Fragment, ins: list[Tensor]) -> str:
@@ -442,6 +442,7 @@ class Fragments:
         fragment.pattern.constants |= result.constants
         layouts = [tape.before.get(t.id) for t in tensors]
         changed = [(n, t.layout) for n, t in enumerate(tensors) if t.layout is not None and t.layout is not layouts[n]]
+        relaid = {n if n < len(ins) else bases[n - len(ins)][0] for n in (*result.rebound, *(n for n, _ in changed))}
         written = {id(storage) for row in tape.journal for storage in row.writes}
         return FragmentProgram(
             code=result.workers,
@@ -452,13 +453,13 @@ class Fragments:
             layouts=layouts,
             bases=bases,
             changed=changed,
-            views=[len(tensors[n].storage.tensors) for n, _ in changed],
+            views=[(n, recording.older[n][1]) for n in relaid],
             rebound=result.rebound,
             sharing=_sharing(ins),
             moved=tuple(bounds.moved),
             writes=tuple(n for n, t in enumerate(ins) if id(t.storage) in written),
             flags=[(t.storage.default, t.storage.undecided) for t in ins],
-            rests=[(n, t.storage.rest) for n, t in enumerate(ins) if t.storage.rest is not recording.rests[n]],
+            rests=[(n, t.storage.rest) for n, t in enumerate(ins) if t.storage.rest is not recording.older[n][0]],
             makes=makes,
             live=frozenset(tensor.number for tensor in makes),
             constants=tape.constants,
@@ -539,7 +540,7 @@ class Fragments:
         placed = zip(tensors, program.layouts, strict=True)
         if any(tensor.layout is not layout for tensor, layout in placed if layout is not None):
             return "inputs could not get the layouts of the recorded call"
-        if [len(tensors[n].storage.tensors) for n, _ in program.changed] != program.views:
+        if any(len(ins[n].storage.tensors) != count for n, count in program.views):
             return "inputs had other views"
         # Nothing is refused from here on, so the table of tensors and the workers' stream may be changed.
         program.launches += 1

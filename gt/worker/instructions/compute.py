@@ -204,6 +204,8 @@ def alias(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
 
     def step(code: list, at: int) -> None:
         held[code[at + 1]] = held[code[at]]
+        if held.away:
+            held.renamed(code[at + 1])
 
     return step
 

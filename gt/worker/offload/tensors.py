@@ -74,16 +74,16 @@ class OffloadedTensors(dict[int, Any]):
 
     def __init__(self, evict: Evict) -> None:
         self._evict = evict
-        self._away: dict[int, tuple[Resting, str]] = {}
+        self.away: dict[int, tuple[Resting, str]] = {}  # id -> the tensor that rests elsewhere, and its space
         self._spaces: dict[int, tuple[str, str]] = {}  # space and folder of what was evicted once
         self._to_host = self._to_device = self._restored = 0  # bytes so far; restored: of those to the device, evicted ones
         self.host_copies: dict[int, tuple[Any, HostCopy]] = {}  # id -> the tensor on the device, and its host copy
 
     def __missing__(self, i: int) -> Any:
-        resting, _ = self._away[i]  # KeyError for an id that no tensor has
-        # `tensor` may raise for want of memory. The entry in `_away` stays until then, so that a retry finds it.
+        resting, _ = self.away[i]  # KeyError for an id that no tensor has
+        # `tensor` may raise for want of memory. The entry in `away` stays until then, so that a retry finds it.
         tensor = self[i] = resting.tensor()
-        del self._away[i]
+        del self.away[i]
         if i in self._spaces:
             self._restored += resting.nbytes
             self._to_device += resting.nbytes
@@ -104,15 +104,26 @@ class OffloadedTensors(dict[int, Any]):
         """Let a tensor rest as this. space: "" for one that is not counted."""
         if space:
             self.host_copies.pop(i, None)
-        self._away[i] = resting, space
+        before = self.away.get(i)
+        self.away[i] = resting, space
         self.pop(i, None)
+        if before is not None and before[0] is not resting:  # of another tensor, which had this id
+            before[0].close()
 
     def resting(self, i: int) -> Resting | None:
         """A tensor as it rests, None for one on the device. One that a use has brought back rests again."""
         # An ordinary op looked it up, and so brought it to the device, since it was evicted.
         if i in self and i in self._spaces:
             self.evict(i, *self._spaces[i])
-        return self._away[i][0] if i in self._away else None
+        if i in self:
+            self.renamed(i)
+        return self.away[i][0] if i in self.away else None
+
+    def renamed(self, i: int) -> None:
+        """An id names another tensor on the device from now on: the one that rests elsewhere under this id has ended."""
+        row = self.away.pop(i, None)
+        if row is not None:
+            row[0].close()
 
     def count_to_host(self, nbytes: int) -> None:
         self._to_host += nbytes
@@ -122,13 +133,13 @@ class OffloadedTensors(dict[int, Any]):
 
     def bring(self, ids: Iterable[int]) -> None:
         """Bring back those of these that rest elsewhere: for work that does not look its tensors up."""
-        for i in ids if self._away else ():
-            if i in self._away:
+        for i in ids if self.away else ():
+            if i in self.away:
                 self[i]
 
     def prefetch(self, i: int) -> None:
-        if i in self._away:
-            self._away[i][0].prefetch()
+        if i in self.away:
+            self.away[i][0].prefetch()
 
     def free(self, ids: Sequence[int]) -> None:
         """Forget these tensors. Ids that no tensor has are ignored."""
@@ -139,25 +150,25 @@ class OffloadedTensors(dict[int, Any]):
     def drop(self, ids: Iterable[int]) -> None:
         """These have been freed: forget where they rest, and their host copies."""
         # Programs without offload free thousands of ids a step: they skip the loop.
-        for i in ids if self._away or self._spaces or self.host_copies else ():
+        for i in ids if self.away or self._spaces or self.host_copies else ():
             self._spaces.pop(i, None)
             self.host_copies.pop(i, None)
-            row = self._away.pop(i, None)
+            row = self.away.pop(i, None)
             if row is not None:
                 row[0].close()
 
     def drop_range(self, first: int, last: int) -> None:
-        self.drop([i for i in {*self._away, *self._spaces, *self.host_copies} if first <= i < last])
+        self.drop([i for i in {*self.away, *self._spaces, *self.host_copies} if first <= i < last])
 
     def host_bytes(self, session: int) -> int:
         """Bytes of a session's tensors that rest in host memory."""
         # A list first: any thread may ask while the executing one changes the table. The session is in an id's upper bits.
-        return sum(row.nbytes for i, (row, space) in list(self._away.items()) if space == "cpu" and i >> BASE_BITS == session)
+        return sum(row.nbytes for i, (row, space) in list(self.away.items()) if space == "cpu" and i >> BASE_BITS == session)
 
     def stats(self) -> dict[str, Any]:
         """Bytes that rest in each space, bytes that have come back so far, and all between host and device."""
         by_space: Counter[str] = Counter()
-        for resting, space in list(self._away.values()):
+        for resting, space in list(self.away.values()):
             if space:
                 by_space[space] += resting.nbytes
         bytes_moved = {"bytes_to_host": self._to_host, "bytes_to_device": self._to_device}

@@ -96,8 +96,9 @@ def bind_program(
 def _with_parameters(payload: dict[str, Any], run: Step, code: list, tensors: OffloadedTensors) -> Step:
     """A fragment's step: tensors of the call get the names in the code, and results the names of the call."""
     ins, outs, moved, places = (list(payload[key]) for key in ("ins", "outs", "moved", "values"))
-    # Operands of the call: ids of inputs, ids of results, then scalars. `moved` are inputs that the fragment frees itself.
-    held = [name for number, name in enumerate(ins) if number not in set(moved)]
+    # Operands of the call: ids of inputs, ids of results, then scalars. `moved` are inputs that the fragment frees itself. An
+    # input that gets other memory, as a weight that is made whole and split again, is a result too, under the same name.
+    held = [name for number, name in enumerate(ins) if number not in set(moved) and name not in set(outs)]
     first_out = 2 + len(ins)
     first_value = first_out + len(outs)
     end = first_value + len(places)

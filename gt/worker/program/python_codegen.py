@@ -34,7 +34,7 @@ FILE = "<program>"  # file name of generated code in frames
 #  held[8] = x2
 #  del x1
 #  forget(9, None)
-#  if host_copies: drop((9,))
+#  if host_copies or away: drop((9,))
 class CodeGenerator:
     """Generates the functions of one program, which share a scope.
 
@@ -47,7 +47,8 @@ class CodeGenerator:
         # Globals of the functions: the objects that ops need, and by function the place in the program of each line.
         tensors = runner.tensors
         self.scope: dict[str, Any] = {"held": tensors, "forget": tensors.pop, "places": {}}
-        self.scope |= {"host_copies": tensors.host_copies, "drop": tensors.drop}
+        self.scope |= {"host_copies": tensors.host_copies, "away": tensors.away}
+        self.scope |= {"drop": tensors.drop, "renamed": tensors.renamed}
         self._source = runner.context.engine.source
         self._forms: dict[int, str] = {}
         self._numbers = count()
@@ -177,13 +178,15 @@ class SourceWriter:
             holes |= {f"v{n}": self._value(place) for n, place in enumerate(values)}
             self.lines += self._generator.form(define.number).format_map(holes).split("\n")
             self.lines += [f"held[{i:d}] = {self.names[i]}" for i in outs if i in lasting]
+            if define.kind == "alias":
+                self.lines += [f"if away: renamed({i:d})" for i in outs if i in lasting]
         self.places += [at] * (len(self.lines) - before)
 
     def _free(self, ids: Sequence[int]) -> None:
         local = [self.names[i] for i in dict.fromkeys(ids) if i in self._local]
         self.lines += [f"del {', '.join(local)}"] if local else []
         self.lines += [f"forget({i:d}, None)" for i in ids]
-        self.lines.append(f"if host_copies: drop({tuple(ids)})")
+        self.lines.append(f"if host_copies or away: drop({tuple(ids)})")
         self._local.difference_update(ids)
 
     def _name(self, i: int) -> str:

@@ -597,6 +597,47 @@ def test_weights_that_rest_do_not_share_a_program_with_whole_values(stage: int, 
     assert same(got, wanted), (got, wanted)
 
 
+WRITES = {  # of a weight, by ops without a rule for pieces: it is made whole, and split again
+    "index_add": lambda w, g, i: w.index_add_(0, i, g[i], alpha=-0.5),
+    "rows by number": lambda w, g, i: w.__setitem__(i, w[i] * 0.9),
+    "sort": lambda w, g, i: w.copy_(w.sort(0)[0] - g),
+    "slice": lambda w, g, i: w[2:7].fill_(0.5),
+    "gradient": lambda w, g, i: w.sub_(g.index_add_(0, i, g[i])),
+}
+
+
+@pytest.mark.parametrize("viewed", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_weight_that_gets_other_memory_has_its_new_value(write: str, viewed: bool, session: Callable[..., None]) -> None:
+    """For its own name, and for views that are alive beside the step."""
+    session("gt:\n  data_parallel: [0, 1]\n  zero: 1\n")
+
+    def run(wrap: Callable) -> list:
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(23, 4).to("remote"))
+        weight.sum().item()
+        views = [weight.detach().t(), weight.detach()[:5]] if viewed else []
+
+        def step(rows: torch.Tensor) -> torch.Tensor:
+            loss = weight[rows].square().mean()
+            loss.backward()
+            gradient, weight.grad = weight.grad, None
+            with torch.no_grad():
+                loss.item()
+                WRITES[write](weight, gradient, rows[:3, 0])
+            return loss.detach()
+
+        call, losses = wrap(step), []
+        generator = torch.Generator().manual_seed(4)
+        for _ in range(8):
+            losses.append(call(torch.randint(0, 23, (6, 5), generator=generator).to("remote")).item())
+            losses += [value.detach().cpu() for value in (weight, *views)]
+        return losses
+
+    wanted, got = run(lambda step: step), run(gt.compile)
+    assert same(got, wanted), (got, wanted)
+
+
 PARTS = ("compiled_function.py", "aliasing.py", "recorder.py", "fragment_tape.py", "signals.py")  # that end a call
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -499,6 +500,40 @@ def test_the_state_of_another_optimizer_is_refused_before_anything_changes(one, 
         gt.load(tmp_path / "saved", into={"model": model, "optimizer": optimizer})
     assert torch.equal(model.weight.detach().cpu(), before)
     optimizer.step()  # with its own options, as before
+
+
+PARAMETERWISE = [
+    "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+]  # fmt: skip
+
+
+def test_the_state_of_any_other_optimizer_is_refused_or_its_next_step_reads_it(tmp_path):
+    """Adam and Adamax have the same options, and torch takes one's state for the other."""
+
+    def made(kind):
+        weight = nn.Parameter(torch.ones(3, 2))
+        weight.grad = torch.ones(3, 2)
+        return getattr(torch.optim, kind)([weight], lr=0.1)
+
+    for kind in PARAMETERWISE:
+        optimizer = made(kind)
+        optimizer.step()
+        gt.save({"optimizer": optimizer}, tmp_path / kind)
+        gt.load(tmp_path / kind, into={"optimizer": made(kind)})
+    taken = []
+    for kind, other in itertools.permutations(PARAMETERWISE, 2):
+        optimizer = made(other)
+        before = str(optimizer.state_dict())
+        try:
+            gt.load(tmp_path / kind, into={"optimizer": optimizer})
+        except gt.CheckpointError as error:
+            assert "another optimizer saved it" in str(error), f"{kind} to {other}: {error}"
+        else:
+            taken.append((kind, other))
+            before = str(optimizer.state_dict())
+        assert str(optimizer.state_dict()) == before
+        optimizer.step()
+    assert {*itertools.permutations(["Adam", "AdamW", "RAdam"], 2)} == {*taken}
 
 
 def test_what_is_no_checkpoint_is_named(one, tmp_path):

@@ -110,7 +110,7 @@ def test_a_launch_that_was_not_begun_fails_what_it_would_have_moved(bench: CoreB
     (program,) = (f.program for f in session.op_stream.fragments._all)
     tensor = session.table.rows[1]
     program.changed.append((0, tensor.layout))
-    program.views.append(1)
+    program.views.append((0, 1))
     bench.give(b"c", Ops(4, [], [], fragment(40, call=3)))
     launched = session.journal.rows[-1]
     assert tensor.storage.failed is None

@@ -217,6 +217,35 @@ def test_an_optimizer_on_the_host_gives_the_same_numbers(session, case, zero, wo
     assert (moved() - before)["bytes_to_device"] > 0
 
 
+class Feedback(torch.optim.Optimizer):
+    """Momentum whose state is another tensor after each step, as an optimizer without in-place ops writes it."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                total = state.get("rest", torch.zeros_like(p)) + p.grad
+                state["rest"] = total * 0.5
+                p.sub_(total, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("step", ["host", "device"])
+@pytest.mark.parametrize("space", ["cpu", "nvme"])
+def test_state_that_a_captured_step_replaces_is_the_new_one(session, tmp_path, space, step):
+    base = "data_parallel: [0, 1], zero: 3"
+    session(f"gt: {{{base}}}")
+    want = stepped(Feedback)
+    session(f"gt: {{{base}, offload: {{optimizer: {space}, path: {tmp_path / 'files'}, step: {step}}}}}")
+    for captured in (False, True):
+        losses, kept = stepped(Feedback, captured=captured)
+        assert losses == want[0]
+        assert all(torch.equal(a, b) for a, b in zip(kept, want[1], strict=True))
+
+
 def test_a_learning_rate_that_changes_is_not_planned_again(session):
     session("gt: {data_parallel: [0, 1], zero: 2, offload: {optimizer: cpu, step: host}}")
     torch.manual_seed(0)

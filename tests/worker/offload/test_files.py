@@ -116,7 +116,7 @@ def test_a_failed_read_is_an_error_and_may_be_tried_again(file, monkeypatch):
     )
     tensors[1] = b"data"
     tensors.evict(1, "nvme", "")
-    tensors._away[1][0]._writing.result()
+    tensors.away[1][0]._writing.result()
     with monkeypatch.context() as broken:
         broken.setattr(os, "preadv", lambda *args: 0)
         with pytest.raises(OSError, match="the file of offloaded tensors ends at 0"):

@@ -14,7 +14,7 @@ from gt.worker.engine.torch.gpu.pinned_copies import PinnedCopy
 from gt.worker.instructions import compute
 from gt.worker.offload.host_ops import OpsInHostMemory
 from gt.worker.offload.spaces import Spaces
-from gt.worker.offload.tensors import OffloadedTensors
+from gt.worker.offload.tensors import Kept, OffloadedTensors
 from tests.helpers.compiled_parts import Script, replay
 
 PARAMETER, GRADIENT, STATE, RESULT = 1, 2, 3, 4
@@ -54,7 +54,7 @@ def hold(worker, *values, space="cpu", folder=""):
     assert STATE not in worker.tensors
 
 
-SAME = ["same", None, 0]
+SAME, NEW = ["same", None, 0], ["new", [[4096], [1], 0, "float32"], -1]
 T = [{"t": 0}, {"t": 1}]
 
 
@@ -114,6 +114,20 @@ def test_a_parameter_of_a_failed_op_keeps_its_value(worker):
     assert worker.tensors[PARAMETER].eq(1.0).all()
 
 
+@pytest.mark.parametrize("space", ["", "cpu"])
+def test_an_id_that_is_given_to_another_tensor_names_that_one(worker, space):
+    """A captured step that replaces its state ends so. The state before was a result of a host op, or was evicted."""
+    hold(worker, 1.0, 2.0, 3.0)
+    if not space:
+        host_op(worker, "aten.add.Tensor", 2, T, fresh=[0, 1], outs=[NEW])([PARAMETER, GRADIENT, STATE], 0)
+    worker.tensors[RESULT] = torch.full((4096,), 5.0)
+    compute.alias(worker, {})([RESULT, STATE], 0)
+    assert not worker.tensors.away
+    host_op(worker, "aten.add_.Tensor", 2, T, writes=[0], fresh=[1], outs=[SAME])([STATE, GRADIENT], 0)
+    assert worker.tensors[STATE].eq(5.0 + 2.0).all()
+    worker.tensors.drop([STATE, RESULT, GRADIENT])
+
+
 def test_what_is_freed_is_forgotten(worker):
     hold(worker, 1.0, 2.0, 3.0)
     host_op(worker, "aten.add_.Tensor", 2, T, writes=[0], fresh=[1], outs=[SAME])([STATE, GRADIENT], 0)
@@ -148,6 +162,22 @@ def test_a_view_of_a_parameter_has_the_new_value(worker):
     move([PARAMETER, STATE], 0)
     assert PARAMETER in worker.tensors and view.eq(1.0 - 3.0).all()
     worker.tensors.drop([PARAMETER, STATE])
+
+
+def test_generated_code_gives_an_id_to_another_tensor():
+    """The tensor that rested under this id ends, and so do results at rest that no host copy is beside."""
+    first = torch.ones(4096)
+    script = Script({GRADIENT: first, STATE: torch.ones(4096), RESULT: torch.ones(4096)})
+    for _ in range(4):  # rows enough for a function
+        script.op("aten.neg_.default", [Operand(0)], [GRADIENT])
+    script.alias(GRADIENT, STATE)
+    script.free(RESULT)
+    bench = script.bench("eager", {GRADIENT: first})
+    tensors = bench.executor.tensors
+    for i in (STATE, RESULT):
+        tensors.put_away(i, Kept(torch.zeros(4096), 4 * 4096))
+    replay(bench)
+    assert not tensors.away and tensors[STATE] is first
 
 
 def test_host_copies_end_with_tensors_that_generated_code_frees():
