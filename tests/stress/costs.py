@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from gt.dispatcher.cluster.peer_info import MAX_LINKS, MAX_ROUTES
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import Malformed, PeerLost, Received, Send, Turn, TurnWanted
 from gt.dispatcher.fairness.background import Background
@@ -283,6 +284,23 @@ def hello_of_a_worker_with_many_ops() -> Loop:
     lines += [f"library.op{n}.x({'int b, ' * 270}int y) -> (Tensor)  # 2.11-2.13" for n in range(20, 32)]
     assert 0.8 * MAX_LIBRARY_CHARACTERS < sum(map(len, lines)) <= MAX_LIBRARY_CHARACTERS
     loop.give(b"x", hello("worker", info={"name": "x", "ops": lines}))
+    return loop
+
+
+@case
+def hello_of_a_worker_with_many_links() -> Loop:
+    """The 17th host, each with as many links as there may be, which routers join."""
+    loop = Loop()
+
+    def asks(n: int) -> None:
+        rows = [[f"fd{n:02x}:{i:x}::1", 64, f"eth{i}", 1000 + i, True] for i in range(MAX_LINKS)]
+        routes = [[f"fd{r % 17:02x}:{r:x}::", max(1, 128 - r), f"eth{r % MAX_LINKS}"] for r in range(MAX_ROUTES)]
+        loop.give(b"x%d" % n, hello("worker", info={"home": f"h{n}", "port": 1, "links": rows, "routes": routes}))
+
+    for n in range(16):
+        asks(n)
+    loop.fresh()
+    asks(16)
     return loop
 
 
