@@ -22,7 +22,7 @@ from gt.dispatcher.state.uploads import WINDOW_BYTES
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import DispatcherLost, UnsupportedOp
 from gt.ir import check
-from gt.ir.instr import DISCARD, FREE, RECORD
+from gt.ir.instr import DISCARD, FREE, PARAM, RECORD
 from gt.ir.spec import Spec
 from gt.wire.link import hello
 from gt.wire.messages import (
@@ -434,3 +434,18 @@ def test_a_recording_has_no_numbers_of_ops_that_another_session_used(bench):
     bench.give(b"c", Ops(2, [], [], [RECORD, 1, 0, 1, 3, DISCARD, 17, 1, 3, 4]))
     numbers = [row.seq for peer in (b"c", b"d") for row in bench.core.sessions[peer].journal.rows]
     assert len(numbers) > 6 and len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("ids", [(1, 2, 3), (3, 2, 1), (2, 3, 1), (9, 1, 5)])
+def test_views_follow_their_base_whatever_ids_a_client_gives_them(ids):
+    bench, (base, flat, square) = CoreBench(), ids
+    forms = [
+        row("aten.view.default", [{"t": 0}, [16]], [spec(4, 4)], [("view", spec(16), 0)]),
+        row("aten.view.default", [{"t": 0}, [2, 8]], [spec(16)], [("view", spec(2, 8), 0)]),
+        row("aten.mm.default", [{"t": 0}, {"t": 1}], [spec(4, 4)] * 2, [spec(4, 4)]),
+    ]
+    code = [16, 0, 0, base, 17, 0, base, 20, 18, 0, base, flat, 19, 0, flat, square, PARAM, base, 20, 1, 20, base, 21]
+    rows = [[16, UPLOAD], [17, NEG], [18, forms[0]], [19, forms[1]], [20, forms[2]]]
+    bench.give(b"c", Ops(0, rows, [[1, "f", 1, "b", False, -1]], code), (bytes(64),))  # its check() holds views and bases
+    tensors = bench.core.sessions[b"c"].table.rows
+    assert {tensors[i].layout.mesh.workers for i in ids} == {(1,)}, "the parameter moved to its group, with both views"
