@@ -27,6 +27,7 @@ from gt.ir.spec import Spec
 from gt.wire.link import hello
 from gt.wire.messages import (
     CHUNK,
+    MAX_OTHERS,
     Data,
     Describe,
     Done,
@@ -36,6 +37,7 @@ from gt.wire.messages import (
     Goodbye,
     Inspect,
     Notice,
+    OpError,
     Ops,
     Piece,
     Report,
@@ -313,6 +315,27 @@ def test_what_a_worker_took_is_what_it_was_sent(bench):
     need = asked(bench)
     bench.give(b"w0", UploadProgress(need.key, 5))
     assert "UploadProgress.upto is 5" in bench.to(b"w0", Exit)[0].reason
+
+
+@pytest.mark.parametrize("kind", ["op", "missing", "peer", "interrupted"])
+def test_a_worker_fails_no_op_of_a_session_that_sent_it_nothing(bench, kind):
+    fetching(bench)
+    journal = bench.core.sessions[b"c"].journal
+    numbers = [row.seq for row in journal.rows]
+    assert len(numbers) > 1
+    bench.give(b"w1", OpError(numbers[0], kind, "so it says", {}, numbers))
+    assert not bench.to(b"c", Failed) and not bench.core.sessions[b"c"].failures.troubled
+    assert [row.seq for row in journal.rows] == numbers and b"w1" in bench.core.workers
+
+
+@pytest.mark.parametrize(("more", "says"), [([1 << 40], "the number 1099511627776"), ([0] * (MAX_OTHERS + 1), "4097 others")])
+@pytest.mark.parametrize("kind", ["op", "interrupted"])
+def test_a_worker_says_of_ops_that_were_issued_that_they_failed(bench, kind, more, says):
+    """Else the server would keep such numbers, and take them for failed once they are issued."""
+    fetching(bench)
+    bench.give(b"w0", OpError(0, kind, "so it says", {}, more))
+    (exit_,) = bench.to(b"w0", Exit)
+    assert says in exit_.reason and not bench.core.sessions[b"c"].failures._failed_ops
 
 
 @pytest.mark.parametrize(

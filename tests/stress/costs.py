@@ -35,6 +35,7 @@ from gt.ir.schema import MAX_LIBRARY_CHARACTERS
 from gt.wire import codec
 from gt.wire.link import Gate, hello
 from gt.wire.messages import (
+    MAX_OTHERS,
     Describe,
     Described,
     Done,
@@ -107,6 +108,7 @@ class Loop:
     core: Core = field(init=False)
     longest: float = 0.0
     count: int = 0
+    answering: bool = True  # workers say that they are done
     errors: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -170,7 +172,7 @@ class Loop:
             self.answers.append(message)
             if hasattr(message, "error"):
                 self.errors.append(message.error["message"])
-        if isinstance(message, Run):
+        if isinstance(message, Run) and self.answering:
             return Done(message.seq)
         if isinstance(message, Query):
             return Report(message.request, {"stats": {}})
@@ -793,6 +795,28 @@ def a_described_of_much() -> Loop:
 @case
 def a_trouble() -> Loop:
     return said(OpError(5, "op", "x" * 1_000_000))
+
+
+def troubles(kind: str) -> Loop:
+    """As many ops as one message may name, of those that are under way."""
+    loop = Loop(SPLIT)
+    loop.answering = False
+    loop.ops([16, 1, 0, 1], [[16, UPLOAD], [17, NEG]], BOTH, (bytes(64),))
+    for first in range(2, 40_000, 8000):
+        loop.ops(list(itertools.chain.from_iterable((17, 1, 1, n) for n in range(first, min(first + 8000, 40_000)))))
+    loop.fresh()
+    loop.give(b"w0", OpError(20_000, kind, "", {}, list(range(20_000, 20_000 + MAX_OTHERS))))
+    return loop
+
+
+@case
+def a_trouble_of_many_ops() -> Loop:
+    return troubles("op")
+
+
+@case
+def an_interrupt_of_many_ops() -> Loop:
+    return troubles("interrupted")
 
 
 @case
