@@ -436,6 +436,17 @@ def test_the_number_of_a_template_is_none_while_a_batch_waits(bench):
     assert "Ops.templates: [[], [" in bench.refusal(b"c", Ops(0, [[[], NEG]], [], []))
 
 
+def test_a_table_of_templates_that_begins_again_leaves_none_of_the_last_behind(bench):
+    """All templates of a session have a bound, which a client passed that began with number 16 again and again."""
+    templates = bench.core.sessions[b"c"].context.templates
+    for turn in range(5):
+        numbers = [16, *range(17 + 50 * turn, 67 + 50 * turn)]
+        bench.give(b"c", Ops(turn, [[number, UPLOAD if number == 16 else NEG] for number in numbers], [], []))
+        assert sorted(templates) == numbers
+    bench.give(b"c", Ops(5, [], [], [16, 0, 0, 1, 217, 0, 1, 2]), (bytes(64),))
+    assert "names an id that this session does not have" in bench.refusal(b"c", Ops(6, [], [], [17, 0, 1, 3]))
+
+
 def test_few_unknown_groups_get_a_near_name():
     names = [f"{n:03}{'x' * 50}" for n in range(200)]
     bench = CoreBench("".join(f"{name}: {{workers: [0]}}\n" for name in names[:64]))
