@@ -45,6 +45,7 @@ from gt.dispatcher.state.memory_report import holders, memory_report
 from gt.errors import GTError, ProtocolError, SystemFailure
 from gt.logs import Sparse
 from gt.wire.messages import (
+    MAX_OTHERS,
     THROUGH,
     ArenaOpened,
     CloseArenas,
@@ -497,31 +498,36 @@ class Core:
         for key, frame in zip(message.pieces, frames, strict=True):
             self._piece(peer, Piece(key, 0, len(frame)), (frame,))
         lease = self._lease(peer)
-        sessions = lease.sessions.values()
+        sessions = [s for s in lease.sessions.values() if worker.index in s.emitter.used]
         if message.times:
             record_times(sessions, message.times)
         lease.cluster.finished(worker, message.seq)
         self.log_line("WORKER_RECV", worker.name, f"Done {message.seq}")
-        for session in list(sessions):
-            if worker.index in session.emitter.used:
-                self.guarded(session, "an acknowledgement", session.op_stream.acknowledge)
-                if session.inbox:
-                    self.round_robin.resume(session.peer)
+        for session in sessions:
+            self.guarded(session, "an acknowledgement", session.op_stream.acknowledge)
+            if session.inbox:
+                self.round_robin.resume(session.peer)
 
     def _op_error(self, peer: Peer, message: OpError, frames: tuple) -> None:
         """An instruction failed: the session that issued the op learns of it, with the op's origin."""
-        worker = self._worker(peer)
+        worker, lease = self._worker(peer), self._lease(peer)
+        numbers, issued = (message.seq, *message.others), lease.cluster.seq
+        if len(message.others) > MAX_OTHERS or max(numbers) > issued:
+            got = f"OpError has {len(message.others)} others and the number {max(numbers)}"
+            raise ProtocolError(f"{got}, want up to {MAX_OTHERS}, and numbers up to {issued}, which are issued")
+        # A session that this worker was sent nothing of has no op there that could fail.
+        sessions = [s for s in lease.sessions.values() if worker.index in s.emitter.used]
 
         # Ops that a worker skipped for a Ctrl-C are of one program. Others have lost nothing.
         if message.kind == "interrupted":
-            skipped = {message.seq, *message.others}
-            for session in list(self._lease(peer).sessions.values()):
+            skipped = {*numbers}
+            for session in sessions:
                 if session.issued(skipped):
                     self.guarded(session, "an interrupt", session.drop, skipped)
             return
 
         # Op numbers are unique over all sessions, so one journal at most has it. An answer to a client is in no journal.
-        for session in self._lease(peer).sessions.values():
+        for session in sessions:
             row = session.journal.find(message.seq)
             if row is None:
                 if session.fetches.failed(message.seq, worker.name, message.message):

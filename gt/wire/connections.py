@@ -29,7 +29,8 @@ PART = b"\xc1"  # first byte of a message part; no msgpack begins with it
 class Connection:
     """opened, closed: places in the order of accepts and ends; closed is 0 while the connection is open.
 
-    taken: bytes of received messages. body, frames, parted: the parts of a divided message so far.
+    taken: bytes of received messages. queued: of messages to its peer. body, frames, parted: the parts of a divided message so
+    far.
     """
 
     fd: int
@@ -39,6 +40,7 @@ class Connection:
     peer: bytes = b""
     leaving: float = 0.0
     taken: int = 0
+    queued: int = 0
     heard: bool = False  # True after its first whole message
     body: list[bytes] = field(default_factory=list)
     frames: list = field(default_factory=list)
@@ -198,6 +200,21 @@ class Connections:
         # 4. Tickets whose connection never sent a message.
         for ticket in [ticket for ticket, (_, given) in self._tickets.items() if now - given > 2 * SPEAK_SECONDS]:
             del self._tickets[ticket]
+        return out
+
+    def unread(self, acked: dict[Connection, int], most: int) -> dict[Connection, str]:
+        """Connections whose peers do not read what is sent to them, while all together have more than `most` bytes to read.
+
+        acked: bytes that each peer's host has taken, 0 where unknown.
+        """
+        # What a peer has not read is in this process's memory. Who reads may be slow, so those with most to read go first.
+        left = {connection: connection.queued - nbytes for connection, nbytes in acked.items() if nbytes}
+        out, total = {}, sum(nbytes for nbytes in left.values() if nbytes > 0)
+        for connection in sorted(left, key=lambda connection: -left[connection]) if total > most else ():
+            if total <= most:
+                break
+            total -= left[connection]
+            out[connection] = f"it has not read {left[connection]} bytes that were sent to it"
         return out
 
     def unfinished(self, now: float, read: dict[Connection, int]) -> dict[Connection, str]:

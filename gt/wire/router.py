@@ -49,6 +49,7 @@ _IN = int(zmq.POLLIN)
 WARY_SECONDS, CALM_SECONDS = 0.01, 0.05  # seconds between looks at connections: while one is suspicious, and otherwise
 MAX_LOGGED_ENDS = 5  # ends and refusals logged in a second, at most
 MAX_GONE_PEERS = 1000  # gone peers that are remembered
+MAX_UNREAD_BYTES = 8 << 30  # bytes that peers have not read, of all together; a quarter of the memory if that is less
 ENDED = "its connection ended: the process exited, was killed, or stopped answering"
 OUT = "the server took this connection for ended: connect again"
 
@@ -88,6 +89,7 @@ class Router:
         self._packed: tuple[Message | None, bytes] = (None, b"")
         self._sparse = Sparse(log, MAX_LOGGED_ENDS)
         self._next_poll = 0.0
+        self._most_unread = min(MAX_UNREAD_BYTES, os.sysconf("SC_PHYS_PAGES") * resource.getpagesize() // 4)
         self._again = False  # the porter may have further requests
         self._context = zmq.Context(io_threads=1)
         self._sock = self._context.socket(zmq.ROUTER)
@@ -132,7 +134,7 @@ class Router:
         # 2. Messages. If connections have ended, all that is queued, since some of it may be theirs.
         now = time.monotonic()
         due = self._connections and now >= self._next_poll
-        sent = {connection: tcp.received(connection.fd) for connection in self._connections} if due else {}
+        sent = {connection: tcp.traffic(connection.fd) for connection in self._connections} if due else {}
         burst = 1 << 16 if self._connections.unsettled else BURST_MESSAGES if due or self._sock in ready else 0
         drained = self._receive(events, burst)
 
@@ -171,6 +173,12 @@ class Router:
             # The peer is gone, which the monitor reports too, or its queue is full while it leaves.
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise
+            return
+        # Counted as on the wire, to be compared with the bytes that the peer's host has taken.
+        if (connection := self._connections.of(peer)) is not None:
+            connection.queued += on_wire(len(self._packed[1]), self._sealed)
+            for frame in frames:
+                connection.queued += on_wire(memoryview(frame).nbytes, self._sealed)
 
     def disconnect(self, peer: bytes) -> None:
         """Drop further messages of this peer, and end its connection soon. The end is still reported."""
@@ -341,12 +349,14 @@ class Router:
         if len(self._dead) > MAX_GONE_PEERS:
             del self._dead[next(iter(self._dead))]
 
-    def _poll(self, now: float, sent: dict[Connection, tuple[int, int]], drained: bool) -> None:
-        """End the connections of peers that send no message, or bytes that cannot be a message."""
+    def _poll(self, now: float, sent: dict[Connection, tcp.Traffic], drained: bool) -> None:
+        """End the connections of peers that send no message, or bytes that cannot be a message, or that read nothing."""
         connections = self._connections
-        late = connections.overdue(now, {connection: row[0] for connection, row in sent.items()})
+        late = connections.overdue(now, {connection: row.received for connection, row in sent.items()})
+        late.update(connections.unread({connection: row.acked for connection, row in sent.items()}, self._most_unread))
         if drained:
-            late.update(connections.unfinished(now, {connection: row[0] - row[1] for connection, row in sent.items()}))
+            read = {connection: row.received - row.unread for connection, row in sent.items()}
+            late.update(connections.unfinished(now, read))
         for connection, reason in late.items():
             self._end(connection, reason)
         # Looks take a twentieth of the time at most, however many connections there are.

@@ -9,16 +9,25 @@ import ipaddress
 import socket
 import struct
 import termios
+from typing import NamedTuple
 
 UNANSWERED_SECONDS = 2.5
 UNREAD_SECONDS = 60.0  # limit while the other host answers that its process reads nothing
 _PROBES = struct.Struct("=4xB3xI12xI28xI")  # of struct tcp_info: backoff, rto in microseconds, unacked, last_ack_recv in ms
-_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info, since Linux 4.1
+_ACKED, _RECEIVED = 120, 128  # offsets of tcpi_bytes_acked and tcpi_bytes_received in struct tcp_info, since Linux 4.1
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03"  # start of a ZMTP 3 greeting, up to the version
 
 
-def received(fd: int) -> tuple[int, int]:
-    """Bytes received on a connection, and those of them not read yet. (0, 0) where unknown."""
+class Traffic(NamedTuple):
+    """Bytes received on a connection, those of them not read yet, and bytes sent that the other host has taken. 0: unknown."""
+
+    received: int = 0
+    unread: int = 0
+    acked: int = 0
+
+
+def traffic(fd: int) -> Traffic:
+    """The bytes that the kernel has counted on a connection."""
     with contextlib.suppress(OSError, struct.error):
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=fd)
         try:
@@ -28,8 +37,9 @@ def received(fd: int) -> tuple[int, int]:
         # The kernel counts bytes whether they are read or not, so the difference is what libzmq has taken.
         unread = array.array("i", [0])
         fcntl.ioctl(fd, termios.FIONREAD, unread)
-        return struct.unpack_from("=Q", info, _RECEIVED)[0], unread[0]
-    return 0, 0
+        acked, came = struct.unpack_from("=QQ", info, _ACKED)
+        return Traffic(came, unread[0], acked)
+    return Traffic()
 
 
 def duplicate(fd: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from gt.errors import ProtocolError
 from gt.ir.instr import BASE_BITS, COMMUNICATION, END, FIRST, FORGET, FREE, KINDS, PROGRAMS, Define
-from gt.wire.messages import OpError, TraceRows
+from gt.wire.messages import TraceRows
 from gt.worker.arenas import WorkerArenas
 from gt.worker.context import Binder, ExecutionContext, FirstLaunch, Rebindable
 from gt.worker.downloads import Downloads
@@ -194,9 +194,9 @@ class Executor:
             self._reached[self.session] = base + code[last + 1]
         runner.errors.end_run()
 
-        # One report for all skipped seqs: the first names it, the list lets the dispatcher mark each output as never made.
-        if skipped:
-            self.worker.send(OpError(next(iter(skipped)), "interrupted", "", {}, list(skipped)))
+        # Few reports for all skipped seqs: the list lets the dispatcher mark each output as never made.
+        for report in op_errors.parts("interrupted", "", [*skipped]):
+            self.worker.send(report)
         runner.executed += executed
         self._busy = False
         if self._engine.progress is not None:

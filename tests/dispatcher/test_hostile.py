@@ -22,11 +22,12 @@ from gt.dispatcher.state.uploads import WINDOW_BYTES
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import DispatcherLost, UnsupportedOp
 from gt.ir import check
-from gt.ir.instr import DISCARD, FREE, RECORD
+from gt.ir.instr import DISCARD, FREE, PARAM, RECORD
 from gt.ir.spec import Spec
 from gt.wire.link import hello
 from gt.wire.messages import (
     CHUNK,
+    MAX_OTHERS,
     Data,
     Describe,
     Done,
@@ -36,6 +37,7 @@ from gt.wire.messages import (
     Goodbye,
     Inspect,
     Notice,
+    OpError,
     Ops,
     Piece,
     Report,
@@ -315,6 +317,27 @@ def test_what_a_worker_took_is_what_it_was_sent(bench):
     assert "UploadProgress.upto is 5" in bench.to(b"w0", Exit)[0].reason
 
 
+@pytest.mark.parametrize("kind", ["op", "missing", "peer", "interrupted"])
+def test_a_worker_fails_no_op_of_a_session_that_sent_it_nothing(bench, kind):
+    fetching(bench)
+    journal = bench.core.sessions[b"c"].journal
+    numbers = [row.seq for row in journal.rows]
+    assert len(numbers) > 1
+    bench.give(b"w1", OpError(numbers[0], kind, "so it says", {}, numbers))
+    assert not bench.to(b"c", Failed) and not bench.core.sessions[b"c"].failures.troubled
+    assert [row.seq for row in journal.rows] == numbers and b"w1" in bench.core.workers
+
+
+@pytest.mark.parametrize(("more", "says"), [([1 << 40], "the number 1099511627776"), ([0] * (MAX_OTHERS + 1), "4097 others")])
+@pytest.mark.parametrize("kind", ["op", "interrupted"])
+def test_a_worker_says_of_ops_that_were_issued_that_they_failed(bench, kind, more, says):
+    """Else the server would keep such numbers, and take them for failed once they are issued."""
+    fetching(bench)
+    bench.give(b"w0", OpError(0, kind, "so it says", {}, more))
+    (exit_,) = bench.to(b"w0", Exit)
+    assert says in exit_.reason and not bench.core.sessions[b"c"].failures._failed_ops
+
+
 @pytest.mark.parametrize(
     ("info", "says"),
     [
@@ -413,6 +436,17 @@ def test_the_number_of_a_template_is_none_while_a_batch_waits(bench):
     assert "Ops.templates: [[], [" in bench.refusal(b"c", Ops(0, [[[], NEG]], [], []))
 
 
+def test_a_table_of_templates_that_begins_again_leaves_none_of_the_last_behind(bench):
+    """All templates of a session have a bound, which a client passed that began with number 16 again and again."""
+    templates = bench.core.sessions[b"c"].context.templates
+    for turn in range(5):
+        numbers = [16, *range(17 + 50 * turn, 67 + 50 * turn)]
+        bench.give(b"c", Ops(turn, [[number, UPLOAD if number == 16 else NEG] for number in numbers], [], []))
+        assert sorted(templates) == numbers
+    bench.give(b"c", Ops(5, [], [], [16, 0, 0, 1, 217, 0, 1, 2]), (bytes(64),))
+    assert "names an id that this session does not have" in bench.refusal(b"c", Ops(6, [], [], [17, 0, 1, 3]))
+
+
 def test_few_unknown_groups_get_a_near_name():
     names = [f"{n:03}{'x' * 50}" for n in range(200)]
     bench = CoreBench("".join(f"{name}: {{workers: [0]}}\n" for name in names[:64]))
@@ -434,3 +468,18 @@ def test_a_recording_has_no_numbers_of_ops_that_another_session_used(bench):
     bench.give(b"c", Ops(2, [], [], [RECORD, 1, 0, 1, 3, DISCARD, 17, 1, 3, 4]))
     numbers = [row.seq for peer in (b"c", b"d") for row in bench.core.sessions[peer].journal.rows]
     assert len(numbers) > 6 and len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("ids", [(1, 2, 3), (3, 2, 1), (2, 3, 1), (9, 1, 5)])
+def test_views_follow_their_base_whatever_ids_a_client_gives_them(ids):
+    bench, (base, flat, square) = CoreBench(), ids
+    forms = [
+        row("aten.view.default", [{"t": 0}, [16]], [spec(4, 4)], [("view", spec(16), 0)]),
+        row("aten.view.default", [{"t": 0}, [2, 8]], [spec(16)], [("view", spec(2, 8), 0)]),
+        row("aten.mm.default", [{"t": 0}, {"t": 1}], [spec(4, 4)] * 2, [spec(4, 4)]),
+    ]
+    code = [16, 0, 0, base, 17, 0, base, 20, 18, 0, base, flat, 19, 0, flat, square, PARAM, base, 20, 1, 20, base, 21]
+    rows = [[16, UPLOAD], [17, NEG], [18, forms[0]], [19, forms[1]], [20, forms[2]]]
+    bench.give(b"c", Ops(0, rows, [[1, "f", 1, "b", False, -1]], code), (bytes(64),))  # its check() holds views and bases
+    tensors = bench.core.sessions[b"c"].table.rows
+    assert {tensors[i].layout.mesh.workers for i in ids} == {(1,)}, "the parameter moved to its group, with both views"

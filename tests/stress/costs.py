@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from gt.dispatcher.cluster.peer_info import MAX_LINKS, MAX_ROUTES
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import Malformed, PeerLost, Received, Send, Turn, TurnWanted
 from gt.dispatcher.fairness.background import Background
@@ -34,6 +35,7 @@ from gt.ir.schema import MAX_LIBRARY_CHARACTERS
 from gt.wire import codec
 from gt.wire.link import Gate, hello
 from gt.wire.messages import (
+    MAX_OTHERS,
     Describe,
     Described,
     Done,
@@ -106,6 +108,7 @@ class Loop:
     core: Core = field(init=False)
     longest: float = 0.0
     count: int = 0
+    answering: bool = True  # workers say that they are done
     errors: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -169,7 +172,7 @@ class Loop:
             self.answers.append(message)
             if hasattr(message, "error"):
                 self.errors.append(message.error["message"])
-        if isinstance(message, Run):
+        if isinstance(message, Run) and self.answering:
             return Done(message.seq)
         if isinstance(message, Query):
             return Report(message.request, {"stats": {}})
@@ -283,6 +286,23 @@ def hello_of_a_worker_with_many_ops() -> Loop:
     lines += [f"library.op{n}.x({'int b, ' * 270}int y) -> (Tensor)  # 2.11-2.13" for n in range(20, 32)]
     assert 0.8 * MAX_LIBRARY_CHARACTERS < sum(map(len, lines)) <= MAX_LIBRARY_CHARACTERS
     loop.give(b"x", hello("worker", info={"name": "x", "ops": lines}))
+    return loop
+
+
+@case
+def hello_of_a_worker_with_many_links() -> Loop:
+    """The 17th host, each with as many links as there may be, which routers join."""
+    loop = Loop()
+
+    def asks(n: int) -> None:
+        rows = [[f"fd{n:02x}:{i:x}::1", 64, f"eth{i}", 1000 + i, True] for i in range(MAX_LINKS)]
+        routes = [[f"fd{r % 17:02x}:{r:x}::", max(1, 128 - r), f"eth{r % MAX_LINKS}"] for r in range(MAX_ROUTES)]
+        loop.give(b"x%d" % n, hello("worker", info={"home": f"h{n}", "port": 1, "links": rows, "routes": routes}))
+
+    for n in range(16):
+        asks(n)
+    loop.fresh()
+    asks(16)
     return loop
 
 
@@ -775,6 +795,28 @@ def a_described_of_much() -> Loop:
 @case
 def a_trouble() -> Loop:
     return said(OpError(5, "op", "x" * 1_000_000))
+
+
+def troubles(kind: str) -> Loop:
+    """As many ops as one message may name, of those that are under way."""
+    loop = Loop(SPLIT)
+    loop.answering = False
+    loop.ops([16, 1, 0, 1], [[16, UPLOAD], [17, NEG]], BOTH, (bytes(64),))
+    for first in range(2, 40_000, 8000):
+        loop.ops(list(itertools.chain.from_iterable((17, 1, 1, n) for n in range(first, min(first + 8000, 40_000)))))
+    loop.fresh()
+    loop.give(b"w0", OpError(20_000, kind, "", {}, list(range(20_000, 20_000 + MAX_OTHERS))))
+    return loop
+
+
+@case
+def a_trouble_of_many_ops() -> Loop:
+    return troubles("op")
+
+
+@case
+def an_interrupt_of_many_ops() -> Loop:
+    return troubles("interrupted")
 
 
 @case

@@ -19,7 +19,7 @@ QUICK += [
     "describe_4096",
 ]
 QUICK += ["describe_of_what_is_none", "a_report_of_much", "a_trouble", "a_goodbye_of_a_mebibyte", "what_nobody_asked_for"]
-QUICK += ["a_fragment_that_is_recorded", "fragments_that_are_alike"]
+QUICK += ["a_trouble_of_many_ops", "an_interrupt_of_many_ops", "a_fragment_that_is_recorded", "fragments_that_are_alike"]
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -218,6 +218,19 @@ def test_the_users_own_clients_are_let_in(folder, access):
                 Session(running.address)
 
 
+@pytest.mark.parametrize(
+    ("access", "told"), [(Access(), 1), (Access(encrypt=True), 1), (Access(secret="start-5"), 1), (Access("t"), 0)]
+)
+def test_who_has_a_token_is_told_that_the_server_does_not_ask_for_it(folder, access, told, caplog):
+    with Running(access) as running:
+        for token in ("t", *["start-5"] * (not access.token)):  # the other is no person's: a program's own server has it
+            Session(running.address, token=token).close()
+    told_of = [
+        record.getMessage() for record in caplog.records if "has no token, and this process has one" in record.getMessage()
+    ]
+    assert len(told_of) == told and all(running.address in text and "unset it here" in text for text in told_of)
+
+
 @pytest.mark.skipif(not socket.has_ipv6, reason="this kernel has no IPv6")
 @pytest.mark.parametrize("access", [Access(), Access(encrypt=True)])
 def test_a_server_listens_on_several_addresses(folder, access):

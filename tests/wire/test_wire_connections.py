@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from gt.wire import codec, connections, router
+from gt.wire import codec, connections, router, tcp
 from gt.wire import socket as wire_socket
 from gt.wire.connections import (
     ALL_EARLY_BYTES,
@@ -128,18 +128,18 @@ def test_messages_that_end_between_the_poll_and_the_count_of_bytes_are_received_
     until(ours, Arrived)
     chunks = UNFINISHED_BYTES // CHUNK + 1
     message = zmtp.frame(codec.pack(Stats(1)), more=True) + zmtp.frame(bytes(CHUNK))
-    count, late = router.tcp.received, []
+    count, late = router.tcp.traffic, []
 
-    def received(fd: int) -> tuple[int, int]:
+    def received(fd: int) -> tcp.Traffic:
         if not late:
             late.append(fd)
             peer.sendall(message * chunks)
             end = time.monotonic() + limit(20)
-            while count(fd)[0] - count(fd)[1] < chunks * CHUNK:
+            while count(fd).received - count(fd).unread < chunks * CHUNK:
                 assert time.monotonic() < end
         return count(fd)
 
-    monkeypatch.setattr(router.tcp, "received", received)
+    monkeypatch.setattr(router.tcp, "traffic", received)
     ours._next_poll = 0.0
     came = ours.poll(0.0)
     for _ in range(20):
@@ -254,6 +254,39 @@ def test_those_who_send_much_before_they_are_let_in_go():
     assert [connection.fd for connection in made.overdue(1.0, sent)] == [7]
     out = made.overdue(1.0, {connection: EARLY_BYTES for connection in made})
     assert len(out) == 100 - ALL_EARLY_BYTES // EARLY_BYTES
+
+
+def test_of_those_who_read_too_little_who_has_most_to_read_goes():
+    made = several(4)
+    reader, slow, mute, unknown = made
+    for connection, queued in zip(made, (10_000, 1000, 5000, 99_000), strict=True):
+        connection.queued = queued
+    acked = {reader: 10_500, slow: 500, mute: 100, unknown: 0}
+    assert not made.unread(acked, 5400)
+    assert list(made.unread(acked, 5399)) == [mute] and list(made.unread(acked, 499)) == [mute, slow]
+
+
+def test_a_peer_that_reads_nothing_ends_alone(ours):
+    """With the token: it asks, and what it is answered would fill the server's memory."""
+    mute, good = enter(ours), enter(ours)
+    for sock in (mute, good):
+        sock.sendall(zmtp.frame(codec.pack(hello("client"))))
+        (came,) = until(ours, Arrived)
+        known = came.peer
+    ours._most_unread, answer = 4 << 20, bytes(1 << 20)
+    (peer,) = ours._connections._peers.keys() - {known}
+    gone: list = []
+    sent = 0
+    while not gone:
+        if sent < 64:
+            ours.send(peer, Stats(sent), (answer,))
+            sent += 1
+        gone += [item for item in ours.poll(0.01) if isinstance(item, Gone)]
+    assert [item.peer for item in gone] == [peer] and sent > 4
+    good.sendall(zmtp.frame(codec.pack(Stats(1))))
+    until(ours, Arrived)
+    for sock in (mute, good):
+        sock.close()
 
 
 def test_a_message_without_an_end_is_found_by_what_was_read():

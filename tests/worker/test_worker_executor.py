@@ -14,14 +14,14 @@ from gt.errors import ProtocolError
 from gt.ir.instr import KINDS, PROGRAMS, Define
 from gt.ir.layout import Layout, Mesh, Shard, boxes
 from gt.ir.template import Const, T, V
-from gt.wire.messages import CHUNK, Data, Described, OpError, Piece
+from gt.wire.messages import CHUNK, MAX_OTHERS, Data, Described, OpError, Piece
 from gt.worker.engine.torch import COMBINE, TorchEngine
 from gt.worker.engine.torch.gpu.direct import DirectEngine
 from gt.worker.executor import BIND
 from gt.worker.plane.base import PeerGone, Unrecoverable, issuing
 from gt.worker.plane.symmetric import check_present
 from gt.worker.process.memory_budget import Budget
-from gt.worker.process.op_errors import ErrorReports
+from gt.worker.process.op_errors import MAX_FAILURES, ErrorReports
 from gt.worker.program.runner import Poisoned
 from gt.worker.uploads import MAX_CANCELLED_UPLOADS, Cancelled, UploadBuffers
 from tests.helpers.limits import limit
@@ -160,6 +160,17 @@ def test_failures_of_a_run_are_reported_by_kind_the_first_of_each_by_itself():
     missing, other = ([m for m in sent if m.kind == kind] for kind in ("missing", "op"))
     assert [m.seq for m in missing] == [0, 1, 2, 3, 4] and missing[-1].others == [4, 5, 6, 7]
     assert [m.seq for m in other] == list(range(100, 108)) and len(missing) + len(other) == len(sent)
+
+
+def test_very_many_failures_are_told_in_messages_that_are_short_to_deal_with():
+    sent: list[OpError] = []
+    reports = ErrorReports(sent.append, {}, Budget(), lambda tensor: (0, 0))
+    for seq in range(10_000):
+        reports.report(seq, ValueError("x"), "x")
+    reports.end_run()
+    rest = [report.others for report in sent if report.others]
+    assert [seq for part in rest for seq in part] == list(range(MAX_FAILURES, 10_000))
+    assert max(map(len, rest)) == MAX_OTHERS and all(report.seq == report.others[0] for report in sent if report.others)
 
 
 def test_a_poisoned_device_ends_the_process_after_it_was_reported(monkeypatch):

@@ -17,6 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 MAX_ORDERED_HOSTS = 7  # hosts for which an order along their links is searched
 MAX_ATTEMPTS = 8  # pairs of addresses by which two hosts try to connect: each that fails may take seconds
+MAX_PAIRED = 24  # addresses of a host in one subnet, or with routes to another host, that are paired with that one's
+Subnet = tuple[int, int, int]  # bits of its addresses, its prefix, and so many leading bits of them as a number
 Failure = tuple[str, str, str, str]  # two hosts in order, and the addresses between which no connection was made, or it broke
 
 
@@ -38,6 +40,10 @@ class LinkRoute(NamedTuple):
     device: str
 
 
+Pair = tuple[Link, Link]
+End = tuple[int, Link, int, set[str]]  # a link, its place, and the prefix and devices by which the other host sends to it
+
+
 class Way(NamedTuple):
     """The way from a worker to another. source, target: addresses; via: hosts that relay, in order. routed: over routers."""
 
@@ -56,11 +62,12 @@ class Way(NamedTuple):
         return Way(self.kind, self.target, self.source, self.via[::-1])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Host:
     """One host. home: its identity; name: for people. listening: its workers accept connections. scope: of its addresses.
 
-    Containers that share a network have one scope, and there an address of one is the other's too.
+    Containers that share a network have one scope, and there an address of one is the other's too. A host is equal to itself
+    alone: what has been found of two hosts is kept by them.
     """
 
     home: str
@@ -71,26 +78,38 @@ class Host:
     scope: str = ""
 
     @cached_property
-    def table(self) -> dict[tuple[int, int], dict[int, set[str]]]:
-        """Devices that lead to networks, by (bits of addresses, prefix), the longest prefix first, and by network."""
+    def table(self) -> dict[int, dict[int, dict[int, set[str]]]]:
+        """Devices that lead to networks, by bits of addresses, by prefix, the longest first, and by network."""
         # Example: 10.0.0.1/24 on eth0, which also has the default route,
-        # gives {(32, 24): {0x0a0000: {eth0}}, (32, 0): {0: {eth0}}}.
-        table: dict[tuple[int, int], dict[int, set[str]]] = {}
+        # gives {32: {24: {0x0a0000: {eth0}}, 0: {0: {eth0}}}}.
         rows = [(link.address, link.prefix, link.device) for link in self.links]
         rows += [("::" if ":" in link.address else "0.0.0.0", 0, link.device) for link in self.links if link.routed]
-        for address, prefix, device in (*rows, *self.routes):
-            bits, number = _number(address)
-            table.setdefault((bits, prefix), {}).setdefault(number >> bits - prefix, set()).add(device)
-        return dict(sorted(table.items(), key=lambda item: -item[0][1]))
+        table: dict[int, dict[int, dict[int, set[str]]]] = {32: {}, 128: {}}
+        for address, prefix, device in sorted((*rows, *self.routes), key=lambda row: -row[1]):
+            bits, _, network = subnet(address, prefix)
+            table[bits].setdefault(prefix, {}).setdefault(network, set()).add(device)
+        return table
 
-    def prefix(self, device: str, address: str) -> int:
-        """Length of the prefix by which packets to an address leave at a device: 0 for a default route, -1 if they do not."""
+    def leads(self, address: str) -> tuple[int, set[str]]:
+        """Length of the prefix by which packets to an address leave, 0 for a default route, and the devices where they do."""
         # The longest matching prefix decides, as in the kernel; if it leads out elsewhere, shorter ones do not count.
         bits, number = _number(address)
-        for (kind, prefix), networks in self.table.items():
-            if kind == bits and (devices := networks.get(number >> bits - prefix)):
-                return prefix if device in devices else -1
-        return -1
+        for prefix, networks in self.table[bits].items():
+            if devices := networks.get(number >> bits - prefix):
+                return prefix, devices
+        return 0, set()
+
+    @cached_property
+    def subnets(self) -> dict[Subnet, list[tuple[int, Link]]]:
+        """Links with their places among all, by subnet, the fastest first, and at most MAX_PAIRED of each."""
+        # Two addresses of a device are enough: where one fails the other does too, but for one that both hosts have.
+        rows: dict[Subnet, list[tuple[int, Link]]] = {}
+        for place, link in sorted(enumerate(self.links), key=lambda row: -row[1].mbps):
+            known = rows.setdefault(subnet(link.address, link.prefix), [])
+            before = [other.address for _, other in known if other.device == link.device]
+            if len(known) < MAX_PAIRED and len(before) < 2 and link.address not in before:
+                known.append((place, link))
+        return rows
 
 
 def home(info: Mapping[str, Any]) -> str:
@@ -105,15 +124,23 @@ def host(info: Mapping[str, Any]) -> Host:
     return Host(home(info), info.get("host", ""), links, info.get("port", 0) > 0, routes, info.get("scope", ""))
 
 
-def ways(hosts: Sequence[Host], failed: frozenset[Failure] = frozenset()) -> dict[tuple[str, str], Way]:
-    """The way of each pair of different hosts, in both directions."""
+def ways(
+    hosts: Sequence[Host], failed: frozenset[Failure] = frozenset(), known: dict[tuple[Host, Host], list[Pair]] | None = None
+) -> dict[tuple[str, str], Way]:
+    """The way of each pair of different hosts, in both directions.
+
+    known: the candidates of pairs of hosts, from earlier calls, to which this one adds.
+    """
     way_of: dict[tuple[str, str], Way] = {}
     speeds: dict[str, dict[str, int]] = {one.home: {} for one in hosts}
+    known = {} if known is None else known
 
     # 1. Pairs that connect directly, by the first candidate that has not failed. Their speeds are the graph of step 2.
     for place, one in enumerate(hosts):
         for other in hosts[place + 1 :]:
-            direct = next((pair for pair in candidates(one, other) if failure(one.home, other.home, pair) not in failed), None)
+            if (pairs := known.get((one, other))) is None:
+                pairs = known[one, other] = candidates(one, other)
+            direct = next((pair for pair in pairs if failure(one.home, other.home, pair) not in failed), None)
             if direct is not None:
                 source, target = direct
                 kind: Literal["tcp", "routed"] = "tcp" if _joined(direct) else "routed"
@@ -122,11 +149,11 @@ def ways(hosts: Sequence[Host], failed: frozenset[Failure] = frozenset()) -> dic
 
     # 2. The others go through hosts that relay, if any path exists.
     for place, one in enumerate(hosts):
-        paths = widest(one.home, speeds)
-        for other in hosts[place + 1 :]:
-            if (one.home, other.home) not in way_of:
-                path = paths.get(other.home)
-                way_of[one.home, other.home] = Way("none") if path is None else Way("via", via=path[1:-1])
+        others = [other.home for other in hosts[place + 1 :] if (one.home, other.home) not in way_of]
+        paths = widest(one.home, speeds) if any(speeds[home] for home in others) else {}
+        for home in others:
+            path = paths.get(home)
+            way_of[one.home, home] = Way("none") if path is None else Way("via", via=path[1:-1])
     return {**way_of, **{(b, a): way.back() for (a, b), way in way_of.items()}}
 
 
@@ -147,63 +174,83 @@ def failure(a: str, b: str, pair: Sequence[Link]) -> Failure:
     return (a, b, source, target) if a <= b else (b, a, target, source)
 
 
-def candidates(one: Host, other: Host) -> Iterator[tuple[Link, Link]]:
+def candidates(one: Host, other: Host) -> list[Pair]:
     """Pairs of addresses to connect, the first MAX_ATTEMPTS of all that lead from each host to the other."""
-    if one.listening and other.listening:
-        yield from islice(_pairs(one, other), MAX_ATTEMPTS)
+    return list(islice(_pairs(one, other), MAX_ATTEMPTS)) if one.listening and other.listening else []
 
 
-def _pairs(one: Host, other: Host) -> Iterator[tuple[Link, Link]]:
+def _pairs(one: Host, other: Host) -> Iterator[Pair]:
     """First those of a subnet that both have, the fastest first, then those that routers join.
 
     Both hosts may have the same address: docker gives it to its bridge on every host. Then the subnet is most likely two
     separate networks of one number, and comes last.
     """
-    pairs = [(a, b) for a in one.links for b in other.links if a.address != b.address or one.scope == other.scope]
     twice = {a.address for a in one.links} & {b.address for b in other.links} if one.scope != other.scope else set()
-    doubtful = {_network(link.address, link.prefix) for link in one.links if link.address in twice}
+    doubtful = {subnet(link.address, link.prefix) for link in one.links if link.address in twice}
+    joined = [row for network in one.subnets if network in other.subnets for row in _in_subnet(one, other, network)]
+    joined.sort(key=lambda row: row[0])
 
     # The order of attempts: sure subnets, routed pairs, doubtful subnets.
-    joined = sorted(filter(_joined, pairs), key=_slowness)
-    yield from _first((a, b) for a, b in joined if _network(a.address, a.prefix) not in doubtful)
-    yield from _routed(one, other, pairs)
-    yield from _first((a, b) for a, b in joined if _network(a.address, a.prefix) in doubtful)
+    yield from _first(pair for (*_, network), pair in joined if network not in doubtful)
+    yield from _routed(one, other)
+    yield from _first(pair for (*_, network), pair in joined if network in doubtful)
 
 
-def _routed(one: Host, other: Host, pairs: Sequence[tuple[Link, Link]]) -> Iterator[tuple[Link, Link]]:
+def _in_subnet(one: Host, other: Host, network: Subnet) -> Iterator[tuple[tuple[int, int, int, Subnet], Pair]]:
+    """Pairs of a subnet that both hosts have, with their order among all: slowness, then the places of both links."""
+    shared = one.scope == other.scope
+    for place, a in one.subnets[network]:
+        for there, b in other.subnets[network]:
+            if shared or a.address != b.address:
+                yield (_slowness(a, b), place, there, network), (a, b)
+
+
+def _routed(one: Host, other: Host) -> Iterator[Pair]:
     """Pairs without a common subnet, each end of which has a route to the other: those that need no default route first."""
-    routed: list[tuple[int, tuple[Link, Link]]] = []
-    for a, b in pairs:
-        if (":" in a.address) == (":" in b.address) and not _joined((a, b)):
-            forth, back = one.prefix(a.device, b.address), other.prefix(b.device, a.address)
-            if forth >= 0 and back >= 0:
-                routed.append(((forth == 0) + (back == 0), (a, b)))
+    # Ends that the other host has a route to, each with the devices at which its packets leave there.
+    forth = [(place, link, *one.leads(link.address)) for place, link in enumerate(other.links)]
+    back = [(place, link, *other.leads(link.address)) for place, link in enumerate(one.links)]
+    targets, sources = _likely(forth, back), _likely(back, forth)
+    routed, shared = [], one.scope == other.scope
+    for place, a, prefix_back, devices in sources:
+        for there, b, prefix, leaving in targets:
+            meet = a.device in leaving and b.device in devices and (":" in a.address) == (":" in b.address)
+            if meet and (shared or a.address != b.address) and not _joined((a, b)):
+                routed.append(((prefix == 0) + (prefix_back == 0), _slowness(a, b), place, there))
 
     # One pair for each two devices and family of addresses: the sort puts the best first.
-    best: dict[tuple[str, str, bool], tuple[Link, Link]] = {}
-    for _, (a, b) in sorted(routed, key=lambda row: (row[0], _slowness(row[1]))):
+    best: dict[tuple[str, str, bool], Pair] = {}
+    for _, _, place, there in sorted(routed):
+        a, b = one.links[place], other.links[there]
         best.setdefault((a.device, b.device, ":" in a.address), (a, b))
     return iter(best.values())
 
 
-def _slowness(pair: tuple[Link, Link]) -> int:
-    return -min(pair[0].mbps, pair[1].mbps)
+def _likely(ends: list[End], others: list[End]) -> list[End]:
+    """The first MAX_PAIRED ends, by need of a default route and speed, at whose devices packets to the other host leave."""
+    devices = set().union(*(leaving for *_, leaving in others))
+    likely = [end for end in ends if end[3] and end[1].device in devices]
+    return sorted(likely, key=lambda end: (end[2] == 0, -end[1].mbps))[:MAX_PAIRED]
 
 
-def _first(pairs: Iterable[tuple[Link, Link]]) -> Iterator[tuple[Link, Link]]:
+def _slowness(a: Link, b: Link) -> int:
+    return -a.mbps if a.mbps < b.mbps else -b.mbps
+
+
+def _first(pairs: Iterable[Pair]) -> Iterator[Pair]:
     """One pair of each two devices and subnet: where it fails, another address of the same device does too."""
     known = set()
     for a, b in pairs:
-        key = a.device, b.device, _network(a.address, a.prefix)
+        key = a.device, b.device, subnet(a.address, a.prefix)
         if key not in known:
             known.add(key)
             yield a, b
 
 
-def _joined(pair: tuple[Link, Link]) -> bool:
+def _joined(pair: Pair) -> bool:
     """True for two addresses of one subnet. A host's own address reaches another container of it only if both share it."""
     a, b = pair
-    return a.prefix == b.prefix and _network(a.address, a.prefix) == _network(b.address, b.prefix)
+    return a.prefix == b.prefix and subnet(a.address, a.prefix) == subnet(b.address, b.prefix)
 
 
 @lru_cache(maxsize=4096)
@@ -214,8 +261,10 @@ def _number(address: str) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def _network(address: str, prefix: int) -> Any:
-    return ipaddress.ip_network(f"{address}/{prefix}", strict=False)
+def subnet(address: str, prefix: int) -> Subnet:
+    """The network of an address."""
+    bits, number = _number(address)
+    return bits, prefix, number >> bits - prefix
 
 
 def widest(start: str, speeds: Mapping[str, Mapping[str, int]]) -> dict[str, tuple[str, ...]]:

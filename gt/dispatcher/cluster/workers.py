@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from gt.dispatcher.cluster import links
-from gt.dispatcher.cluster.links import Failure, Host, Way
+from gt.dispatcher.cluster.links import Failure, Host, Pair, Way
 from gt.dispatcher.fairness.run_queue import RunQueue
 from gt.errors import Refused, SystemFailure
 from gt.ir.heap import MEETING_BYTES, Sizes, channel_bytes, channel_class, enough, sizes, team_bytes
@@ -51,10 +51,18 @@ class Worker:
     seconds: float = 0.0  # estimated seconds of `code` and `cuts`
     told: list = field(default_factory=list)  # definitions that go with whatever is sent next
     cuts: list = field(default_factory=list)  # (defines, code) before these
+    _host: Host | None = None
+
+    @property
+    def host(self) -> Host:
+        """Its host as its process has described it."""
+        if self._host is None:
+            self._host = links.host(self.info)
+        return self._host
 
     def revive(self, peer: bytes, info: dict) -> None:
         """A new process, which knows and holds nothing; numbers go on, and what its predecessor left undone is done."""
-        self.peer, self.info, self.lost, self.switches, self.session = peer, info, "", None, -1
+        self.peer, self.info, self.lost, self.switches, self.session, self._host = peer, info, "", None, -1, None
         self.known, self.done = set(), self.runs
         self.told, self.defines, self.code, self.cuts, self.weight, self.seconds = [], [], [], [], 0, 0.0
         self.lives += 1
@@ -145,6 +153,8 @@ class Cluster:
         self.relayed: list[list] = []  # rows of the newest `routes` with workers that relay
         self.nccl: list[list[int]] = []  # pairs of the newest `routes` that NCCL joins
         self._failed: dict[Failure, float] = {}  # connections between hosts, and when they failed
+        self._hosts: list[Host] = []  # those of the newest `ways`
+        self._known: dict[tuple[Host, Host], list[Pair]] = {}  # what these may connect by
         self._routes: dict[tuple[int, int], tuple] = {}  # pairs of workers on different hosts -> their way, and whose it is
         self._epochs: dict[tuple[int, int], int] = {}  # how often that has changed
 
@@ -205,13 +215,18 @@ class Cluster:
         hosts: dict[str, Host] = {}
         for worker in members:
             if not worker.lost:
-                one = links.host(worker.info)
-                hosts.setdefault(one.home, one)
+                hosts.setdefault(worker.host.home, worker.host)
         return list(hosts.values())
 
     def ways(self) -> dict[tuple[str, str], Way]:
         """The way of each pair of hosts."""
-        return links.ways(self.hosts_of(self.workers), frozenset(self._failed))
+        # A search among two hosts' addresses takes up to some milliseconds: a worker that joins, a link that fails and a
+        # client each ask, so what is known of hosts that are still there is kept.
+        hosts = self.hosts_of(self.workers)
+        if hosts != self._hosts:
+            self._hosts, living = hosts, set(hosts)
+            self._known = {pair: found for pair, found in self._known.items() if living.issuperset(pair)}
+        return links.ways(hosts, frozenset(self._failed), self._known)
 
     def fail_link(self, a: Worker, b: Worker, epoch: int, source: str, target: str, now: float) -> bool:
         """No connection between these addresses was made, or it broke. True if it was the way of the two in this epoch."""

@@ -20,6 +20,7 @@ from gt.dispatcher.state.tensors import Tensor
 from gt.ir.layout import Layout, Mesh, R
 
 LOOK_UPS = ("embedding", "embedding_dense_backward")
+MAX_KEPT_TABLES = 4096  # shapes of tables whose layout is remembered
 
 
 class OpPlanner(Protocol):
@@ -74,6 +75,8 @@ class Decompose:
         if known.name == "embedding":
             layout = Layout(mesh, tuple(R if p is None else p for p in starts[0]))
             self._tables[mesh, known.template.ins[0].shape] = layout
+            if len(self._tables) > MAX_KEPT_TABLES:
+                del self._tables[next(iter(self._tables))]
             return layout
         made = known.template.outs[0].spec
         return self._tables.get((mesh, made.shape)) if known.name in LOOK_UPS and made is not None else None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 
 from gt.dispatcher.sharding import cost
+from gt.dispatcher.sharding.cost import Shape
 from gt.dispatcher.sharding.localize import payload
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.redistribution_steps import Order
@@ -41,24 +42,26 @@ class OpBinder:
         orders = [Order(worker, "op", payload(known, ins, outs, rank)) for rank, worker in enumerate(mesh.workers)]
         bound = self._emitter.bind(orders)
         for rank, (worker, define) in enumerate(bound):
-            self._emitter.estimate(define, _seconds(known, ins, rank, bool(worker.info.get("unique_id"))))
+            self._emitter.estimate(define, _seconds(known, ins, outs, rank, bool(worker.info.get("unique_id"))))
         return bound
 
 
-def _seconds(known: OpSchema, ins: Sequence[Layout], rank: int, gpu: bool) -> float:
+def _seconds(known: OpSchema, ins: Sequence[Layout], outs: Sequence[Layout], rank: int, gpu: bool) -> float:
     """An estimate of one worker's part of an op, from below."""
-    specs = known.template.ins
-    pieces: dict[tuple, tuple[int, ...]] = {}  # operands of a long list lie alike
-    shapes: list[tuple[int, ...]] = []
-    for layout, spec in zip(ins, specs, strict=False):
-        key = id(layout), spec.shape
-        if key not in pieces:
-            pieces[key] = local_shape(layout, spec.shape, rank)
-        shapes.append(pieces[key])
-    if len(shapes) < len(specs) or known.name in VIEWS:
+    specs, results = known.template.ins, [out.spec for out in known.template.outs]
+    if len(ins) < len(specs) or len(outs) < len(results) or known.name in VIEWS:
         return 0.0
-    # Bytes of outputs are left out. made: whole shapes of outputs, not local ones.
-    made = [out.spec.shape for out in known.template.outs if out.spec is not None]
+    pieces: dict[tuple, Shape] = {}  # operands of a long list lie alike
+
+    def piece(layout: Layout, shape: Shape) -> Shape:
+        key = id(layout), shape
+        if key not in pieces:
+            pieces[key] = local_shape(layout, shape, rank)
+        return pieces[key]
+
+    # Bytes of outputs are left out.
+    shapes = [piece(layout, spec.shape) for layout, spec in zip(ins, specs, strict=False)]
+    made = [piece(layout, spec.shape) for layout, spec in zip(outs, results, strict=False) if spec is not None]
     nbytes = sum(prod(shape) * spec.itemsize for shape, spec in zip(shapes, specs, strict=True))
     try:
         return cost.at_least(cost.flops(known.template.op, shapes, made), nbytes, gpu)

@@ -261,11 +261,8 @@ class Redistributor:
         else:
             self._restride(made, root, want)
         self._context.set_layout(root, want)
-        # A client numbers tensors as it makes them, so in order of ids a base comes before its views: each view is made on a
-        # base that is already in place.
-        for view in sorted(storage.tensors.values(), key=lambda t: t.id):
-            if view.base is not None:
-                self._remake(view)
+        for view in storage.views():
+            self._remake(view)
 
     def _note_move(self, storage: Storage, stays: bool = True) -> None:
         """The storage is about to move. stays: no worker that has a piece of it frees that."""
@@ -316,7 +313,7 @@ class Redistributor:
         if lost or storage.unallocated or storage.recipe is not None:
             return
         self._emitter.begin_op()
-        views = [view for view in sorted(storage.tensors.values(), key=lambda t: t.id) if view.via is not None]
+        views = storage.views()
         for view in views:
             self._remake(view)
         if views:  # the next interrupt may drop them again

@@ -5,6 +5,7 @@ Workers run every op, with placeholders where one failed; only here is it known 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -253,9 +254,21 @@ class OpJournal:
                 else:
                     gone.add(storage)
 
+    def own(self, seqs: Collection[int]) -> set[int]:
+        """Those of these numbers that an op here has, or that are of a replay here."""
+        own: set[int] = set()
+        ordered = sorted(seqs)
+        for row in self.rows:
+            if isinstance(row, Launched):
+                own.update(ordered[bisect_left(ordered, row.seq) : bisect_left(ordered, row.end)])
+            elif row.seq in seqs:
+                own.add(row.seq)
+        return own
+
     def taint(self, seqs: Collection[int], cause: Cause) -> None:
         """Mark what these ops made and wrote, and all that was computed from it since; a whole overwrite heals."""
-        first = min(seqs)
+        ordered = sorted(seqs)
+        first = ordered[0]
         # Forward data flow over the journal. `tainted` is the state at the row in hand: `storage.failed` is the state behind
         # the last row, and may have another cause by then.
         tainted: set[Storage] = set()
@@ -265,7 +278,7 @@ class OpJournal:
 
             # A replay is one row: if one of its ops failed, all its results count as harmed.
             if isinstance(row, Launched):
-                harmed = any(row.seq <= seq < row.end for seq in seqs)
+                harmed = bisect_left(ordered, row.seq) < bisect_left(ordered, row.end)
                 row.cause = row.cause or (cause if harmed else None)
             else:
                 harmed = row.seq in seqs
@@ -359,8 +372,8 @@ class Failures:
 
     def taint(self, seq: int, cause: Cause, others: Iterable[int] = ()) -> bool:
         """Op `seq` and others failed for this cause; False if another worker of the mesh has reported it."""
-        # Each worker of a mesh reports the same op.
-        new = {seq, *others} - self._failed_ops
+        # Each worker of a mesh reports the same op. Numbers of nothing that is under way here are not kept.
+        new = self._journal.own({seq, *others}) - self._failed_ops
         if not new:
             return False
         self._failed_ops |= new

@@ -77,6 +77,11 @@ class Storage:
         # A launch of a program increases one count, however many storages the program writes; this adds the counts up.
         return self.writes + sum([program.launches for program in self.programs])
 
+    def views(self) -> list[Tensor]:
+        """Its live views, each behind its base: so they can be made again on a base that is already in place."""
+        # They are kept in the order in which they were made. Ids are no such order: a client chooses them as it likes.
+        return [tensor for tensor in self.tensors.values() if tensor.base is not None]
+
     def written_by(self, program: LaunchCount) -> None:
         """Each launch of a program, which has had none yet, writes it."""
         self.programs += (program,)
@@ -167,4 +172,9 @@ class Table:
             assert tensor.id == tensor_id and tensor.storage.tensors[tensor_id] is tensor
             assert (tensor.storage.recipe is None) == tensor.placed, f"%{tensor_id} is neither placed nor a recipe"
             assert tensor.base is None or tensor.base.storage is tensor.storage
+            assert _mesh(tensor) == _mesh(tensor.base or tensor), f"%{tensor_id} is on another mesh than its base"
             assert not tensor.released or tensor.children
+
+
+def _mesh(tensor: Tensor) -> Mesh | None:
+    return tensor.layout.mesh if tensor.layout is not None else None

@@ -71,10 +71,13 @@ class Definitions:
         except (TypeError, ValueError, KeyError) as error:
             raise ProtocolError(f"Ops.templates: template {number}: {error}") from error
         # The client's table of templates is full and starts again: numbers from FIRST on get new meanings, and their parts
-        # count anew.
-        if number in self._templates:
+        # count anew. The others go too: a client that begins again and again would leave them here.
+        if number == FIRST and number in self._templates:
+            self._context.pace.leavings.add(dict(self._templates), lambda known: known.plans.clear())
+            self._templates.clear()
+            self._template_parts = 0
+        elif number in self._templates:
             self._templates[number].plans.clear()
-            self._template_parts = 0 if number == FIRST else self._template_parts
         self._template_parts += parts
         if self._template_parts > MAX_ALL_TEMPLATE_PARTS:
             raise ProtocolError(

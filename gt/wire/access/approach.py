@@ -47,7 +47,8 @@ class Approach:
         """Try once, until a moment of the monotonic clock at most, or over() when the bell rings: whether it is connected."""
         # 1. A key. With another one than last time (the server has restarted), earlier refusals mean nothing.
         self.close(0)
-        key = auth.key(self._entry(), self._token, self._ip, self._port)
+        entry = self._entry()
+        key = auth.key(entry, self._token, self._ip, self._port)
         if key != self._key:
             self._key, self._denied, self._broken = key, 0, 0
         if key is None:
@@ -70,6 +71,8 @@ class Approach:
         self._denied = self._denied + 1 if outcome == DENIED else 0
         self._broken = self._broken + 1 if outcome & FAILED and outcome != DENIED else 0
         self.pause = min(1.5 * self.pause, LAST_PAUSE_SECONDS)
+        if outcome == MADE and entry is not None and auth.unused(entry, self._token):
+            log.warning("%s", self._without_token())
         return outcome == MADE
 
     def refusal(self, patient: bool) -> str:
@@ -108,6 +111,10 @@ class Approach:
         if spoken == self._key.mechanism:
             return f"the server at {self.address} ends each connection {tried}: it has too many, or its `ulimit -n` is too low"
         return f"the server at {self.address} did not let this process in {tried}: {self._misfit(spoken)}"
+
+    def _without_token(self) -> str:
+        text = f"the server at {self.address} has no token, and this process has one: it let this process in as its user's"
+        return f"{text}; if another server is meant, check the address, else set GT_TOKEN for the server too or unset it here"
 
     def close(self, linger: int) -> None:
         if self.monitor is not None and self.sock is not None:

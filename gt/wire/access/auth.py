@@ -136,6 +136,11 @@ def key(found: AccessEntry | None, token: str, ip: str, port: int) -> Credential
     return None if loopback(ip) else Credentials(NULL)
 
 
+def unused(found: AccessEntry, token: str) -> bool:
+    """True if somebody gave this side a token that a server does not ask for, so that it proves nothing of that server."""
+    return bool(token) and not found.given and not token.startswith(MADE)
+
+
 def opens(shown: Credentials, mechanism: str, credentials: list[bytes], client: bytes = b"") -> bool:
     """True if ZAP's credentials are those of a key. client: the public key that belongs to its `client`."""
     if mechanism != shown.mechanism:

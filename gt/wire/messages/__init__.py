@@ -9,6 +9,7 @@ from gt.wire.messages.base import (  # noqa: F401
     AHEAD,
     CHUNK,
     MAX_BODY_BYTES,
+    MAX_OTHERS,
     MAX_PIECES,
     MAX_ROLES,
     MAX_TIMES,

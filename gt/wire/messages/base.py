@@ -13,6 +13,7 @@ MAX_VALUES = 64  # in one Metrics
 MAX_ROLES = 1 << 15  # tensors in one TensorRoles
 MAX_TIMES = 4096  # definitions in one Done, at most
 MAX_PIECES = 64  # fetched pieces in one Done
+MAX_OTHERS = 4096  # ops of one OpError, each of which takes the dispatcher some microseconds
 MAX_BODY_BYTES = 16 << 20  # bytes of one msgpack body
 THROUGH = -1  # Fetch.tensor: no tensor; waits for all devices
 UNREADABLE = -2  # UploadChunk.total, Data.total: no more of the upload is sent

@@ -162,7 +162,7 @@ class OpError(Message):
     kind: "op", "unsupported", "peer", "missing" (the worker has no tensor with an operand's id), "memory", or "interrupted", of
     a Skip. memory: with some of the kind "memory"; {"limit", "session_limit": 0 for none, "used", "session": tensors of the
     session, "others": of other sessions, "top": the session's largest [id, bytes]}, in bytes. others: if many ops of the Run
-    failed in the same way, all of them; the first is `seq`.
+    failed in the same way, up to MAX_OTHERS of them; the first is `seq`.
     """
 
     seq: int

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import nlargest
 from time import monotonic
 from typing import Any
 
 from gt.errors import UnsupportedOp
 from gt.ir.instr import BASE_BITS
-from gt.wire.messages import OpError
+from gt.wire.messages import MAX_OTHERS, OpError
 from gt.worker.plane.base import PeerGone
 from gt.worker.process.memory_budget import Budget
 from gt.worker.uploads import Cancelled
@@ -56,6 +56,13 @@ def held(tensors: Mapping[int, Any], session: int, storage: Storage) -> dict[int
     return blocks
 
 
+def parts(failure: str, text: str, seqs: Sequence[int]) -> Iterator[OpError]:
+    """Reports of many ops that failed in one way, MAX_OTHERS in each."""
+    for first in range(0, len(seqs), MAX_OTHERS):
+        part = list(seqs[first : first + MAX_OTHERS])
+        yield OpError(part[0], failure, text, {}, part)
+
+
 class ErrorReports:
     """Failures of a Run: the first are reported one by one, the rest of many together at its end."""
 
@@ -89,7 +96,8 @@ class ErrorReports:
 
     def _flush(self) -> None:
         for failure, seqs in self._rest.items():
-            self._send(OpError(seqs[0], failure, "it failed as the ops before it did", {}, seqs))
+            for part in parts(failure, "it failed as the ops before it did", seqs):
+                self._send(part)
         self._rest.clear()
 
 

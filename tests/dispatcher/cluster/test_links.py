@@ -121,6 +121,35 @@ def test_hosts_of_many_addresses_try_few_of_them():
     assert len(list(candidates(Host("a", "a", wide, True), Host("b", "b", other, True)))) == MAX_ATTEMPTS
 
 
+def test_of_many_addresses_those_of_the_best_devices_are_paired():
+    slow = [Link(f"10.0.0.{at + 1}", 16, f"eth{at % 3}", 1000, False) for at in range(60)]
+    a = Host("a", "a", (*slow, Link("10.0.1.1", 16, "ib0", 100_000, False)), True, scope="a")
+    b = Host("b", "b", tuple(link._replace(address=f"10.0.2.{at + 1}") for at, link in enumerate(a.links)), True, scope="b")
+    first, *rest = candidates(a, b)
+    assert (first[0].device, first[1].device) == ("ib0", "ib0")
+    assert len({(x.device, y.device) for x, y in rest}) == len(rest) == MAX_ATTEMPTS - 1
+    rails = [Link(f"10.1.{at}.1", 24, f"rail{at}", 1000, False) for at in range(64)]
+    own = Host("c", "c", tuple(rails), True, (LinkRoute("10.2.63.0", 24, "rail63"),))
+    far = [link._replace(address=link.address.replace("10.1", "10.2")) for link in rails]
+    assert candidates(own, Host("d", "d", tuple(far), True, (LinkRoute("10.1.63.0", 24, "rail63"),))) == [(rails[63], far[63])]
+
+
+def test_what_joins_two_hosts_is_searched_once_as_long_as_both_are_there(monkeypatch):
+    searched = []
+    search = lambda one, other: searched.append(one.name + other.name) or candidates(one, other)  # noqa: E731
+    monkeypatch.setattr("gt.dispatcher.cluster.links.candidates", search)
+    cluster = Cluster()
+    about = [{"host": one.name, "home": one.home, "port": 7, "links": [list(link) for link in one.links]} for one in MESH]
+    workers = [cluster.add(b"%d" % at, worker_info(one)) for at, one in enumerate(about)]
+    whole = cluster.ways()
+    assert cluster.ways() == whole == ways(cluster.hosts_of(workers), known={}) and searched[:3] == ["ab", "ac", "bc"]
+    del searched[:]
+    workers[0].lost = "killed"
+    assert set(cluster.ways()) == {("home-b", "home-c"), ("home-c", "home-b")} and not searched
+    workers[0].revive(b"new", worker_info({**about[0], "links": []}))
+    assert cluster.ways()["home-a", "home-b"].kind == "none" and searched == ["ab", "ac"]
+
+
 def random_hosts(draw: random.Random) -> list[Host]:
     """Hosts on some of few subnets, some of one number elsewhere, with routes of any prefix, and some defaults."""
     found = []

@@ -10,13 +10,13 @@ import pytest
 
 from gt.dispatcher.events import PeerLost
 from gt.dispatcher.fairness.run_queue import AHEAD_SECONDS, MAX_UNITS, MIN_UNITS, SHARED_DIVISOR, UNIT_SECONDS, RunQueue, Unit
-from gt.ir.instr import BACKENDS, END, END_FRAGMENT, FRAGMENT
+from gt.ir.instr import BACKENDS, END, END_FRAGMENT, FRAGMENT, PARAM
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, T, Template
 from gt.wire.link import hello
 from gt.wire.messages import Ack, Data, Done, Fetch, Ops, Piece, Run, TorchSettings, Value
 from tests.helpers.core_bench import CoreBench
-from tests.helpers.hostile import TEMPLATES
+from tests.helpers.hostile import TEMPLATES, row, spec
 from tests.helpers.processes import wait_until
 from tests.helpers.serving import serving
 from tests.helpers.streams import NEG, Stream
@@ -253,6 +253,25 @@ def test_ops_go_out_in_smaller_units_where_another_session_uses_the_worker():
         code = [number for n in range(12) for number in (17, 0, 1, 1, 2 + n)]
         bench.give(b"c", Ops(1, [], [], code))
         assert len(bench.to(b"w0", Run)[0].code) == 5 * ops
+
+
+RNN = row(
+    "gt.rnn.default", [{"t": 0}, [{"t": 1}], [{"t": 2}, {"t": 3}], "gru", False, 1, True, False, [], [True] * 4, True],
+    [spec(512, 8, 64), spec(1, 8, 64), spec(192, 64), spec(192, 64)], [spec(512, 8, 64), spec(1, 8, 64), spec(0)],
+)  # fmt: skip
+
+
+def test_layers_that_two_workers_share_are_estimated_at_half_their_time():
+    times = []
+    for workers in ("[0]", "[0, 1]"):
+        bench = CoreBench(f"a: {{shard: {{axis: 1, workers: {workers}}}}}\n")
+        makes = [[16 + n, row("aten.ones.default", [form[0]], [], [form])] for n, form in enumerate(RNN[3])]
+        code = [number for n in range(len(makes)) for number in (16 + n, 1, 1 + n)]
+        code += [PARAM, 3, PARAM, 4, 30, 1, 1, 2, 3, 4, 5, 6, 7]
+        bench.give(b"c", Ops(0, [*makes, [30, RNN]], [[1, "f", 1, "a", False, -1]], code))
+        costs = bench.core.sessions[b"c"].emitter.costs
+        times.append(max(costs.values()))
+    assert times[0] == pytest.approx(2 * times[1])
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

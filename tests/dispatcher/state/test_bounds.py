@@ -12,7 +12,7 @@ import gt
 from gt.client import current_session
 from gt.client.trace import recorder
 from gt.dispatcher.events import PeerLost, Received, Send
-from gt.dispatcher.planning import redistributor
+from gt.dispatcher.planning import decompose, redistributor
 from gt.dispatcher.state import validate
 from gt.ir.dataflow import makes
 from gt.ir.instr import FIRST, FORGET, Define
@@ -126,6 +126,17 @@ def test_conversions_of_many_shapes_are_not_kept(monkeypatch):
                 x + x
         current_session.current().flush()
         assert len(plan.core.sessions[b"client"].redistributor._steps) <= 8
+
+
+def test_tables_of_many_shapes_are_not_remembered(monkeypatch):
+    monkeypatch.setattr(decompose, "MAX_KEPT_TABLES", 8)
+    with planned(PAIR, 2) as plan, gt.signal.context("a"):
+        index = torch.zeros(2, dtype=torch.long, device="remote")
+        for n in range(1, 100):
+            torch.nn.functional.embedding(index, torch.zeros(n, 4, device="remote"))
+        current_session.current().flush()
+        shapes = [shape for _, shape in plan.core.sessions[b"client"].planner._decompose._tables]
+        assert shapes == [(n, 4) for n in range(92, 100)]
 
 
 def test_a_session_takes_its_definitions_with_it(session):
