@@ -59,7 +59,7 @@ def test_random_programs_compiled() -> None:
             replay(got)
             replay(want)
             same(got, want)
-        assert report(got)["compiled"] >= 1 and not report(got)["reasons"], report(got)
+        assert report(got)["compiled"] >= 1 and not report(got)["reasons"], report(got)["reasons"]
 
 
 def layers(count: int, held: dict[int, torch.Tensor]) -> Script:
