@@ -1,6 +1,6 @@
-"""Basic costs: moving 100 MB, memory of an idle worker and after a million ops, the log, the first step.
+"""Basic costs: moving 100 MB, memory of an idle worker and after a million ops, the log, the first step, what is new.
 
-`python benchmarks/bench_footing.py [--json FILE] [--only move|idle|long|log|cold] [--ops N]`. Prints a table and one line of
+`python benchmarks/bench_footing.py [--json FILE] [--only move|idle|long|log|cold|new] [--ops N]`. Prints a table and a line of
 JSON, plain torch or bare ZeroMQ beside it in the same run. Each section runs in a fresh process.
 """
 
@@ -39,6 +39,10 @@ LIMITS = {
     "client, more objects": ("objects", 5_000),
     "instruction log, cost of throughput": ("%", 10),
     "first step of 12 layers": ("s", 5),
+    "five ops on a slice at a new place": ("us", 1_500),
+    "five ops on a slice at a known place": ("us", None),
+    "captured step, another learning rate at each call": ("us", None),
+    "captured step, one learning rate": ("us", None),
 }
 
 
@@ -242,6 +246,54 @@ def cold(device: str) -> dict[str, float]:
     return {"first step of 12 layers": seconds}
 
 
+def new(device: str) -> dict[str, float]:
+    """Microseconds of what a loop meets for the first time at each turn: slices of data, and rates of a scheduler."""
+    import torch
+
+    if device == "remote":
+        import gt
+
+        gt.cpu_workers(1)
+    torch.set_num_threads(1)
+    data, weight = torch.randn(40_000, 16).to(device), torch.randn(16, 16).to(device)
+
+    def slices(starts: range) -> float:
+        begin = time.perf_counter()
+        for start in starts:
+            rows = data[start : start + 8]
+            total = (rows @ weight + rows).relu().sum()
+        total.item()
+        return (time.perf_counter() - begin) / len(starts) * 1e6
+
+    layer = torch.nn.Linear(16, 16).to(device)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3, fused=True)
+
+    def step(x: Any) -> Any:
+        loss = layer(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    called = gt.compile(step) if device == "remote" else step
+
+    def steps(factor: float, count: int = 300) -> float:
+        begin = time.perf_counter()
+        for _ in range(count):
+            loss = called(data[:8])
+            optimizer.param_groups[0]["lr"] *= factor
+        loss.item()
+        return (time.perf_counter() - begin) / count * 1e6
+
+    slices(range(0, 80, 8))
+    first, known = slices(range(80, 16_080, 8)), slices(range(80, 16_080, 8))
+    steps(1.0, 20), steps(0.999, 20)
+    one, other = (statistics.median(steps(factor) for _ in range(3)) for factor in (1.0, 0.999))
+    if device == "remote":
+        gt.shutdown()
+    return dict(zip(list(LIMITS)[-4:], (first, known, other, one), strict=True))
+
+
 # ---- putting together
 
 
@@ -277,6 +329,9 @@ def figures(only: str, ops: int) -> dict[str, dict[str, float]]:
     if only in ("", "cold"):
         found["gt"].update(measure("cold", "remote"))
         found["beside"].update(measure("cold", "cpu"))
+    if only in ("", "new"):
+        found["gt"].update(measure("new", "remote"))
+        found["beside"].update(measure("new", "cpu"))
     return found
 
 
@@ -295,13 +350,13 @@ def table(found: dict[str, dict[str, float]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the result here too")
-    parser.add_argument("--only", choices=("move", "idle", "long", "log", "cold"), default="", help="one section")
+    parser.add_argument("--only", choices=("move", "idle", "long", "log", "cold", "new"), default="", help="one section")
     parser.add_argument("--ops", type=int, default=1_000_000, help="ops of the long run")
     parser.add_argument("--section", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.section:
         name, *rest = args.section
-        sections: dict[str, Any] = {"move": move, "relay": relay, "idle": idle, "log": log, "cold": cold}
+        sections: dict[str, Any] = {"move": move, "relay": relay, "idle": idle, "log": log, "cold": cold, "new": new}
         print(json.dumps(long(int(rest[0])) if name == "long" else sections[name](*rest)))
         return 0
     measured = figures(args.only, args.ops)

@@ -423,7 +423,8 @@ def gradients(entry: StateSnapshot, leaving: StateSnapshot, reads: dict) -> list
 
 # Names with which user code reads a value or prints, and modules of torch that read values
 _READERS = frozenset({"item", "tolist", "numpy", "print"})
-_READING_MODULES = ("torch.distributions", "torch.amp.grad_scaler", "torch.optim.lr_scheduler")
+_SCHEDULERS = "torch.optim.lr_scheduler"
+_READING_MODULES = ("torch.distributions", "torch.amp.grad_scaler", _SCHEDULERS)
 
 
 def seems_to_read(entry: StateSnapshot) -> bool:
@@ -432,8 +433,18 @@ def seems_to_read(entry: StateSnapshot) -> bool:
         return False  # only a capturable optimizer leaves the rate where it is
     if entry.names & _READERS or "distributions" in entry.names:
         return True
+    return _reaches(entry, _READING_MODULES)
+
+
+def schedules_rates(entry: StateSnapshot) -> bool:
+    """True if a function reaches a scheduler, and so may change learning rates itself."""
+    return _reaches(entry, _SCHEDULERS)
+
+
+def _reaches(entry: StateSnapshot, modules: tuple[str, ...] | str) -> bool:
+    """True if an object or class that a function reaches is of one of torch's modules."""
     kinds = (item.value if isinstance(item.value, type) else type(item.value) for item in entry.items)
-    return any(kind.__module__.startswith(_READING_MODULES) for kind in kinds)
+    return any(kind.__module__.startswith(modules) for kind in kinds)
 
 
 def make_capturable(optimizer: torch.optim.Optimizer) -> bool:

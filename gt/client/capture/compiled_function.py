@@ -55,6 +55,7 @@ from gt.client.capture.boundary import (
     prepare_inputs,
     recorded_results,
     returned_objects,
+    schedules_rates,
     seems_to_read,
     side_effect,
     why_key_differs,
@@ -367,7 +368,7 @@ class CompiledFunction(Generic[P, R]):
         wait = not self._recorded and seems_to_read(entry)
         if not wait and any([make_capturable(optimizer) for optimizer in entry.optimizers]):
             entry = snapshot(roots)
-        if self._rates.changed(entry.optimizers, entry.names):
+        if not schedules_rates(entry) and self._rates.changed(entry.optimizers, entry.names):
             self._programs.clear()  # each had one number for its rate
             entry = snapshot(roots)
         self._recorded = True

@@ -27,11 +27,15 @@ _READERS = frozenset({"param_groups", "get_last_lr", "state_dict"})  # names wit
 
 @dataclass(slots=True)
 class _Rate:
-    """One group's rate on the device, and the number that it holds. fuse: the group's step has to be asked to be fused."""
+    """One group's rate on the device, and the number that it holds.
+
+    fuse: the group's step has to be asked to be fused. version: the tensor's count of writes when it was placed.
+    """
 
     tensor: torch.Tensor
     value: float
     fuse: bool
+    version: int = 0
 
 
 class LearningRates:
@@ -93,16 +97,18 @@ class LearningRates:
                     with torch.no_grad():
                         rate.tensor.fill_(value)
                     rate.value = value
+                rate.version = rate.tensor._version
                 self._placed.append((group, rate, value, group.get("fused")))
                 group["lr"] = rate.tensor
                 if rate.fuse:
                     group["fused"] = True
 
     def remove(self) -> None:
-        """Put the numbers back into the groups whose tensors are still there."""
+        """Put the numbers back into the groups whose tensors are still there. One that the function has written to stays."""
         while self._placed:
             group, rate, value, fused = self._placed.pop()
-            if group.get("lr") is rate.tensor:
+            still_there = group.get("lr") is rate.tensor
+            if still_there and rate.tensor._version == rate.version:
                 group["lr"] = value
                 if rate.fuse:
                     group["fused"] = fused

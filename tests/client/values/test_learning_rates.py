@@ -151,6 +151,33 @@ def test_an_optimizer_of_the_user_or_with_sparse_gradients_takes_numbers(one: No
         torch.testing.assert_close(run("remote", True, sparse), run("cpu", False, sparse))
 
 
+@pytest.mark.parametrize("how", ["scheduler", "by hand", "in place"])
+def test_a_rate_that_the_step_changes_itself(how: str, one: None, plain_threads: None) -> None:
+    def run(device: str, compiled: bool) -> torch.Tensor:
+        weight = torch.ones(4, device=device, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.9) if how == "scheduler" else None
+        held = vars(optimizer)["param_groups"][0]
+
+        def step() -> None:
+            optimizer.zero_grad()
+            weight.square().sum().backward()
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            elif how == "by hand" or not isinstance(held["lr"], torch.Tensor):
+                held["lr"] = held["lr"] * 0.9
+            else:
+                held["lr"].mul_(0.9)
+
+        called = gt.compile(step) if compiled else step
+        for _ in range(CALLS):
+            called()
+        return torch.cat([weight.detach().cpu(), torch.tensor([float(held["lr"])])])
+
+    torch.testing.assert_close(run("remote", True), run("cpu", False))
+
+
 def test_a_failing_step_leaves_the_number(one: None) -> None:
     weight = torch.ones(4, device="remote", requires_grad=True)
     optimizer, fails = torch.optim.SGD([weight], lr=0.5), [False]
