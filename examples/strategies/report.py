@@ -66,12 +66,14 @@ class Progress:
     tokens: int  # of a batch
     losses: list[float] = field(default_factory=list)
     waiting: list[torch.Tensor] = field(default_factory=list)
-    since: float = 0.0
+    begun: float = 0.0  # when the first step began
+    since: float = 0.0  # when the steps of the next line began
     warm: tuple[int, float] | None = None  # number of steps before speed is measured, and when they ended
     ended: float = 0.0
 
     def begin(self) -> None:
         self.since = time.perf_counter()
+        self.begun = self.begun or self.since
 
     def step(self, epoch: int, batch: int, count: int, loss: torch.Tensor, rate: float) -> None:
         """A step is issued. Prints a line for every `every`-th and for the last batch."""
@@ -97,9 +99,9 @@ class Progress:
             self.warm = len(self.losses), self.ended
 
     def speed(self) -> float:
-        """Steps a second, without the first ones."""
-        steps, since = self.warm or (0, self.since)
-        return (len(self.losses) - steps) / (self.ended - since) if len(self.losses) > steps else 0.0
+        """Steps a second, without the first ones if there are more."""
+        steps, since = self.warm if self.warm and self.warm[0] < len(self.losses) else (0, self.begun)
+        return (len(self.losses) - steps) / (self.ended - since) if self.losses else 0.0
 
 
 def summary(epoch: int, losses: list[float], seconds: float, samples: int, length: int, memory: list[WorkerMemory]) -> None:

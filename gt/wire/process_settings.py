@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 import resource
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 KEPT_BYTES = 64 << 20  # free bytes at the end of a heap that glibc keeps
@@ -123,3 +125,26 @@ def cycles_collected() -> Iterator[None]:
     finally:
         if freezes:
             gc.unfreeze()
+
+
+def available_bytes() -> int:
+    """Bytes that the processes of this host may have: its memory, or the least limit of its control groups."""
+    return min(
+        [os.sysconf("SC_PHYS_PAGES") * resource.getpagesize(), *_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]
+    )
+
+
+def _groups(own: Path, root: Path) -> Iterator[int]:
+    """Limits of this process's control groups and of those above them, of either version."""
+    with contextlib.suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds and "memory" not in kinds.split(","):
+                continue
+            top, name = (root / "memory", "memory.limit_in_bytes") if kinds else (root, "memory.max")
+            folder = top / path.strip("/")
+            for place in (folder, *folder.parents):
+                with contextlib.suppress(OSError, ValueError):
+                    yield int((place / name).read_text())
+                if place == top:
+                    break

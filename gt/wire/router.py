@@ -21,6 +21,7 @@ from gt.wire.access.auth import Access
 from gt.wire.connections import MAX_SILENT_CONNECTIONS, Connection, Connections, on_wire
 from gt.wire.liveness import Cable
 from gt.wire.messages import CHUNK, Exit, Message
+from gt.wire.process_settings import available_bytes
 from gt.wire.socket import (
     BURST_MESSAGES,
     GONE,
@@ -89,7 +90,7 @@ class Router:
         self._packed: tuple[Message | None, bytes] = (None, b"")
         self._sparse = Sparse(log, MAX_LOGGED_ENDS)
         self._next_poll = 0.0
-        self._most_unread = min(MAX_UNREAD_BYTES, os.sysconf("SC_PHYS_PAGES") * resource.getpagesize() // 4)
+        self._most_unread = min(MAX_UNREAD_BYTES, available_bytes() // 4)
         self._again = False  # the porter may have further requests
         self._context = zmq.Context(io_threads=1)
         self._sock = self._context.socket(zmq.ROUTER)

@@ -22,9 +22,10 @@ from gt.errors import ProtocolError
 from gt.ir.layout import Boxes, piece_shape, read_boxes, runs
 from gt.wire.arena import WORDS, PeerFile, check_boxes
 from gt.wire.messages import ArenaOpened, OfferArena, OfferFile, OpError, Piece, UploadProgress, UseBlock
+from gt.wire.process_settings import available_bytes
 from gt.worker.engine.base import Engine, Tensor
 from gt.worker.process.file_threads import FileThread, FileThreads, moved
-from gt.worker.process.memory_budget import Budget, available
+from gt.worker.process.memory_budget import Budget
 from gt.worker.uploads import UploadBuffers
 
 log = logging.getLogger("gt.worker")
@@ -300,7 +301,7 @@ class WorkerFiles:
         """True if a copy of so many bytes fits into the host's memory; without one, the piece is waited for."""
         if self._budget.bounded:
             return self._budget.fits(nbytes)
-        return self._waiting_bytes + nbytes < HOST_SHARE * available()
+        return self._waiting_bytes + nbytes < HOST_SHARE * available_bytes()
 
     def _copy(self, data: np.ndarray, block: FileBlock) -> np.ndarray:
         """A copy, aligned as its place in the file, in the memory of an earlier one if there is one of this size."""
@@ -362,7 +363,7 @@ class WorkerFiles:
     def _keep(self, data: np.ndarray) -> None:
         """Keep a written copy's memory for the next save, in bounds; it is given up where an op needs it."""
         kept = sum(nbytes * len(spares) for nbytes, spares in list(self._spare.items())) + data.nbytes
-        if kept < HOST_SHARE * available() and self._budget.spares(kept):
+        if kept < HOST_SHARE * available_bytes() and self._budget.spares(kept):
             self._spare.setdefault(data.nbytes, []).append(data.base)
 
     # ---- the end, by the executing thread

@@ -11,13 +11,13 @@ import ctypes
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 from gt.errors import ConfigError
 from gt.ir.instr import Define
 from gt.ir.spec import Spec, contiguous
 from gt.ir.text import size
+from gt.wire.process_settings import available_bytes
 from gt.worker.instructions.step import Step, StepTable
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -75,7 +75,7 @@ class Budget:
         """Bound this process. own: bytes, 0 for a share of the host's memory. ConfigError for too few."""
         if own and own < MIN_LIMIT_BYTES:
             raise ConfigError(f"the memory limit is {size(own)}, want at least {size(MIN_LIMIT_BYTES)}")
-        self._bound = own or int(available() * HOST_SHARE)
+        self._bound = own or int(available_bytes() * HOST_SHARE)
         self._own = bool(own)
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         self._before = resource.getrlimit(resource.RLIMIT_DATA)
@@ -243,24 +243,3 @@ def check_room(step: Step, nbytes: int, budget: Budget) -> Step:
 def _freed() -> int:
     """Freed bytes that the C library keeps for later allocations."""
     return int(_mallinfo().fordblks) if _mallinfo is not None else 0
-
-
-def available() -> int:
-    """Bytes that the processes of this host may have: its memory, or the least limit of its control groups."""
-    return min([os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES, *_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
-
-
-def _groups(own: Path, root: Path) -> Iterator[int]:
-    """Limits of this process's control groups and of those above them, of either version."""
-    with contextlib.suppress(OSError):
-        for line in own.read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            if kinds and "memory" not in kinds.split(","):
-                continue
-            top, name = (root / "memory", "memory.limit_in_bytes") if kinds else (root, "memory.max")
-            folder = top / path.strip("/")
-            for place in (folder, *folder.parents):
-                with contextlib.suppress(OSError, ValueError):
-                    yield int((place / name).read_text())
-                if place == top:
-                    break

@@ -21,11 +21,12 @@ from gt.ir.spec import contiguous
 from gt.ir.template import T
 from gt.launch import local
 from gt.wire.messages import Data, OpError
+from gt.wire.process_settings import available_bytes
 from gt.worker.engine.numpy import NumpyEngine
 from gt.worker.engine.torch import TorchEngine
 from gt.worker.executor import Executor
 from gt.worker.process import memory_budget
-from gt.worker.process.memory_budget import Budget, OutOfMemory, available
+from gt.worker.process.memory_budget import Budget, OutOfMemory
 from tests.helpers.processes import wait_until
 from tests.helpers.worker_parts import DeadPlane, new, op
 
@@ -258,7 +259,7 @@ def test_an_upload_that_exceeds_its_sessions_limit_leaves_nothing():
 
 
 def test_cpu_workers_share_the_hosts_memory_and_one_by_hand_has_its_own():
-    for own, wanted in ((0, int(available() * memory_budget.HOST_SHARE) // 4), (128 * MIB, 128 * MIB)):
+    for own, wanted in ((0, int(available_bytes() * memory_budget.HOST_SHARE) // 4), (128 * MIB, 128 * MIB)):
         budget = Budget()
         budget.open(own)
         budget.share(4)
