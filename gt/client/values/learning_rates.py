@@ -55,7 +55,7 @@ class LearningRates:
         names: attributes and globals that the function's code uses.
         """
         moved = list(self._changes(optimizers))
-        if not moved or names & _READERS:
+        if not moved or names & _READERS or current_session.Current.offloads:  # a step on the host takes numbers
             return False
         self._recorder, self.active = current_session.current(), True
         for optimizer, number, value, fuse in moved:
