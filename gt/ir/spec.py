@@ -54,6 +54,11 @@ class Spec:
         """Bytes of the elements, not of the viewed storage."""
         return self.numel * self.itemsize
 
+    @property
+    def form(self) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+        """Shape, strides and dtype: all but the place in the storage."""
+        return self.shape, self.stride, self.dtype
+
     def text(self) -> str:
         """`f32[8,16]`, as in plans and error messages."""
         return f"{DTYPES[self.dtype][1]}[{','.join(map(str, self.shape))}]"

@@ -70,7 +70,8 @@ def test_the_command_line(command: list[str], code: int, text: str, capsys: pyte
         found = cli.main(command)
     except SystemExit as exit:
         found = exit.code
-    assert (found, text in capsys.readouterr().out) == (code, True)
+    shown = capsys.readouterr()
+    assert (found, text in (shown.err if code else shown.out)) == (code, True)
 
 
 @pytest.mark.parametrize("text", ["a:\n  b: 1\n c: 2\n", "a: {b: [0, 1", "a:\n\tb: 1\n"])
@@ -249,4 +250,4 @@ def test_a_ctrl_c_ends_the_demo_with_one_line() -> None:
             _, err = demo.communicate(timeout=limit(60))
         finally:
             demo.kill()
-    assert (demo.returncode, err.splitlines()[-1]) == (130, "train.py: interrupted") and "Traceback" not in err
+    assert (demo.returncode, err.splitlines()[-1]) == (130, "train_simple.py: interrupted") and "Traceback" not in err

@@ -290,7 +290,7 @@ def test_a_limit_without_exclusive_and_a_wrong_number_of_workers_are_one_sentenc
     assert "empty is empty" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         server_main(["--sharing", "exclusive", "--max-workers", "0"])
-    assert "got '0', want a number above 0" in capsys.readouterr().err
+    assert "got '0', want a whole number above 0" in capsys.readouterr().err
     for workers in (-1, 1.5, True, 1 << 20):
         with pytest.raises(ValueError, match="want the number of workers as a whole number"):
             gt.connect("localhost:1", workers=workers)

@@ -1,7 +1,7 @@
 """Learning rates that change between calls of a captured step: within a call they are tensors, which its program reads.
 
-Outside of the calls the optimizer's param_groups hold the program's own numbers, with which schedulers compute. So one captured
-program serves all rates. The rate is an fp32 number on the device then, as that of torch's fused optimizers on GPUs.
+Outside of the calls the optimizer's param_groups hold the program's own numbers, with which schedulers compute. So one program
+serves all rates. Optimizers on GPUs take fp32 rates alone; CPU workers get fp64 ones, which are as exact as the numbers.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ class LearningRates:
         if not moved or names & _READERS or current_session.Current.offloads:  # a step on the host takes numbers
             return False
         self._recorder, self.active = current_session.current(), True
+        dtype = torch.float32 if self._recorder.gpus else torch.float64
         for optimizer, number, value, fuse in moved:
-            device = optimizer.param_groups[number]["params"][0].device
-            self._rates.setdefault(optimizer, {})[number] = _Rate(torch.tensor(value, device=device), value, fuse)
+            tensor = torch.tensor(value, dtype=dtype, device=optimizer.param_groups[number]["params"][0].device)
+            self._rates.setdefault(optimizer, {})[number] = _Rate(tensor, value, fuse)
         self.place()
         return True
 

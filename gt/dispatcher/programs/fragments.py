@@ -71,7 +71,7 @@ class FragmentProgram:
     defines: dict[int, Define]  # by worker
     uses: list[Define]  # definitions that its code names
     journal: list[Planned]
-    specs: list[Spec]  # of each tensor from before: dtype and shape
+    forms: list[tuple]  # of each tensor from before: Spec.form
     bases: list[tuple[int, int]]  # further tensors that the code names: (number, steps) is that tensor's base, so many views up
     layouts: list[Layout | None]  # of each tensor from before, then of each of `bases`
     changed: list[tuple[int, Layout]]  # (number, layout) of each that has another layout afterwards
@@ -293,7 +293,7 @@ class Fragments:
         if program is None or any(i not in rows for i in ins):
             return True
         tensors = [rows[i] for i in ins]
-        return _sharing(tensors) == program.sharing and [t.spec for t in tensors] == program.specs
+        return _sharing(tensors) == program.sharing and [t.spec.form for t in tensors] == program.forms
 
     def _rests(self, ins: Iterable[int]) -> tuple[bool, ...]:
         """True for each tensor that ZeRO has rest in pieces between uses."""
@@ -449,7 +449,7 @@ class Fragments:
             defines=defines,
             uses=result.uses,
             journal=tape.sealed(),
-            specs=[t.spec for t in ins],
+            forms=[t.spec.form for t in ins],
             layouts=layouts,
             bases=bases,
             changed=changed,
