@@ -31,6 +31,7 @@ NUMBERS_PER_INSTRUCTION = 4  # at least: it bounds the count of small results of
 NOBODY = -1
 UNSET = -(1 << 62)
 TRIM_SECONDS = 1.0  # until freed memory is given back once more
+LOOKS, LOOK_SECONDS = 5, 0.01  # looks for room, and seconds before each, until an op fails for want of it
 
 
 class OutOfMemory(MemoryError):
@@ -64,7 +65,7 @@ class Budget:
         self._bound = self._left = 0
         self._base = NOBODY
         self._slack = UNSET  # bytes that were freed and kept when RLIMIT_DATA was set
-        self._trimmed = 0.0
+        self._trimmed = self._waited = 0.0
         self._statm = -1
 
     @property
@@ -158,6 +159,14 @@ class Budget:
         if nbytes > room:
             self.reclaim()
             room = self._room()
+        # Other threads free memory too, such as that of messages, and a look at it takes two readings: it may be a moment early
+        if nbytes > room and time.monotonic() - self._waited > TRIM_SECONDS:
+            for _ in range(LOOKS):
+                time.sleep(LOOK_SECONDS)
+                room = self._room()
+                if nbytes <= room:
+                    break
+            self._waited = time.monotonic()
         if nbytes > room:
             raise OutOfMemory(self._refusal(nbytes, room))
         return room - nbytes

@@ -20,6 +20,7 @@ from gt.ir.instr import BASE_BITS, Define
 from gt.ir.spec import contiguous
 from gt.ir.template import T
 from gt.launch import local
+from gt.wire import process_settings
 from gt.wire.messages import Data, OpError
 from gt.wire.process_settings import available_bytes
 from gt.worker.engine.numpy import NumpyEngine
@@ -290,4 +291,22 @@ def test_a_control_groups_limit_counts_and_so_does_one_above_it(tmp_path: Path):
     (root / "a/memory.max").write_text("5000\n")
     (root / "a/b/memory.max").write_text("max\n")
     (root / "memory/c/memory.limit_in_bytes").write_text("7000\n")
-    assert sorted(memory_budget._groups(own, root)) == [5000, 7000]
+    assert sorted(process_settings._groups(own, root)) == [5000, 7000]
+
+
+def test_memory_that_another_thread_is_about_to_free_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+    budget = Budget(lambda session: 0)
+    budget.open(128 * MIB)
+    try:
+        budget.share(1)
+        real, high = budget._data, [128 * MIB] * 4
+        monkeypatch.setattr(Budget, "_data", lambda self: real() + (high.pop() if high else 0))
+        budget.unsure()
+        budget.need(1 * MIB)
+        assert not high
+        high += [128 * MIB] * 9
+        budget.unsure()
+        with pytest.raises(OutOfMemory):  # not twice in a row: each op that finds no room would keep the others waiting
+            budget.need(1 * MIB)
+    finally:
+        budget.close()
