@@ -1,12 +1,13 @@
 """`python -m tests.conformance`: torch's operator tests on the remote device, against plain torch on the CPU.
 
 --ops and --dtypes say what, --modules that it is nn modules; --sample SEED N takes N (op, dtype) pairs and a few samples of
-each; --json keeps every variant.
+each; --json keeps every variant. --gpu runs them on GPU workers, and --part K N the K-th of N parts of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
 import json
 import random
@@ -50,6 +51,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", nargs="+", type=int, choices=WORKERS, default=list(WORKERS))
     parser.add_argument("--most", type=int, default=0, help="samples of each op, at most")
     parser.add_argument("--sample", nargs=2, type=int, metavar=("SEED", "N"), help="N pairs of op and dtype, drawn by seed")
+    parser.add_argument("--part", nargs=2, type=int, metavar=("K", "N"), default=[0, 1], help="K from 0")
+    parser.add_argument("--gpu", action="store_true", help="GPU workers, as many as --workers has at most")
     parser.add_argument("--json", type=Path, help="a file for every variant")
     parser.add_argument("--summary", type=Path, help="a file for the counts and the rest, of which docs/ops.md is made")
     return parser.parse_args(argv)
@@ -58,7 +61,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def run(chosen: list[tuple[Any, torch.dtype]], plan: Plan, server: Any = None, quiet: bool = False) -> list[dict]:
     """Rows of all variants."""
     torch.set_num_threads(1)
-    cluster, rows, start, wrong = Cluster(server), [], time.monotonic(), 0
+    cluster, rows, start, wrong = Cluster(server, max(plan.workers) if plan.gpu else 0), [], time.monotonic(), 0
     try:
         runner = Runner(cluster, plan)
         for number, (entry, dtype) in enumerate(chosen):
@@ -82,8 +85,11 @@ def main(argv: list[str] | None = None) -> int:
         every = pairs(args.ops, ["all"], database)
         chosen = random.Random(seed).sample(every, min(count, len(every)))
         plan = Plan(args.workers, args.most or FEW, seed)
+    chosen = chosen[args.part[0] :: args.part[1]]
+    plan = dataclasses.replace(plan, gpu=args.gpu)
     start = time.monotonic()
-    rows = run(chosen, plan)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        rows = run(chosen, plan)
     sys.stdout.write(f"\n{report.text(rows)}\n")
     asked = {name: value for name, value in vars(args).items() if value and not isinstance(value, Path)}
     about = {"asked": asked, "torch": torch.__version__, "seconds": round(time.monotonic() - start)}

@@ -43,10 +43,11 @@ class Split(NamedTuple):
     group: str = ""
 
 
-def config() -> str:
-    """A data parallel group for each number of workers and each dim, and tensor parallel ones."""
-    names = [(f"over{n}_dim{dim}", dim, n) for n in WORKERS[1:] for dim in range(DIMS)]
-    names += [(f"tp{n}{suffix}", axis, n) for n in WORKERS[1:] for suffix, axis in (("", 0), ("_colpar", 1), ("_rowpar", 0))]
+def config(most: int = max(WORKERS)) -> str:
+    """A data parallel group for each number of workers, `most` at most, and each dim, and tensor parallel ones."""
+    counts = [n for n in WORKERS if 1 < n <= most]
+    names = [(f"over{n}_dim{dim}", dim, n) for n in counts for dim in range(DIMS)]
+    names += [(f"tp{n}{suffix}", axis, n) for n in counts for suffix, axis in (("", 0), ("_colpar", 1), ("_rowpar", 0))]
     return "".join(f"{name}: {{shard: {{axis: {axis}, workers: {list(range(n))}}}}}\n" for name, axis, n in names)
 
 
@@ -136,19 +137,20 @@ def collectives() -> dict[str, int]:
 class Cluster:
     """A server with four CPU workers; `connect` gives a fresh session on it, on a new one if it has been `broken`."""
 
-    def __init__(self, server: Any = None) -> None:
-        """server: one that another keeps, with at least four workers."""
+    def __init__(self, server: Any = None, gpus: int = 0) -> None:
+        """server: one that another keeps, with at least four workers. gpus: so many GPU workers instead, 0 for CPU workers."""
         self._given = self._server = server
+        self._gpus = gpus
         self._folder = tempfile.TemporaryDirectory()
         self._config = Path(self._folder.name) / "splits.yaml"
-        self._config.write_text(config())
+        self._config.write_text(config(gpus or max(WORKERS)))
         self.restarts = 0
 
     def connect(self) -> None:
         api.disconnect()
         if self._server is None:
-            self._server = local.start(max(WORKERS))
-        gt.connect(self._server.address, config=str(self._config), token=self._server.token)
+            self._server = local.start(self._gpus or max(WORKERS), gpu=bool(self._gpus))
+        gt.connect(self._server.address, config=str(self._config) if self._gpus != 1 else None, token=self._server.token)
 
     def broken(self) -> None:
         self.restarts += 1

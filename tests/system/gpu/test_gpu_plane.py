@@ -174,7 +174,7 @@ while True:
 print("lost after", took, "again after", time.monotonic() - start)
 del model, optimizer, loss, x, y
 again, _ = train(fresh(), "remote", "cudagraphs", "1f1b")
-assert again == want, (again, want)
+close(again, want, 1e-6)  # embeddings' gradients are added in any order
 after = used()
 assert all(b < a + (256 << 20) for a, b in zip(before, after)), (before, after)
 """,

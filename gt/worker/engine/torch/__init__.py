@@ -355,6 +355,19 @@ def _as_real(op: Callable) -> Callable:
     return lambda x: op(x.resolve_conj())
 
 
+def _log_sigmoid(op: Callable) -> Callable:
+    """log(sigmoid(x)) = min(x, 0) - log(1 + exp(-|x|)), and exp(-|x|) for the backward pass, which GPU kernels leave empty."""
+
+    def call(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if x.is_cpu:
+            return op(x)
+        wide = x.float() if x.dtype in norms.HALF else x
+        small = wide.abs().neg().exp()
+        return (wide.clamp(max=0) - small.log1p()).to(x.dtype), small.to(x.dtype)
+
+    return call
+
+
 def _histc(op: Callable) -> Callable:
     """Histogram of integers too, as on GPUs: programs that check the device's type take `remote` for a GPU."""
 
@@ -365,10 +378,11 @@ def _histc(op: Callable) -> Callable:
     return call
 
 
-# Ops whose results differ from the client's inference (shapes of minor results on the CPU, conjugate bits) -> their mend
+# Ops whose results differ from the client's inference (shapes of minor results, conjugate bits) -> their mend
 ALIKE: dict[str, Callable[[Callable], Callable]] = {
     **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _batch_norm),
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _embedding_bag),
     "histc": _histc,
+    "log_sigmoid_forward": _log_sigmoid,
     "view_as_real": _as_real,
 }
