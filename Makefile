@@ -1,9 +1,10 @@
 # make demo: train a transformer on eight CPU workers. make test: the tests. make check: format, lint, types, imports, sizes.
-# make test-long: the tests that repeat others on more workers. make site: the documentation as a site, in site/.
+# make test-long: the tests that repeat others on more workers. make test-gpu: those that need a GPU; the others do not see it.
+# make site: the documentation as a site, in site/.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long tiny check docs site format bench clean
+.PHONY: demo test test-long test-gpu tiny check docs site format bench clean
 
 demo: .venv/stamp
 	$(BIN)/python examples/tuning_demo/train_simple.py --check
@@ -16,6 +17,9 @@ test: .venv/stamp
 
 test-long: .venv/stamp
 	$(PYTEST) -n 2 --dist load -m long
+
+test-gpu: .venv/stamp
+	$(PYTEST) -n 4 -m gpu
 
 tiny: .venv/stamp
 	$(BIN)/python -m pytest tests/test_tiny.py

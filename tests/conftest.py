@@ -32,6 +32,12 @@ hypothesis.settings.register_profile("gt", deadline=None, suppress_health_check=
 hypothesis.settings.load_profile("gt")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the machine's GPUs, unless GPU tests are asked for: where torch sees one, the name `remote` is registered later."""
+    if not any("gpu" in asked for asked in (config.option.markexpr, *map(str, config.args))):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that run backward of local CUDA tensors go first: torch refuses it in a process that has named `remote`.
 
