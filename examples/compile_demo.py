@@ -61,4 +61,8 @@ def main(schedule: str = "zb-h1") -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("schedule", nargs="?", default="zb-h1", help="such as 1f1b or auto; docs/schedules.md has all")
-    sys.exit(main(parser.parse_args().schedule))
+    try:
+        code = main(parser.parse_args().schedule)
+    except ValueError as error:  # no schedule has this name
+        parser.error(str(error))
+    sys.exit(code)

@@ -34,10 +34,14 @@ def main(args: list[str], about: str = "") -> int:
     parser.add_argument("--hostfile", help="the same from a file of lines `host slots=N`")
     parser.add_argument("--ssh", default="", help="command for ssh; default: ssh in batch mode; srun -N1 -n1 -w works too")
     parser.add_argument("--python", default="", help="interpreter on the hosts; default: the path of this one")
-    parser.add_argument("--most", default="1GiB", help="bytes of the largest all-reduce of the hosts, or 0; default: 1GiB")
+    parser.add_argument("--most", default="", help="bytes of the largest all-reduce of the hosts, or 0; default: 1GiB")
     options = parser.parse_args(args)
     if options.hostfile or options.hosts is not None:
+        options.most = options.most or "1GiB"
         return _hosts(options)
+    unused = [f"--{name}" for name in ("ssh", "python", "most") if getattr(options, name)]
+    if unused:
+        parser.error(f"{unused[0]} is for checks of several hosts: give --hosts or --hostfile too")
     return _machine()
 
 

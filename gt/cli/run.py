@@ -6,6 +6,7 @@ Rank 0 has the server and the program, and every process has workers. Without a 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import runpy
 import signal
@@ -96,6 +97,9 @@ def _program(program: list[str], module: bool) -> int:
     sys.argv = program
     sys.path[0] = os.getcwd() if module else str(Path(program[0]).resolve().parent)
     try:
+        if module and not _found(program[0]):
+            sys.stderr.write(f"gt run: no module named {program[0]}\n")
+            return 1
         if module:
             runpy.run_module(program[0], run_name="__main__", alter_sys=True)
         else:
@@ -113,6 +117,16 @@ def _program(program: list[str], module: bool) -> int:
     finally:
         shutdown()
     return 0
+
+
+def _found(module: str) -> bool:
+    """True if there is a module of this name. Its packages are imported; errors in those are for runpy to show."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:
+        return not (error.name and module.startswith(error.name))
+    except Exception:
+        return True
 
 
 def _of_program(frames: TracebackType | None) -> TracebackType | None:

@@ -214,3 +214,9 @@ def test_wrong_values_are_found(server: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert rows["training"][0] is False and "GPUs compute wrong values" in rows["training"][1]
     assert rows["put 0-1"] == (False, "another value arrived than was sent")
     assert rows["all-reduce"][0] is False and "want 3.0" in rows["all-reduce"][1]
+
+
+def test_an_option_for_several_hosts_wants_hosts(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as end:
+        doctor.main(["--most", "1MiB"])
+    assert end.value.code == 2 and "--most is for checks of several hosts: give --hosts or --hostfile" in capsys.readouterr().err

@@ -228,6 +228,15 @@ def test_a_job_on_several_hosts_needs_a_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_module_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    script(tmp_path, "import nothing_of_this_name", "mine.py")
+    for module, says in (("nosuch.part", "gt run: no module named nosuch.part"), ("mine", "import nothing_of_this_name")):
+        line = ("-m", "gt", "run", "--workers", "1", "-m", module)
+        done = subprocess.run([sys.executable, *line], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == 1 and says in done.stderr, done.stderr
+        assert ("Traceback" in done.stderr) == (module == "mine")
+
+
 def test_the_mesh_example_trains_saves_and_goes_on(tmp_path: Path) -> None:
     line = ("-m", "gt", "run", "--workers", "2", "examples/strategies/finetune.py", "--preset", "mesh", "--model", "tiny")
     line += ("--max-length", "8", "--lr", "1e-2", "--warmup", "2", "--save", str(tmp_path / "mesh"), "--steps")
