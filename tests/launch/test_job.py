@@ -232,7 +232,8 @@ def test_a_module_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     script(tmp_path, "import nothing_of_this_name", "mine.py")
     for module, says in (("nosuch.part", "gt run: no module named nosuch.part"), ("mine", "import nothing_of_this_name")):
         line = ("-m", "gt", "run", "--workers", "1", "-m", module)
-        done = subprocess.run([sys.executable, *line], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+        command = [sys.executable, *line]
+        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
         assert done.returncode == 1 and says in done.stderr, done.stderr
         assert ("Traceback" in done.stderr) == (module == "mine")
 
