@@ -219,4 +219,4 @@ def test_wrong_values_are_found(server: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_an_option_for_several_hosts_wants_hosts(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as end:
         doctor.main(["--most", "1MiB"])
-    assert end.value.code == 2 and "--most is for checks of several hosts: give --hosts or --hostfile" in capsys.readouterr().err
+    assert end.value.code == 2 and "--most is for checks of several hosts: give --hosts" in capsys.readouterr().err
