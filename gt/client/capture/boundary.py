@@ -160,7 +160,9 @@ def why_key_differs(old: tuple, new: tuple) -> str:
 def _difference(old: Any, new: Any) -> str:
     before, after = _describe(old), _describe(new)
     if before != after:
-        return f"which was {before} and is {after}"
+        numbers = all(isinstance(key, tuple) and key[0] in (int, float) for key in (old, new))
+        cure = f": to compute with it in one program for all values, pass torch.tensor({after})" if numbers else ""
+        return f"which was {before} and is {after}{cure}"
     last, now = _details(old), _details(new)
     names = [name for name in now if last[name] != now[name]]
     parts = [f"whose {name} was {last[name]} and is {now[name]}" for name in names]

@@ -639,6 +639,17 @@ def test_a_miss_says_what_was_and_is_and_warns_once(caplog: pytest.LogCaptureFix
     assert len([r for r in caplog.records if "runs in parts" in r.message]) <= 2
 
 
+@pytest.mark.usefixtures("one")
+def test_explain_says_that_an_object_came_in_place_of_a_number() -> None:
+    @gt.compile
+    def step(x: torch.Tensor, scale: Any) -> torch.Tensor:
+        return x * 2
+
+    for scale in (3.0, 3.0, gt):
+        step(torch.ones(4), scale)
+    assert "argument 1, which was 3.0 and is an object" in step._why
+
+
 @pytest.mark.usefixtures("plain_threads", "one")
 def test_explain_says_in_what_a_call_is_another(caplog: pytest.LogCaptureFixture) -> None:
     weight = torch.ones(4, device="remote", requires_grad=True)
@@ -652,7 +663,7 @@ def test_explain_says_in_what_a_call_is_another(caplog: pytest.LogCaptureFixture
         ((torch.ones(4), 1.0), "the first call"),
         ((torch.ones(2, 4), 1.0), r"argument 0, which was a CPU tensor float32\[4\] and is a CPU tensor float32\[2, 4\]"),
         ((torch.ones(4), 2.5), r"argument 0, which was a CPU tensor float32\[2, 4\] and is a CPU tensor float32\[4\]"),
-        ((torch.ones(4), 3.0), "argument 1, which was 2.5 and is 3.0"),
+        ((torch.ones(4), 3.0), r"argument 1, which was 2.5 and is 3.0: to compute with it .* pass torch.tensor\(3.0\)"),
         ((held, 3.0), r"argument 0, which was a CPU tensor float32\[4\] and is a remote tensor f32\[4\]"),
         ((held,), "arguments in another structure"),
     ]
