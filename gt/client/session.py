@@ -24,6 +24,7 @@ from gt import errors, logs
 from gt.client import host_buffers
 from gt.client.arenas import ClientArenas
 from gt.client.kept_uploads import FileTensor, KeptUploads
+from gt.client.pending_answer import PendingAnswer
 from gt.client.reports import progress, spans
 from gt.client.reports.this_process import about_process
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
@@ -67,21 +68,6 @@ Question = Callable[[int], Message]  # makes the message of a request number
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
-class _Pending:
-    """One request and its answer: a value or an error, once `done` is set. into: makes the assembly of a fetched value."""
-
-    def __init__(self, into: host_buffers.Into = host_buffers.Assembly) -> None:
-        self.into = into
-        self.done = threading.Event()
-        self.value: Any = None
-        self.error: Exception | None = None
-        self.assembly: host_buffers.Assembly | None = None
-
-    def finish(self, value: Any = None, error: Exception | None = None) -> None:
-        self.value, self.error = value, error
-        self.done.set()
-
-
 class Session:
     """A connection to the dispatcher at "host:port", which the constructor opens.
 
@@ -106,8 +92,8 @@ class Session:
         self.on_idle: Callable[[], None] | None = None
         self.why_lost: Callable[[], str] = str  # why a server that this program started has ended; may wait a moment
         self._pid = os.getpid()
-        self._pending: dict[int, _Pending] = {}
-        self._pieces: dict[int, _Pending] = {}  # key of an incomplete piece -> its fetch
+        self._pending: dict[int, PendingAnswer] = {}
+        self._pieces: dict[int, PendingAnswer] = {}  # key of an incomplete piece -> its fetch
         self._numbers = itertools.count()
         self._outbox: deque[Message | tuple[Any, ...]] = deque()
         self._arenas = ClientArenas(self._outbox.append)
@@ -125,7 +111,7 @@ class Session:
         self.watched = False  # somebody observes the server
         self.compiles = False  # a captured program was launched for the first time, and no answer was awaited since
         self._handlers = self._message_handlers()
-        self._greeting = _Pending()
+        self._greeting = PendingAnswer()
         timeouts = LinkTimeouts(wait, heartbeat)
         self._link = Dealer(address, self._on_message, self._on_lost, on_turn=self._turn, timeouts=timeouts, token=token)
         try:
@@ -199,6 +185,16 @@ class Session:
     def waiting(self) -> bool:
         """True while a thread waits for an answer."""
         return bool(self._pending)
+
+    @property
+    def batches_ahead(self) -> int:
+        """Batches that workers have not executed yet, as far as is known here."""
+        return len(self._outbox) + self._window.ahead
+
+    def take_turn(self) -> None:
+        """Receive what has come, and send what is queued."""
+        self._check()
+        self._link.push()
 
     def has_credit(self) -> bool:
         """True if another batch can be queued before wait_credit blocks."""
@@ -403,11 +399,11 @@ class Session:
             return self.wait(self.begin(question), tick)
 
     def begin(self, question: Question, into: host_buffers.Into = host_buffers.Assembly) -> int:
-        """Ask a question; its number, for `wait`. into: see _Pending."""
+        """Ask a question; its number, for `wait`. into: see PendingAnswer."""
         self._check()
         self._raise_deferred()
         request = next(self._numbers)
-        self._pending[request] = _Pending(into)
+        self._pending[request] = PendingAnswer(into)
         self._outbox.append(question(request))
         return request
 
@@ -583,7 +579,7 @@ class Session:
         if pending is not None:  # else its fetch was interrupted
             self._add(pending, (message.key, message.offset, message.total, frames[0] if frames else None))
 
-    def _add(self, pending: _Pending, frame: tuple[int, int, int, Any] | None) -> None:
+    def _add(self, pending: PendingAnswer, frame: tuple[int, int, int, Any] | None) -> None:
         """Add a frame, if there is one, to a value that is fetched."""
         try:
             if frame is not None and pending.assembly is not None and pending.error is None:

@@ -165,8 +165,13 @@ class Window:
         self.acked = -1
 
     @property
+    def ahead(self) -> int:
+        """Batches that were sent and not acknowledged."""
+        return self.sent - self.acked
+
+    @property
     def full(self) -> bool:
-        return self.sent - self.acked >= self.credit
+        return self.ahead >= self.credit
 
     def take(self) -> int:
         """The number of the next batch."""

@@ -277,7 +277,7 @@ class CompiledFunction(Generic[P, R]):
         prepared = prepare_inputs(leaves, None)[0]
         containers = Containers(given, tree, leaves, prepared)
         backend = BACKENDS.index(self._chosen_backend())
-        recorder.flush()
+        recorder.pass_on()  # the fragment begins behind it
         self._fragment_calls += 1
         tape = FragmentTape(recorder, current_session.Current.origins, self._slot, self._fragment_calls, backend, self._cuts)
         try:

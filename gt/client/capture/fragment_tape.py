@@ -64,7 +64,7 @@ class FragmentTape:
     def refuse(self, what: str, origin: int) -> None:
         """The next op cannot be part of a program: end the fragment before it."""
         self._cut(self.origins.where(origin), what.partition(",")[0])
-        self.recorder.flush()
+        self.recorder.pass_on()
 
     def constant(self, tensor: torch.Tensor) -> None:
         """A value is read, for which the caller waits; that ends the fragment."""
@@ -91,6 +91,6 @@ def end_fragments(recorder: Recorder, containers: Containers) -> None:
         containers.give_back()
     finally:
         try:
-            recorder.flush()
+            recorder.pass_on()
         finally:
             recorder.end_tape()

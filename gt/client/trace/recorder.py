@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from gt.client.device.remote_tensor import LiveTensors
+from gt.client.reports import spans
 from gt.client.values.known_values import KnownValues
 from gt.client.values.uploaded_values import DTYPES, MAX_BYTES, UploadedValues
 from gt.ir import shapes
@@ -30,6 +31,9 @@ MIN_BATCH_NUMBERS, MAX_BATCH_NUMBERS = 80, 1400  # in the buffer: about 15 and 2
 SHARED_BATCH_NUMBERS, SHARED_BATCH_BYTES = 640, 256 << 10
 MAX_BATCH_UPLOAD_BYTES = 16 << 20  # in a batch, which is then handed over
 MAX_HELD_BATCHES = 8  # joined in one while execution of a call is deferred: no worker waits, and credit lasts longer
+BUSY_BATCHES = 4  # that workers have not executed: they will not be idle soon, and the ends of calls wait for company
+MAX_HELD_CALLS = 8  # calls whose ends wait in the buffers
+MAX_BUSY_LOOKS = 8  # of the I/O thread, each 10 ms after the one before at the latest
 MAX_FREED_PER_BATCH = 1 << 15  # tensors
 MAX_PATH_CHARACTERS = 4096  # longest path of a source file
 MAX_TEMPLATES = 16384  # in the table; then it starts again
@@ -49,6 +53,10 @@ class Recorder:
         # The flat op stream. A row: template, origin, ids of operands, scalars, ids of results, such as 1034 7
         # 12 15 0.5 31 for %31 = op %12 %15 0.5. Numbers below FIRST begin a control row, such as FREE 2 12 15
         self.code: list = []
+        self._ready: list = []  # what precedes the buffer, in the form in which it is handed over: calls that have ended
+        self._held_calls = 0  # calls whose end is in `_ready`
+        self._looks = 0  # times that what is here was left to busy workers
+        self._holds_large = False  # whether a large upload is among what is not handed over
         self.batch = MIN_BATCH_NUMBERS  # numbers before the hand-over; few while workers are idle and would wait for all
         self.live_tensors = LiveTensors()
         self.ops = 0
@@ -123,6 +131,7 @@ class Recorder:
     def emit_large_upload(self, row: list) -> None:
         """Append the row of an upload whose data stays in this process, or in an arena, until workers have it."""
         with self._lock:
+            self._holds_large = True  # workers make room for the next one
             self._emit_upload(row)
 
     def _emit_upload(self, row: list) -> None:
@@ -144,6 +153,22 @@ class Recorder:
         if self.when_watched is not None and getattr(self.session, "watched", False):
             self.when_watched()
 
+    def pass_on(self) -> None:
+        """Hand over what a call has recorded: at once, unless workers are busy for longer than what follows will take.
+
+        Then several calls go in one batch, or what is there goes as soon as workers have less to do (`flush_stale`).
+        """
+        busy = getattr(self.session, "batches_ahead", 0) >= BUSY_BATCHES
+        numbers = len(self._ready) + len(self.code) + len(self.live_tensors.ended)
+        many = numbers > MAX_BATCH_NUMBERS or self._held_calls >= MAX_HELD_CALLS
+        if not busy or many or self._holds_large or spans.current is not None:
+            self.flush()
+            return
+        with uninterrupted(), self._lock:
+            self._hold()
+            self._held_calls += 1
+        self.session.take_turn()  # which sees that workers have less to do
+
     def own_tape(self) -> Any:
         """The tape, if this thread's call has it. That of another thread's call notes that this one is at work."""
         tape = self.tape
@@ -153,11 +178,11 @@ class Recorder:
         return None
 
     def end_tape(self) -> None:
-        """End the call, also if Ctrl-C has ended its last flush: the rest of its ops is handed over in the tape's form."""
+        """End the call, also if Ctrl-C has ended its last flush: the rest of its ops is kept in the tape's form."""
         with uninterrupted(), self._lock:
             try:
                 if self.tape is not None and not self.session.failure:
-                    self._hand_over()
+                    self._hold()
             finally:
                 self.tape = None
 
@@ -217,7 +242,7 @@ class Recorder:
     def flush_ops(self, asks: bool = False) -> None:
         """Hand over all recorded ops. Ids that have ended are freed with the next batch. asks: see Session.submit."""
         # In this order: the I/O thread empties the code before the hand-over
-        if self.code or self._lock.locked() or self.tape is not None or self.ended_tape is not None:
+        if self.code or self._ready or self._lock.locked() or self.tape is not None or self.ended_tape is not None:
             self.flush(asks)
 
     def free_ended(self) -> None:
@@ -233,13 +258,19 @@ class Recorder:
                     self._hand_over()
 
     def flush_stale(self) -> None:
-        """In the session's I/O thread: hand over ops that nothing else has handed over. Never waits."""
+        """In the session's I/O thread: hand over ops that nothing else does, unless workers are busy. Never waits."""
         tape = self.tape
         if tape is not None and tape.most_held:
             return  # workers do not start before the call ends, or a fragment: whole batches are fewer
         ended = self.live_tensors.ended and not self.session.waiting
         # Without a wait for the lock: this thread serves the link, and another hand-over does the same
-        if not (self.code or ended) or not self._lock.acquire(blocking=False):
+        if not (self.code or self._ready or ended):
+            return
+        # Not for long: the dispatcher may wait for what follows
+        if getattr(self.session, "batches_ahead", 0) >= BUSY_BATCHES and self._looks < MAX_BUSY_LOOKS:
+            self._looks += 1
+            return
+        if not self._lock.acquire(blocking=False):
             return
         try:
             ready = getattr(self.session, "has_credit", None)
@@ -248,13 +279,12 @@ class Recorder:
         finally:
             self._lock.release()
 
-    def _hand_over(self, asks: bool = False) -> None:
+    def _seal(self) -> list[int]:
+        """Move the buffer into `_ready`, in its final form. Returns the ids that have ended, to be freed behind it."""
         freed = self.live_tensors.take_ended()  # before the code, which then has every op that used these ids
         # Other threads may append meanwhile: exactly the copied numbers are removed
         code = self.code[:]
         del self.code[: len(code)]
-        # After the code: every template and origin that it names is among these
-        templates, origins, frames = self._templates[:], self._origins[:], self._frames[:]
         if self.uploaded:
             self.uploaded.handed_over(code, self.templates)
         self.values.handed_over(code, freed)
@@ -262,7 +292,23 @@ class Recorder:
         # A tape of a compiled call rewrites the batch: a fragment, or a recording that holds back frees
         tape, self.ended_tape = self.ended_tape or self.tape, None
         if tape is not None:
-            code, freed = tape.take_batch(code, frames, freed)
+            code, freed = tape.take_batch(code, self._frames[:], freed)
+        self._ready += code
+        return freed
+
+    def _hold(self) -> None:
+        """Seal the buffer, and leave it to what follows."""
+        freed = self._seal()
+        for start in range(0, len(freed), MAX_FREED_PER_BATCH):
+            ids = freed[start : start + MAX_FREED_PER_BATCH]
+            self._ready += (FREE, len(ids), *ids)
+
+    def _hand_over(self, asks: bool = False) -> None:
+        freed = self._seal()
+        code, self._ready = self._ready, []
+        self._held_calls, self._looks, self._holds_large = 0, 0, False
+        # After the code: every template and origin that it names is among these
+        templates, origins, frames = self._templates[:], self._origins[:], self._frames[:]
         if freed:
             code += [FREE, len(freed[:MAX_FREED_PER_BATCH]), *freed[:MAX_FREED_PER_BATCH]]
         if not code:

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from gt.client.capture.fragment_tape import FragmentTape
-from gt.client.trace.recorder import Recorder
+from gt.client.trace.recorder import BUSY_BATCHES, MAX_BUSY_LOOKS, MAX_HELD_CALLS, Recorder
 from gt.ir.instr import FRAGMENT
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, T, Template
@@ -63,8 +63,84 @@ def test_what_an_interrupt_leaves_of_a_call_is_handed_over_in_its_form() -> None
     tape.uploads(recorder.code).extend((16, 1, 0, 7))
     recorder.code.extend((20, 1, 7, 8))
     recorder.end_tape()
+    assert recorder.tape is None and not recorder.code
+    recorder.flush_stale()
     ((upload, *code),) = [[batch[:4], *batch[4:]] for batch in batches]
-    assert upload == [16, 1, 0, 7] and code[0] == FRAGMENT and recorder.tape is None and not recorder.code
+    assert upload == [16, 1, 0, 7] and code[0] == FRAGMENT
+
+
+class Ahead(Session):
+    """Has so many batches that workers have not executed; keeps the code of each."""
+
+    def __init__(self, ahead: int) -> None:
+        super().__init__()
+        self.batches_ahead = ahead
+        self.batches: list[list] = []
+        self.turns = 0
+
+    def submit(self, templates: list, origins: list, code: list, frames: list, asks: bool = False) -> None:
+        self.batches.append(code)
+
+    def take_turn(self) -> None:
+        self.turns += 1
+
+
+def called(recorder: Recorder, number: int) -> None:
+    """A call whose ops are a fragment."""
+    recorder.pass_on()
+    recorder.tape = FragmentTape(recorder, None, 5, number, 0, Counter())  # type: ignore[arg-type]
+    recorder.code.extend((20, 1, number))
+    recorder.pass_on()
+    recorder.end_tape()
+
+
+def test_ends_of_calls_wait_for_company_while_workers_are_busy() -> None:
+    session = Ahead(0)
+    recorder = Recorder(session, lambda: None)
+    called(recorder, 7)
+    assert len(session.batches) == 1 and session.batches[0][0] == FRAGMENT
+    session.batches_ahead = BUSY_BATCHES
+    recorder.code.extend((20, 1, 30))
+    called(recorder, 8)
+    called(recorder, 9)
+    assert len(session.batches) == 1 and session.turns
+    recorder.code.extend((20, 1, 31))
+    recorder.flush_ops()
+    code = session.batches[1]
+    assert code[:3] == [20, 1, 30] and code[-3:] == [20, 1, 31]
+    assert [code[at + 2] for at in range(len(code) - 2) if code[at : at + 2] == [FRAGMENT, 5]] == [8, 9]
+
+
+def test_what_waits_for_company_goes_as_soon_as_workers_have_less_to_do() -> None:
+    session = Ahead(BUSY_BATCHES)
+    recorder = Recorder(session, lambda: None)
+    called(recorder, 7)
+    recorder.flush_stale()
+    assert not session.batches
+    session.batches_ahead -= 1
+    recorder.flush_stale()
+    assert len(session.batches) == 1
+
+
+def test_nothing_waits_for_long() -> None:
+    """The dispatcher may wait for what follows; a large upload may wait for the room of the one before it."""
+    session = Ahead(BUSY_BATCHES)
+    recorder = Recorder(session, lambda: None)
+    for number in range(2 * MAX_HELD_CALLS):
+        called(recorder, number)
+    assert session.batches
+    session.batches.clear()
+    recorder.flush_ops()
+    session.batches.clear()
+    recorder.emit_large_upload([16, 1, 0, 7])
+    recorder.pass_on()
+    assert len(session.batches) == 1
+    recorder.code.extend((20, 1, 7, 8))
+    for _ in range(MAX_BUSY_LOOKS):
+        recorder.flush_stale()
+    assert len(session.batches) == 1
+    recorder.flush_stale()
+    assert len(session.batches) == 2
 
 
 def test_a_wait_for_credit_that_is_interrupted_hands_over_what_was_recorded() -> None:
