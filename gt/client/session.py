@@ -55,6 +55,8 @@ from gt.wire.messages import (
 log = logging.getLogger("gt.client")
 
 MAX_WAITING_BATCHES = 8  # for the server's credit; then wait_credit blocks
+BUSY_BATCHES = 4  # that workers have not executed: they will not be idle soon
+SHORT_SECONDS = 0.05  # seconds that workers take for a short batch; Ctrl-C waits for the one that they have begun
 TICK_SECONDS = 0.5  # between two looks at a wait that shows a bar
 FEW_CORES = 2  # fewer than a program, a dispatcher and a worker that all have work
 ROOM_SECONDS = 0.25  # until a wait for room becomes a wait for all workers
@@ -187,9 +189,9 @@ class Session:
         return bool(self._pending)
 
     @property
-    def batches_ahead(self) -> int:
-        """Batches that workers have not executed yet, as far as is known here."""
-        return len(self._outbox) + self._window.ahead
+    def busy(self) -> bool:
+        """True if workers have several batches before them, each of which takes little time."""
+        return len(self._outbox) + self._window.ahead >= BUSY_BATCHES and self._window.seconds < SHORT_SECONDS
 
     def take_turn(self) -> None:
         """Receive what has come, and send what is queued."""
@@ -529,7 +531,7 @@ class Session:
             pending.finish(value, error)
 
     def _ack(self, message: messages.Ack, frames: tuple[Any, ...]) -> None:
-        self._window.ack(message.seq)
+        self._window.ack(message.seq, time.monotonic())
         self._note_room()
 
     def _note_room(self) -> None:
@@ -555,7 +557,7 @@ class Session:
 
     def _value(self, message: messages.Value, frames: tuple[Any, ...]) -> None:
         if message.acked >= 0:
-            self._window.ack(message.acked)
+            self._window.ack(message.acked, time.monotonic())
             self._note_room()
         pending = self._pending.get(message.request)
         if pending is None:

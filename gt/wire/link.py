@@ -163,6 +163,8 @@ class Window:
         self.credit = max(1, credit)
         self.sent = -1
         self.acked = -1
+        self.seconds = float("inf")  # between the last two acknowledgements, for each batch
+        self._acked_at = 0.0
 
     @property
     def ahead(self) -> int:
@@ -178,8 +180,10 @@ class Window:
         self.sent += 1
         return self.sent
 
-    def ack(self, seq: int) -> None:
-        """Note that batches up to seq are done; ProtocolError for one that was never sent."""
+    def ack(self, seq: int, now: float = 0.0) -> None:
+        """Note that batches up to seq are done; ProtocolError for one that was never sent. now: by any clock, in seconds."""
         if seq > self.sent:
             raise ProtocolError(f"Ack.seq is {seq}, the last batch sent is {self.sent}")
-        self.acked = max(self.acked, seq)
+        if seq > self.acked:
+            self.seconds, self._acked_at = (now - self._acked_at) / (seq - self.acked), now
+            self.acked = seq

@@ -97,3 +97,15 @@ def test_credit():
     assert not window.full
     with pytest.raises(ProtocolError, match=r"Ack\.seq is 7"):
         window.ack(7)
+
+
+def test_the_time_that_a_batch_takes_is_that_between_acknowledgements():
+    window = link.Window(64)
+    for _ in range(6):
+        window.take()
+    window.ack(0, now=100.0)
+    assert window.seconds > 50 and window.ahead == 5  # nothing is known of the first
+    window.ack(3, now=101.5)
+    assert (window.seconds, window.ahead) == (0.5, 2)
+    window.ack(3, now=200.0)
+    assert window.seconds == 0.5

@@ -31,8 +31,7 @@ MIN_BATCH_NUMBERS, MAX_BATCH_NUMBERS = 80, 1400  # in the buffer: about 15 and 2
 SHARED_BATCH_NUMBERS, SHARED_BATCH_BYTES = 640, 256 << 10
 MAX_BATCH_UPLOAD_BYTES = 16 << 20  # in a batch, which is then handed over
 MAX_HELD_BATCHES = 8  # joined in one while execution of a call is deferred: no worker waits, and credit lasts longer
-BUSY_BATCHES = 4  # that workers have not executed: they will not be idle soon, and the ends of calls wait for company
-MAX_HELD_CALLS = 8  # calls whose ends wait in the buffers
+MAX_HELD_CALLS = 8  # calls whose ends wait in the buffers while workers are busy
 MAX_BUSY_LOOKS = 8  # of the I/O thread, each 10 ms after the one before at the latest
 MAX_FREED_PER_BATCH = 1 << 15  # tensors
 MAX_PATH_CHARACTERS = 4096  # longest path of a source file
@@ -154,14 +153,13 @@ class Recorder:
             self.when_watched()
 
     def pass_on(self) -> None:
-        """Hand over what a call has recorded: at once, unless workers are busy for longer than what follows will take.
+        """Hand over what a call has recorded: at once, unless workers are busy with calls that take little time.
 
         Then several calls go in one batch, or what is there goes as soon as workers have less to do (`flush_stale`).
         """
-        busy = getattr(self.session, "batches_ahead", 0) >= BUSY_BATCHES
         numbers = len(self._ready) + len(self.code) + len(self.live_tensors.ended)
         many = numbers > MAX_BATCH_NUMBERS or self._held_calls >= MAX_HELD_CALLS
-        if not busy or many or self._holds_large or spans.current is not None:
+        if not getattr(self.session, "busy", False) or many or self._holds_large or spans.current is not None:
             self.flush()
             return
         with uninterrupted(), self._lock:
@@ -267,7 +265,7 @@ class Recorder:
         if not (self.code or self._ready or ended):
             return
         # Not for long: the dispatcher may wait for what follows
-        if getattr(self.session, "batches_ahead", 0) >= BUSY_BATCHES and self._looks < MAX_BUSY_LOOKS:
+        if getattr(self.session, "busy", False) and self._looks < MAX_BUSY_LOOKS:
             self._looks += 1
             return
         if not self._lock.acquire(blocking=False):

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from gt.client.capture.fragment_tape import FragmentTape
-from gt.client.trace.recorder import BUSY_BATCHES, MAX_BUSY_LOOKS, MAX_HELD_CALLS, Recorder
+from gt.client.trace.recorder import MAX_BUSY_LOOKS, MAX_HELD_CALLS, Recorder
 from gt.ir.instr import FRAGMENT
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, T, Template
@@ -69,12 +69,12 @@ def test_what_an_interrupt_leaves_of_a_call_is_handed_over_in_its_form() -> None
     assert upload == [16, 1, 0, 7] and code[0] == FRAGMENT
 
 
-class Ahead(Session):
-    """Has so many batches that workers have not executed; keeps the code of each."""
+class Busy(Session):
+    """Workers have work or have none. Keeps the code of each batch."""
 
-    def __init__(self, ahead: int) -> None:
+    def __init__(self, busy: bool) -> None:
         super().__init__()
-        self.batches_ahead = ahead
+        self.busy = busy
         self.batches: list[list] = []
         self.turns = 0
 
@@ -95,11 +95,11 @@ def called(recorder: Recorder, number: int) -> None:
 
 
 def test_ends_of_calls_wait_for_company_while_workers_are_busy() -> None:
-    session = Ahead(0)
+    session = Busy(False)
     recorder = Recorder(session, lambda: None)
     called(recorder, 7)
     assert len(session.batches) == 1 and session.batches[0][0] == FRAGMENT
-    session.batches_ahead = BUSY_BATCHES
+    session.busy = True
     recorder.code.extend((20, 1, 30))
     called(recorder, 8)
     called(recorder, 9)
@@ -112,19 +112,19 @@ def test_ends_of_calls_wait_for_company_while_workers_are_busy() -> None:
 
 
 def test_what_waits_for_company_goes_as_soon_as_workers_have_less_to_do() -> None:
-    session = Ahead(BUSY_BATCHES)
+    session = Busy(True)
     recorder = Recorder(session, lambda: None)
     called(recorder, 7)
     recorder.flush_stale()
     assert not session.batches
-    session.batches_ahead -= 1
+    session.busy = False
     recorder.flush_stale()
     assert len(session.batches) == 1
 
 
 def test_nothing_waits_for_long() -> None:
     """The dispatcher may wait for what follows; a large upload may wait for the room of the one before it."""
-    session = Ahead(BUSY_BATCHES)
+    session = Busy(True)
     recorder = Recorder(session, lambda: None)
     for number in range(2 * MAX_HELD_CALLS):
         called(recorder, number)
