@@ -155,6 +155,7 @@ class StateWalker:
         # A tensor that is an argument is compared by its metadata, as part of the key. As a leaf it may have a .grad
         for name, root in roots.items():
             if isinstance(root, RemoteTensor):
+                self._add_hooks(name, root)
                 self._add_leaf(name, root)
             elif not is_scalar_like(root):
                 self._queue.append((name, root))
@@ -273,10 +274,14 @@ class StateWalker:
             return
         self._visited_tensors.add(id(tensor))
         self.snapshot.identities[path] = tensor, tensor_identity(tensor)
+        self._add_hooks(path, tensor)
+        self._add_leaf(path, tensor)
+
+    def _add_hooks(self, path: str, tensor: RemoteTensor) -> None:
+        """User code that backward() calls, with the state that only it knows, such as an optimizer for each parameter."""
         for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
             if hooks is not None:
-                self._add_length(f"{path}'s hooks", hooks)
-        self._add_leaf(path, tensor)
+                self._queue.append((f"{path}'s hooks", hooks))
 
     def _add_leaf(self, path: str, tensor: RemoteTensor) -> None:
         if id(tensor) not in self._seen and tensor.requires_grad and is_leaf(tensor):
