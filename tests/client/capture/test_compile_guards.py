@@ -434,11 +434,12 @@ class Training:
         # User code that backward() alone calls, with state that nothing else names
         self.of_hooks = factors = {"factor": 1.0}
         self.model[0].bias.register_hook(lambda g: g * factors["factor"])
+        self.model[3].bias.factor = 1.0  # an attribute of a tensor
         self.handle = self.model[3].bias.register_hook(lambda g: g * 2)
 
     def step(self, x: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
-        loss = self.model(x).square().mean()
+        loss = self.model(x).square().mean() * self.model[3].bias.factor * getattr(self.model[3].weight, "other", 1.0)
         if loss.requires_grad:
             loss.backward()
             self.optimizer.step()
@@ -485,6 +486,8 @@ TRAININGS: dict[str, Callable[[Training], Any]] = {
     "hook after accumulation": lambda t: t.model[0].weight.register_post_accumulate_grad_hook(doubled),
     "state of a hook": lambda t: t.of_hooks.update(factor=3.0),
     "hook replaced": hook_replaced,
+    "attribute of a tensor": lambda t: setattr(t.model[3].bias, "factor", 3.0),
+    "attribute of a tensor that had none": lambda t: setattr(t.model[3].weight, "other", 3.0),
     "hook on the optimizer": lambda t: t.optimizer.register_step_pre_hook(lambda o, a, k: doubled(t.model[0].weight)),
     "parameter replaced": replaced,
     "parameter's data": new_data,
