@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gt.client.capture.aliasing import (
@@ -141,8 +142,20 @@ def modes() -> tuple:
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, torch.get_autocast_dtype(device) if cast else None,
         torch.get_default_dtype(), default, torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"), torch.is_anomaly_enabled(), torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(), stack.names[-1],
+        torch.are_deterministic_algorithms_enabled(), stack.names[-1], observer(),
     )  # fmt: skip
+
+
+def observer() -> str:
+    """The caller's code that gets each op or saved tensor, which a replay would not call; or ""."""
+    if torch._C._len_torch_dispatch_stack():
+        return "a TorchDispatchMode is active, which gets each op"
+    modes_of_calls = torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
+    if any(type(mode) is not DeviceContext for mode in modes_of_calls):
+        return "a TorchFunctionMode is active, which gets each call of torch"
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "saved_tensors_hooks are active, which get each tensor that backward() needs"
+    return ""
 
 
 def why_key_differs(old: tuple, new: tuple) -> str:

@@ -218,7 +218,7 @@ class CompiledFunction(Generic[P, R]):
         if not recorder.capturing.acquire(blocking=False):
             return self._run_within(recorder, leaves, tree, (args, kwargs))
         try:
-            in_parts = viewed or self._differentiated.obstacle(leaves)
+            in_parts = viewed or key[-1] or self._differentiated.obstacle(leaves)  # key[-1]: observer()
             if in_parts:
                 self._last = None
                 self._add_reason(in_parts)

@@ -54,6 +54,7 @@ _GLOBAL_OPS = frozenset(name for name in dis.opmap if "GLOBAL" in name or name.e
 _IMPORT_OPS = frozenset({"IMPORT_NAME", "IMPORT_FROM"})
 _CONTAINERS = (dict, types.MappingProxyType, list, tuple, deque, set, frozenset, functools.partial)
 _CHILD_FIELDS = frozenset({"_parameters", "_buffers", "_modules"})
+_TENSOR_FIELDS = frozenset({"_ref", "_is_param"})  # attributes that GT and torch give a tensor
 _HOOK_FIELDS = frozenset(key for key in torch.nn.Module().__dict__ if key.startswith("_")) - _CHILD_FIELDS
 
 
@@ -155,6 +156,7 @@ class StateWalker:
         # A tensor that is an argument is compared by its metadata, as part of the key. As a leaf it may have a .grad
         for name, root in roots.items():
             if isinstance(root, RemoteTensor):
+                self._add_hooks(name, root)
                 self._add_leaf(name, root)
             elif not is_scalar_like(root):
                 self._queue.append((name, root))
@@ -273,10 +275,20 @@ class StateWalker:
             return
         self._visited_tensors.add(id(tensor))
         self.snapshot.identities[path] = tensor, tensor_identity(tensor)
+        self._add_hooks(path, tensor)
+        self._add_leaf(path, tensor)
+        # Attributes that a user gives a parameter, as p.rate = 0.1 or p.sum_of_gradients = zeros_like(p)
+        own = tensor.__dict__
+        self._add_length(f"{path}'s attributes", own)
+        for name in own.keys() - _TENSOR_FIELDS if len(own) > 1 else ():
+            if self.used is None or name in self.used:
+                self._add_item(f"{path}.{name}", own, name, False, own[name])
+
+    def _add_hooks(self, path: str, tensor: RemoteTensor) -> None:
+        """User code that backward() calls, with the state that only it knows, such as an optimizer for each parameter."""
         for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
             if hooks is not None:
-                self._add_length(f"{path}'s hooks", hooks)
-        self._add_leaf(path, tensor)
+                self._queue.append((f"{path}'s hooks", hooks))
 
     def _add_leaf(self, path: str, tensor: RemoteTensor) -> None:
         if id(tensor) not in self._seen and tensor.requires_grad and is_leaf(tensor):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import array
 import collections
+import contextlib
 import contextvars
 import dataclasses
 import enum
@@ -29,6 +30,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gt
 from gt.client.capture import user_code
@@ -428,10 +431,15 @@ class Training:
         self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)).to("remote")
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.extra: Any = None
+        # User code that backward() alone calls, with state that nothing else names
+        self.of_hooks = factors = {"factor": 1.0}
+        self.model[0].bias.register_hook(lambda g: g * factors["factor"])
+        self.model[3].bias.factor = 1.0  # an attribute of a tensor
+        self.handle = self.model[3].bias.register_hook(lambda g: g * 2)
 
     def step(self, x: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
-        loss = self.model(x).square().mean()
+        loss = self.model(x).square().mean() * self.model[3].bias.factor * getattr(self.model[3].weight, "other", 1.0)
         if loss.requires_grad:
             loss.backward()
             self.optimizer.step()
@@ -455,6 +463,11 @@ def doubled(p: torch.Tensor) -> None:
     p.grad.mul_(2)
 
 
+def hook_replaced(t: Training) -> None:
+    t.handle.remove()
+    t.model[3].bias.register_hook(lambda g: g * 3)
+
+
 def new_data(t: Training) -> None:
     t.model[3].weight.data = torch.ones(2, 8, device="remote")
 
@@ -471,6 +484,10 @@ TRAININGS: dict[str, Callable[[Training], Any]] = {
     "hook on a module": lambda t: t.model[0].register_forward_hook(lambda m, i, o: o * 2),
     "hook on a parameter": lambda t: t.model[0].weight.register_hook(lambda g: g * 2),
     "hook after accumulation": lambda t: t.model[0].weight.register_post_accumulate_grad_hook(doubled),
+    "state of a hook": lambda t: t.of_hooks.update(factor=3.0),
+    "hook replaced": hook_replaced,
+    "attribute of a tensor": lambda t: setattr(t.model[3].bias, "factor", 3.0),
+    "attribute of a tensor that had none": lambda t: setattr(t.model[3].weight, "other", 3.0),
     "hook on the optimizer": lambda t: t.optimizer.register_step_pre_hook(lambda o, a, k: doubled(t.model[0].weight)),
     "parameter replaced": replaced,
     "parameter's data": new_data,
@@ -506,6 +523,59 @@ def test_a_change_of_the_training_is_seen(name: str) -> None:
     for a, b in zip(run(False), run(True), strict=True):
         for n, (one, two) in enumerate(zip(a, b, strict=True)):
             torch.testing.assert_close(two, one, rtol=0, atol=0, msg=lambda text, n=n: f"call or parameter {n}: {text}")
+
+
+@pytest.mark.usefixtures("plain_threads", "one")
+def test_tensors_that_a_hook_alone_knows_are_found() -> None:
+    model = nn.Linear(4, 2).to("remote")
+    optimizers = {p: torch.optim.AdamW([p]) for p in model.parameters()}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step() or optimizers[p].zero_grad())
+
+    @gt.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    losses = [step(torch.ones(3, 4)).item() for _ in range(CALLS)]
+    assert losses == sorted(losses, reverse=True) and step.explain().splitlines()[1].startswith("  program "), step.explain()
+
+
+class DoublesOps(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.ops.aten.mean.default else result
+
+
+class DoublesCalls(TorchFunctionMode):
+    factor = 2
+
+    def __torch_function__(self, func: Any, kinds: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * self.factor if func is torch.Tensor.mean else result
+
+
+@pytest.mark.parametrize(
+    "watched",
+    [DoublesOps, DoublesCalls, lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t)],
+    ids=["dispatch mode", "function mode", "saved tensors"],
+)
+@pytest.mark.usefixtures("plain_threads", "one")
+def test_code_around_a_call_that_gets_its_ops_gets_them_at_each_call(watched: Callable) -> None:
+    def run(compiled: bool) -> list:
+        training, values = Training(), []
+        step = gt.compile(training.step) if compiled else training.step
+        for n in range(2 * CALLS):
+            if n == CALLS + 2:
+                DoublesCalls.factor = 3
+            with watched() if n >= CALLS else contextlib.nullcontext():
+                values.append(step(torch.ones(3, 4, device="remote") * n).item())
+        DoublesCalls.factor = 2
+        assert not compiled or ("active, which get" in step.explain() and step._programs[0].replays >= 2)
+        return values
+
+    assert run(True) == run(False)
 
 
 def squares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
