@@ -113,8 +113,11 @@ class Router:
         """Let poll return when this descriptor is readable. Its owner reads it."""
         self._poller.register(fd, zmq.POLLIN)
 
-    def poll(self, timeout: float) -> list[Arrived | Gone]:
-        """Messages and ends within `timeout` seconds. A peer's messages always precede its end."""
+    def poll(self, timeout: float, most: int = BURST_MESSAGES) -> list[Arrived | Gone]:
+        """Messages and ends within `timeout` seconds. A peer's messages always precede its end.
+
+        most: messages that are received; more if connections have ended.
+        """
         if self._connections:
             timeout = min(timeout, max(0.0, self._next_poll - time.monotonic()))
         if self._connections.unsettled or self._again:
@@ -136,7 +139,7 @@ class Router:
         now = time.monotonic()
         due = self._connections and now >= self._next_poll
         sent = {connection: tcp.traffic(connection.fd) for connection in self._connections} if due else {}
-        burst = 1 << 16 if self._connections.unsettled else BURST_MESSAGES if due or self._sock in ready else 0
+        burst = 1 << 16 if self._connections.unsettled else most if due or self._sock in ready else 0
         drained = self._receive(events, burst)
 
         # 3. Ends, behind the peers' last messages; then a look at suspicious connections.
