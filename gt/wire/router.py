@@ -18,7 +18,7 @@ from gt.logs import Sparse
 from gt.wire import codec, tcp
 from gt.wire.access import auth, server_files
 from gt.wire.access.auth import Access
-from gt.wire.connections import MAX_SILENT_CONNECTIONS, Connection, Connections, on_wire
+from gt.wire.connections import MAX_SILENT_CONNECTIONS, SENT_BYTES, Connection, Connections, on_wire
 from gt.wire.liveness import Cable
 from gt.wire.messages import CHUNK, Exit, Message
 from gt.wire.process_settings import available_bytes
@@ -358,9 +358,9 @@ class Router:
         connections = self._connections
         late = connections.overdue(now, {connection: row.received for connection, row in sent.items()})
         late.update(connections.unread({connection: row.acked for connection, row in sent.items()}, self._most_unread))
-        if drained:
-            read = {connection: row.received - row.unread for connection, row in sent.items()}
-            late.update(connections.unfinished(now, read))
+        # While somebody floods the socket, it is never empty: then a full queue of each peer is allowed for.
+        read = {connection: row.received - row.unread for connection, row in sent.items()}
+        late.update(connections.unfinished(now, read, 0 if drained else QUEUE_MESSAGES * SENT_BYTES))
         for connection, reason in late.items():
             self._end(connection, reason)
         # Looks take a twentieth of the time at most, however many connections there are.
