@@ -8,7 +8,6 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
@@ -30,6 +29,7 @@ from gt.dispatcher.events import (
     Turn,
     TurnWanted,
 )
+from gt.dispatcher.fairness.arrivals import Arrivals
 from gt.dispatcher.fairness.background import Background
 from gt.dispatcher.fairness.descriptors import Reserve
 from gt.dispatcher.fairness.time_slices import Pace
@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("gt.dispatcher")
 
 TICK_SECONDS = 0.25  # seconds
-BUSY_SECONDS = 0.02  # seconds after which messages wait for the next turn
+BUSY_SECONDS = 0.005  # seconds after which messages wait for the next turn, and the sockets are looked at
+MOST_WAITING = 64  # events that are received and not handled, at most, but for those of connections that have ended
 
 
 class CoreLike(Protocol):
@@ -101,7 +102,7 @@ class Server:
         self._start = time.monotonic()
         self._cycles = CycleCollector()
         self._reason = ""
-        self._items: deque[Arrived | Gone] = deque()  # events that came and are not handled yet
+        self._items: Arrivals[Arrived | Gone] = Arrivals()  # events that came and are not handled yet
         self._again = False  # the core wants a turn
         self._event: Event | None = None  # the last that was handled
         self._busiest: Event | None = None  # the event that took longest in the last turn
@@ -134,12 +135,9 @@ class Server:
         next_tick = time.monotonic()
         try:
             while not self._reason:
-                # 1. Look at the sockets only when everything from the last look is handled: so `_items` stays short, and
-                # further messages wait in libzmq's bounded queues.
-                if not self._items:
-                    wait = 0.0 if self._again else max(0.0, min(TICK_SECONDS, next_tick - time.monotonic()))
-                    self._items.extend(self._router.poll(wait))
-                    self._cycles.offer(idle=not self._items and wait > 0 and not self._called)
+                # 1. Look at the sockets, also while some peers' messages wait: another's may have come. Few are received, and
+                # further ones wait in libzmq's bounded queues, of which it reads in turn.
+                alone = self._look(next_tick) if len(self._items) < MOST_WAITING else None
                 # 2. A thread has rung. Two may ring before one look, whose read takes both.
                 if self._called:
                     self._called = False
@@ -148,7 +146,7 @@ class Server:
 
                 # 3. Messages, then a slice of long work, then a tick if one is due.
                 begin = time.monotonic()
-                self._serve(begin)
+                self._serve(begin, alone)
                 now = time.monotonic()
                 if now >= next_tick:
                     next_tick = now + TICK_SECONDS
@@ -158,17 +156,33 @@ class Server:
         finally:
             self._close()
 
-    def _serve(self, begin: float) -> None:
+    def _look(self, next_tick: float) -> Arrived | Gone | None:
+        """Take in what came. The usual case is one event while none waits: it is returned, and needs no queue."""
+        items = self._items
+        idle = not items
+        wait = max(0.0, min(TICK_SECONDS, next_tick - time.monotonic())) if idle and not self._again else 0.0
+        events = self._router.poll(wait, MOST_WAITING - len(items))
+        if idle:
+            self._cycles.offer(idle=not events and wait > 0 and not self._called)
+            if len(events) == 1:
+                return events[0]
+        for event in events:
+            items.add(event.peer, event)
+        return None
+
+    def _serve(self, begin: float, alone: Arrived | Gone | None) -> None:
         """Handle events for BUSY_SECONDS, then a slice of long work; note the event that took longest."""
         items = self._items
         longest, last, end = 0.0, begin, begin + BUSY_SECONDS
         # The usual case, without a look at the clock.
-        if len(items) == 1:
-            self._handle_item(items.popleft())
+        if alone is not None:
+            self._handle_item(alone)
             self._busiest = self._event
         while items and last < end:
-            self._handle_item(items.popleft())
+            peer, item = items.next()
+            self._handle_item(item)
             now = time.monotonic()
+            items.charge(peer, now - last)
             if now - last > longest:
                 longest, self._busiest = now - last, self._event
             last = now

@@ -16,7 +16,8 @@ LEAVE_SECONDS = 5.0  # seconds for a refused peer to read the reason
 MAX_SILENT_CONNECTIONS = 128  # connections without a message yet, at most; fewer where descriptors are few
 EARLY_BYTES = 64 << 10  # bytes that one of these may send
 ALL_EARLY_BYTES = 4 << 20  # bytes that all of these may send together
-UNFINISHED_BYTES = 3 * CHUNK  # bytes of an unfinished message on the wire; a Dealer sends two CHUNKs at most
+SENT_BYTES = 2 * CHUNK  # bytes of a message of a Dealer, at most, but for headers
+UNFINISHED_BYTES = 3 * CHUNK  # bytes of an unfinished message on the wire
 MAX_PARTS = 4096  # parts of a divided message, at most
 PARTED_BYTES = 2 * MAX_BODY_BYTES + 16 * CHUNK  # bytes of a divided message, at most
 ALL_PARTED_BYTES = 128 << 20  # bytes of divided messages on all connections together
@@ -217,13 +218,16 @@ class Connections:
             out[connection] = f"it has not read {left[connection]} bytes that were sent to it"
         return out
 
-    def unfinished(self, now: float, read: dict[Connection, int]) -> dict[Connection, str]:
-        """Connections with an endless message. read: bytes that were read from each before all its messages were received."""
+    def unfinished(self, now: float, read: dict[Connection, int], waiting: int = 0) -> dict[Connection, str]:
+        """Connections with an endless message. read: bytes that were read from each before its messages were received.
+
+        waiting: bytes of whole messages of each that may not have been received, 0 if all have.
+        """
         out = {}
         self.growing = False
         for connection, nbytes in read.items():
             # Bytes read less those of whole messages. Heartbeats are no messages, and are allowed for by their rate.
-            unfinished = nbytes - connection.taken - self._beats * (now - connection.since)
+            unfinished = nbytes - connection.taken - waiting - self._beats * (now - connection.since)
             self.growing |= unfinished > CHUNK
             if connection.peer and unfinished > UNFINISHED_BYTES:
                 out[connection] = f"it sent {unfinished:.0f} bytes of a message that has no end"

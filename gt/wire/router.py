@@ -18,7 +18,7 @@ from gt.logs import Sparse
 from gt.wire import codec, tcp
 from gt.wire.access import auth, server_files
 from gt.wire.access.auth import Access
-from gt.wire.connections import MAX_SILENT_CONNECTIONS, Connection, Connections, on_wire
+from gt.wire.connections import MAX_SILENT_CONNECTIONS, SENT_BYTES, Connection, Connections, on_wire
 from gt.wire.liveness import Cable
 from gt.wire.messages import CHUNK, Exit, Message
 from gt.wire.process_settings import available_bytes
@@ -113,8 +113,11 @@ class Router:
         """Let poll return when this descriptor is readable. Its owner reads it."""
         self._poller.register(fd, zmq.POLLIN)
 
-    def poll(self, timeout: float) -> list[Arrived | Gone]:
-        """Messages and ends within `timeout` seconds. A peer's messages always precede its end."""
+    def poll(self, timeout: float, most: int = BURST_MESSAGES) -> list[Arrived | Gone]:
+        """Messages and ends within `timeout` seconds. A peer's messages always precede its end.
+
+        most: messages that are received; more if connections have ended.
+        """
         if self._connections:
             timeout = min(timeout, max(0.0, self._next_poll - time.monotonic()))
         if self._connections.unsettled or self._again:
@@ -136,7 +139,7 @@ class Router:
         now = time.monotonic()
         due = self._connections and now >= self._next_poll
         sent = {connection: tcp.traffic(connection.fd) for connection in self._connections} if due else {}
-        burst = 1 << 16 if self._connections.unsettled else BURST_MESSAGES if due or self._sock in ready else 0
+        burst = 1 << 16 if self._connections.unsettled else most if due or self._sock in ready else 0
         drained = self._receive(events, burst)
 
         # 3. Ends, behind the peers' last messages; then a look at suspicious connections.
@@ -355,9 +358,9 @@ class Router:
         connections = self._connections
         late = connections.overdue(now, {connection: row.received for connection, row in sent.items()})
         late.update(connections.unread({connection: row.acked for connection, row in sent.items()}, self._most_unread))
-        if drained:
-            read = {connection: row.received - row.unread for connection, row in sent.items()}
-            late.update(connections.unfinished(now, read))
+        # While somebody floods the socket, it is never empty: then a full queue of each peer is allowed for.
+        read = {connection: row.received - row.unread for connection, row in sent.items()}
+        late.update(connections.unfinished(now, read, 0 if drained else QUEUE_MESSAGES * SENT_BYTES))
         for connection, reason in late.items():
             self._end(connection, reason)
         # Looks take a twentieth of the time at most, however many connections there are.

@@ -299,6 +299,8 @@ def test_a_message_without_an_end_is_found_by_what_was_read():
     assert list(made.unfinished(1.0, read)) == [one]
     assert not made.unfinished(1.0, {one: UNFINISHED_BYTES, other: 0})
     assert not made.unfinished(1e5, read)  # as much may be heartbeats by then
+    assert list(made.unfinished(1.0, {one: 2 * UNFINISHED_BYTES}, UNFINISHED_BYTES - 10_000)) == [one]
+    assert not made.unfinished(1.0, {one: 2 * UNFINISHED_BYTES}, UNFINISHED_BYTES)  # whole messages may be that many
 
 
 @pytest.mark.parametrize("more", [True, False])
@@ -389,3 +391,18 @@ def test_a_message_in_parts_is_bounded():
     connection = Connection(3, 1, 0.0, heard=True)
     assert f"at most {PARTED_BYTES} and {MAX_PARTS}" in connection.assemble(connections.PART, (b"",) * (MAX_PARTS + 1))
     assert f"the first message has {FIRST_BYTES + 1} bytes" in Connection(3, 1, 0.0).assemble(bytes(FIRST_BYTES + 1), ())
+
+
+def test_a_message_without_an_end_is_found_while_the_socket_is_never_empty(ours, monkeypatch):
+    peer = enter(ours)
+    peer.sendall(zmtp.frame(codec.pack(hello("client"))))
+    until(ours, Arrived)
+    count, ended = router.tcp.traffic, []
+    monkeypatch.setattr(router.tcp, "traffic", lambda fd: count(fd)._replace(received=1 << 30))
+    monkeypatch.setattr(ours, "_end", lambda connection, reason: ended.append(reason))
+    peer.sendall(zmtp.frame(codec.pack(Stats(1))) * 2)
+    assert ours._sock.poll(int(limit(20) * 1000))
+    ours._next_poll = 0.0
+    assert len(ours.poll(0.0, 1)) == 1
+    assert len(ended) == 1 and "has no end" in ended[0]
+    peer.close()
