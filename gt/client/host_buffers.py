@@ -7,6 +7,7 @@ only, and no dtypes: an element is a number of bytes.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
@@ -178,3 +179,18 @@ def write(fd: int, data: memoryview, offset: int) -> None:
     at = 0
     while at < len(data):
         at += os.pwrite(fd, data[at:], offset + at)
+
+
+class PendingAnswer:
+    """One request and its answer: a value or an error, once `done` is set. into: makes the assembly of a fetched value."""
+
+    def __init__(self, into: Into = Assembly) -> None:
+        self.into = into
+        self.done = threading.Event()
+        self.value: Any = None
+        self.error: Exception | None = None
+        self.assembly: Assembly | None = None
+
+    def finish(self, value: Any = None, error: Exception | None = None) -> None:
+        self.value, self.error = value, error
+        self.done.set()

@@ -24,7 +24,6 @@ from gt import errors, logs
 from gt.client import host_buffers
 from gt.client.arenas import ClientArenas
 from gt.client.kept_uploads import FileTensor, KeptUploads
-from gt.client.pending_answer import PendingAnswer
 from gt.client.reports import progress, spans
 from gt.client.reports.this_process import about_process
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
@@ -94,8 +93,8 @@ class Session:
         self.on_idle: Callable[[], None] | None = None
         self.why_lost: Callable[[], str] = str  # why a server that this program started has ended; may wait a moment
         self._pid = os.getpid()
-        self._pending: dict[int, PendingAnswer] = {}
-        self._pieces: dict[int, PendingAnswer] = {}  # key of an incomplete piece -> its fetch
+        self._pending: dict[int, host_buffers.PendingAnswer] = {}
+        self._pieces: dict[int, host_buffers.PendingAnswer] = {}  # key of an incomplete piece -> its fetch
         self._numbers = itertools.count()
         self._outbox: deque[Message | tuple[Any, ...]] = deque()
         self._arenas = ClientArenas(self._outbox.append)
@@ -113,7 +112,7 @@ class Session:
         self.watched = False  # somebody observes the server
         self.compiles = False  # a captured program was launched for the first time, and no answer was awaited since
         self._handlers = self._message_handlers()
-        self._greeting = PendingAnswer()
+        self._greeting = host_buffers.PendingAnswer()
         timeouts = LinkTimeouts(wait, heartbeat)
         self._link = Dealer(address, self._on_message, self._on_lost, on_turn=self._turn, timeouts=timeouts, token=token)
         try:
@@ -401,11 +400,11 @@ class Session:
             return self.wait(self.begin(question), tick)
 
     def begin(self, question: Question, into: host_buffers.Into = host_buffers.Assembly) -> int:
-        """Ask a question; its number, for `wait`. into: see PendingAnswer."""
+        """Ask a question; its number, for `wait`. into: see host_buffers.PendingAnswer."""
         self._check()
         self._raise_deferred()
         request = next(self._numbers)
-        self._pending[request] = PendingAnswer(into)
+        self._pending[request] = host_buffers.PendingAnswer(into)
         self._outbox.append(question(request))
         return request
 

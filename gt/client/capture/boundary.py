@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +29,7 @@ from gt.client.capture.gradients import LeafGradient, grad_arguments, leads_to, 
 from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import (
+    TENSOR_FIELDS,
     StateItem,
     StateSnapshot,
     comparable,
@@ -125,11 +126,24 @@ def key_of(leaf: Any) -> Any:
     A storage offset does not count: a program fills a copy of an argument, or knows the very tensor that it reads in place.
     """
     if isinstance(leaf, RemoteTensor):
-        return (leaf._ref.meta.without_offset(), leaf.requires_grad)
+        return (leaf._ref.meta.without_offset(), leaf.requires_grad, *_attributes(leaf))
     if isinstance(leaf, torch.Tensor):
-        return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+        return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, *_attributes(leaf))
     # Any other object counts by identity alone: its content is compared by the program's guard
     return (type(leaf), comparable(leaf)) if is_scalar_like(leaf) else id(leaf)
+
+
+def _attribute_names(tensor: torch.Tensor) -> Iterable[str]:
+    """Names of what the program has given a tensor, as x.scale = 0.5."""
+    own = tensor.__dict__
+    return sorted(own.keys() - TENSOR_FIELDS) if len(own) > isinstance(tensor, RemoteTensor) else ()
+
+
+def _attributes(tensor: torch.Tensor) -> Iterable[tuple[str, Any]]:
+    """Those names, each with its value, or with the identity of an object."""
+    for name in _attribute_names(tensor):
+        value = tensor.__dict__[name]
+        yield name, comparable(value) if is_scalar_like(value) else id(value)
 
 
 def modes() -> tuple:
@@ -179,15 +193,15 @@ def _difference(old: Any, new: Any) -> str:
     last, now = _details(old), _details(new)
     names = [name for name in now if last[name] != now[name]]
     parts = [f"whose {name} was {last[name]} and is {now[name]}" for name in names]
-    advice = "" if "requires_grad" in names else ": pass a clone(memory_format=torch.contiguous_format) of it"
+    advice = ": pass a clone(memory_format=torch.contiguous_format) of it" if names == ["stride"] else ""
     return f"{after} {', '.join(parts)}{advice}"
 
 
 def _details(key: Any) -> dict[str, Any]:
     """The parts of a tensor's key that its description lacks."""
     if key[0] == "host":
-        return {"stride": list(key[2]), "requires_grad": key[4]}
-    return {"stride": list(key[0].stride), "requires_grad": key[1]}
+        return {"stride": list(key[2]), "requires_grad": key[4], "attributes": key[5:]}
+    return {"stride": list(key[0].stride), "requires_grad": key[1], "attributes": key[2:]}
 
 
 def _describe(key: Any) -> str:
@@ -236,6 +250,9 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
             inputs[place] = prepared[place] = call(info_of(aten.clone.default), (leaf,))
         elif not leaf.requires_grad:
             inputs[place] = prepared[place] = upload(leaf)
+    for place, copy in inputs.items():
+        for name in _attribute_names(leaves[place]):
+            setattr(copy, name, leaves[place].__dict__[name])
     return prepared, inputs
 
 

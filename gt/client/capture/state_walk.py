@@ -54,7 +54,7 @@ _GLOBAL_OPS = frozenset(name for name in dis.opmap if "GLOBAL" in name or name.e
 _IMPORT_OPS = frozenset({"IMPORT_NAME", "IMPORT_FROM"})
 _CONTAINERS = (dict, types.MappingProxyType, list, tuple, deque, set, frozenset, functools.partial)
 _CHILD_FIELDS = frozenset({"_parameters", "_buffers", "_modules"})
-_TENSOR_FIELDS = frozenset({"_ref", "_is_param"})  # attributes that GT and torch give a tensor
+TENSOR_FIELDS = frozenset({"_ref", "_is_param"})  # attributes that GT and torch give a tensor
 _HOOK_FIELDS = frozenset(key for key in torch.nn.Module().__dict__ if key.startswith("_")) - _CHILD_FIELDS
 
 
@@ -280,7 +280,7 @@ class StateWalker:
         # Attributes that a user gives a parameter, as p.rate = 0.1 or p.sum_of_gradients = zeros_like(p)
         own = tensor.__dict__
         self._add_length(f"{path}'s attributes", own)
-        for name in own.keys() - _TENSOR_FIELDS if len(own) > 1 else ():
+        for name in own.keys() - TENSOR_FIELDS if len(own) > 1 else ():
             if self.used is None or name in self.used:
                 self._add_item(f"{path}.{name}", own, name, False, own[name])
 

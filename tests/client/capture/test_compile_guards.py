@@ -870,3 +870,16 @@ def test_a_module_counts_where_the_code_imports_it(monkeypatch: pytest.MonkeyPat
     paths = {item.path for item in snapshot({"": lambda: step()}).items}
     assert {"step.__code__", "settings_of_a_user.RATE"} <= paths, paths
     assert not {"step.RATE", "tune.RATE", "print.RATE"} & paths, paths
+
+
+@pytest.mark.parametrize("device", ["cpu", "remote"])
+def test_attributes_of_arguments_are_seen(device: str, one: None) -> None:
+    @gt.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * x.scale  # type: ignore[attr-defined]
+
+    x = torch.ones(3, device=device)
+    for scale in (1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 1.0):
+        x.scale = scale  # type: ignore[attr-defined]
+        assert step(x).tolist() == [scale] * 3
+    assert "whose attributes was (('scale', 0.5),) and is (('scale', 1.0),)" in step._why or step._programs[0].replays
