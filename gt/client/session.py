@@ -580,7 +580,7 @@ class Session:
         if pending is not None:  # else its fetch was interrupted
             self._add(pending, (message.key, message.offset, message.total, frames[0] if frames else None))
 
-    def _add(self, pending: PendingAnswer, frame: tuple[int, int, int, Any] | None) -> None:
+    def _add(self, pending: host_buffers.PendingAnswer, frame: tuple[int, int, int, Any] | None) -> None:
         """Add a frame, if there is one, to a value that is fetched."""
         try:
             if frame is not None and pending.assembly is not None and pending.error is None:
