@@ -44,7 +44,7 @@ FIRST = 16  # templates and definitions are numbered from here
 
 # Numbers of each of the client's instructions about tensors, those of FREE without its ids
 LENGTHS = {FREE: 2, PARAM: 2, DROP: 2, SHARDED: 2, GRAD: 3, STATE: 2}
-_OTHER_LENGTHS = {RECORD: 4, DISCARD: 1, LAUNCH: 4}  # numbers of RECORD before its ids
+OTHER_LENGTHS = {RECORD: 4, DISCARD: 1, LAUNCH: 4}  # numbers of RECORD before its ids
 
 BASE_BITS = 40  # ids of one session's tensors: below this, and above it the session's number
 
@@ -54,7 +54,7 @@ def client_length(code: list, at: int) -> int:
     number = code[at]
     if number in LENGTHS:
         return LENGTHS[number] + (code[at + 1] if number == FREE else 0)
-    return _OTHER_LENGTHS[number] + (code[at + 3] if number == RECORD else 0)
+    return OTHER_LENGTHS[number] + (code[at + 3] if number == RECORD else 0)
 
 
 def client_ops(code: list, templates: Mapping[int, Template]) -> Iterator[tuple[Template, int]]:

@@ -81,6 +81,8 @@ def fragment_lines(session: Session, slot: int, calls: int, cuts: Counter[tuple[
     cuts: place and reason -> how often a part ended there.
     """
     try:
+        if Current.recorder is not None and Current.recorder.session is session:
+            Current.recorder.flush()
         report = session.inspect_fragments(slot)
     except GTError as error:
         return 0, [f"  the dispatcher did not answer: {error}"]

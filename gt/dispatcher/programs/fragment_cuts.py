@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from gt.dispatcher.fairness.time_slices import Leavings
 from gt.dispatcher.programs.fragment_pattern import MAX_NUMBERS, FragmentPattern, text
 from gt.dispatcher.sharding.op_schema import OpSchema
-from gt.ir.instr import END_FRAGMENT, FRAGMENT, FRAGMENT_HEADER, FREE, LENGTHS
+from gt.ir.instr import END_FRAGMENT, FRAGMENT, FRAGMENT_HEADER, FREE, LENGTHS, OTHER_LENGTHS, RECORD
 
 MAX_ENDS = 128  # runs of ops that new ones are compared with
 MAX_PLACES = 1024  # remembered places of each kind; beyond that the one met longest ago is forgotten
@@ -122,29 +122,43 @@ class FragmentCuts:
             places.popitem(last=False)
 
     def split(self, code: list, templates: Mapping[int, OpSchema]) -> list:
-        """A batch whose fragment, if it has one, ends and begins at these places. What cannot be followed stays as it is."""
-        # 1. The header, and the places where parts begin. This is a client's code too: every count is checked before its use.
+        """A batch whose fragments end and begin at these places. What cannot be followed stays as it is."""
         if not self.parted and not self.met:
             return code
-        at = _behind_uploads(code, templates)
-        if at < 0:
-            return code
+        # This is a client's code: every count is checked before its use
+        result: list = []
+        done = 0  # what precedes it is in the result
+        at = _next_fragment(code, 0, templates)
+        while at >= 0:
+            first = at + FRAGMENT_HEADER
+            end = first + code[first - 1]
+            count = code[end + 1] if end + 1 < len(code) and code[end] == END_FRAGMENT else None
+            if type(count) is not int or not 0 <= count <= len(code) - end - 2:
+                break
+            behind = end + 2 + count
+            if parts := self._split_fragment(code, at, code[end + 2 : behind], templates):
+                result += code[done:at] + parts
+                done = behind
+            at = _next_fragment(code, behind, templates)
+        return result + code[done:] if done else code
+
+    def _split_fragment(self, code: list, at: int, ended: list, templates: Mapping[int, OpSchema]) -> list:
+        """The parts of the fragment at a place; [] if it has one. ended: ids that its end frees."""
         header, first = code[at : at + FRAGMENT_HEADER], at + FRAGMENT_HEADER
         end = first + header[COUNT]
         bounds, counters, last = self._bounds(code, first, end, (header[SEED], header[COUNTER]), templates)
-        count = code[end + 1] if end + 1 < len(code) and code[end] == END_FRAGMENT else None
-        if len(bounds) < 3 or type(count) is not int or not 0 <= count <= len(code) - end - 2:
-            return code
-        # 2. An id that the fragment's end frees is freed at the end of the part that names it last (or of the last part).
+        if len(bounds) < 3:
+            return []
+        # 1. An id that the fragment's end frees is freed at the end of the part that names it last (or of the last part).
         freed: list[list[int]] = [[] for _ in counters]
-        for i in code[end + 2 : end + 2 + count]:
+        for i in ended:
             freed[last.get(i, -1) if type(i) is int else -1].append(i)
-        # 3. The batch again, each part with a header, an end, and the random counter at its start.
-        result = code[:at]
-        for n, ended in enumerate(freed):
+        # 2. Each part with a header, an end, and the random counter at its start.
+        result = []
+        for n, ids in enumerate(freed):
             rows = code[bounds[n] : bounds[n + 1]]
-            result += [*header[:COUNTER], counters[n], len(rows), *rows, END_FRAGMENT, len(ended), *ended]
-        return result + code[end + 2 + count :]
+            result += [*header[:COUNTER], counters[n], len(rows), *rows, END_FRAGMENT, len(ids), *ids]
+        return result
 
     def parts(self, run: Outline, templates: Mapping[int, OpSchema]) -> list[tuple[list, int]]:
         """The parts of a run, each with its random counter."""
@@ -191,14 +205,15 @@ def _length(code: Sequence, at: int) -> int:
     return LENGTHS[number] + more if type(more) is int and more >= 0 else 0
 
 
-def _behind_uploads(code: list, templates: Mapping[int, OpSchema]) -> int:
-    """The place of a batch's fragment if it stands behind uploads alone and its header can be read; -1 if not."""
-    at, end = 0, len(code)
+def _next_fragment(code: list, at: int, templates: Mapping[int, OpSchema]) -> int:
+    """The place of a batch's next fragment, from the beginning of a row on; -1 for none whose header can be read."""
+    end = len(code)
     while at < end and code[at] != FRAGMENT:
         known = templates.get(code[at])
-        if known is None:
+        length = 2 + known.length if known is not None else _length(code, at) or OTHER_LENGTHS.get(code[at], 0)
+        if not length or code[at] == RECORD:
             return -1
-        at += 2 + known.length
+        at += length
     header = code[at : at + FRAGMENT_HEADER]
     if len(header) < FRAGMENT_HEADER or any(type(n) is not int for n in header):
         return -1

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import gt
+from gt.client.session import Session
 from gt.errors import OpFailed
 from tests.helpers import CONFIGS, longer
 from tests.helpers.models import mini
@@ -255,6 +256,13 @@ PROGRAMS: dict[str, Run] = {
     "GradScaler": scaler,
     "views": views,
 }
+
+
+@pytest.mark.parametrize("name", ["results that are kept", "branches"])
+def test_calls_that_go_together_have_the_programs_of_single_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while workers are busy: a batch then has several fragments."""
+    monkeypatch.setattr(Session, "busy", property(lambda session: session._greeting.done.is_set()))
+    test_the_bits_are_those_of_eager_calls(name)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

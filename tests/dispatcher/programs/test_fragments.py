@@ -118,8 +118,11 @@ def test_a_launch_that_was_not_begun_fails_what_it_would_have_moved(bench: CoreB
     assert "was not begun" in str(tensor.storage.failed.error)
 
 
-def test_runs_that_part_and_meet_again_are_programs_of_their_parts() -> None:
+@pytest.mark.parametrize("joined", [1, 3])
+def test_runs_that_part_and_meet_again_are_programs_of_their_parts(joined: int) -> None:
+    """joined: calls in a batch, as those of a client whose workers are busy."""
     bench = CoreBench("")
+    batch: list[int] = []
     origins = [[n, "f.py", n, "", False, -1] for n in range(1, 8)]
     bench.give(b"c", Ops(0, [[16, UPLOAD], [17, NEG]], origins, START), (bytes(64),))
     middles = ([3], [4, 5], [3], [4, 5], [], [3], [4, 5], [], [4, 5], [3], [], [3])
@@ -128,7 +131,12 @@ def test_runs_that_part_and_meet_again_are_programs_of_their_parts() -> None:
         ops = [n for k, line in enumerate(lines) for n in (17, line, first + k - 1 if k else 1, first + k)]
         ended = [first + k for k in range(len(lines) - 1)]
         header = [FRAGMENT, 5, call, 0, 0, 0, len(ops)]
-        bench.give(b"c", Ops(1 + call, [], [], [*header, *ops, END_FRAGMENT, len(ended), *ended]))
+        batch += [*header, *ops, END_FRAGMENT, len(ended), *ended]
+        if (call + 1) % joined:
+            batch += [17, 1, 1, 1000 + call, FREE, 1, 1000 + call]  # an op between two calls
+            continue
+        bench.give(b"c", Ops(1 + call // joined, [], [], batch))
+        batch = []
         alive = {i for i in bench.core.sessions[b"c"].table.rows if i < 1 << 39}
         assert first + len(lines) - 1 in alive and alive.isdisjoint(ended)
         if call >= len(middles) - 4:  # all three ways were met, and are executed whole
