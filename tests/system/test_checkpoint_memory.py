@@ -20,7 +20,7 @@ def private():  # bytes that RLIMIT_DATA counts
 
 def made():
     with torch.device("meta"):
-        return nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(40))
+        return nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(96))
 
 def step(model, optimizer, x):
     for layer in model:
@@ -70,8 +70,8 @@ print(json.dumps({
 
 def test_a_model_larger_than_every_memory_is_made_trained_saved_and_resumed(tmp_path):
     program = f"FOLDER = {str(tmp_path / 'c')!r}\n{PROGRAM}"
-    made = json.loads(run_program(PRELUDE, program, 120, GT_MEMORY_LIMIT="38MiB").splitlines()[-1])
-    assert made["size"] == 40 << 20 and all(limit < made["size"] for limit in made["limits"])
+    made = json.loads(run_program(PRELUDE, program, 120, GT_MEMORY_LIMIT="94MiB").splitlines()[-1])
+    assert made["size"] == 96 << 20 and all(limit < made["size"] for limit in made["limits"])
     assert made["repeated"] == made["losses"] and made["relayed"] == 0
     quarter = made["size"] // 4
     assert made["read"] == [quarter] * 4 and made["written"] == [2 * quarter] * 4

@@ -64,6 +64,7 @@ class Budget:
         self._left = 0  # bytes that may be made before memory is measured again
         self._bound = self._left = 0
         self._base = NOBODY
+        self._counted_threads = 0  # whose stacks are within `_base`
         self._slack = UNSET  # bytes that were freed and kept when RLIMIT_DATA was set
         self._trimmed = self._waited = 0.0
         self._statm = -1
@@ -94,7 +95,7 @@ class Budget:
         if self._bound:
             self.limit = self._bound if self._own else self._bound // max(workers, 1)
             if self._base < 0:  # includes the memory of its links
-                self._base = self._data() - _freed()
+                self._base, self._counted_threads = self._data() - _freed(), _threads()
             self._slack = UNSET
             self._left = self._room()
 
@@ -158,6 +159,7 @@ class Budget:
         room = self._room()
         if nbytes > room:
             self.reclaim()
+            self._leave_out_stacks()
             room = self._room()
         # Other threads free memory too, such as that of messages, and a look at it takes two readings: it may be a moment early
         if nbytes > room and time.monotonic() - self._waited > TRIM_SECONDS:
@@ -170,6 +172,15 @@ class Budget:
         if nbytes > room:
             raise OutOfMemory(self._refusal(nbytes, room))
         return room - nbytes
+
+    def _leave_out_stacks(self) -> None:
+        """Leave the stacks of threads that have begun since out of what is taken: they are data, and hardly any of it is used.
+
+        The C library keeps stacks of threads that have ended, so the most threads count that there have been at once.
+        """
+        if self._base >= 0 and (more := _threads() - self._counted_threads) > 0:
+            self._counted_threads += more
+            self._base += more * STACK_BYTES
 
     def _room(self) -> int:
         """Bytes that may be allocated now.
@@ -247,6 +258,11 @@ def check_room(step: Step, nbytes: int, budget: Budget) -> Step:
         budget.unsure()
 
     return unknown if nbytes < 0 else large if nbytes >= PLANNED_BYTES else step
+
+
+def _threads() -> int:
+    """Threads of this process."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def _freed() -> int:

@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import resource
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,21 @@ def test_a_budget_has_room_for_its_limit_and_no_more(budget):
     assert budget.used() > 39 * MIB  # what others free meanwhile is counted too
     del kept
     budget.admit(50 * MIB)
+
+
+def test_stacks_of_threads_are_not_taken_for_tensors(budget):
+    end = threading.Event()
+    others = [threading.Thread(target=end.wait) for _ in range(6)]
+    for thread in others:
+        thread.start()
+    try:
+        budget.need(56 * MIB)
+        with pytest.raises(OutOfMemory):
+            budget.need(72 * MIB)
+    finally:
+        end.set()
+        for thread in others:
+            thread.join()
 
 
 def test_unplanned_memory_is_bounded_and_the_bound_ends_with_the_budget(budget):
