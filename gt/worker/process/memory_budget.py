@@ -64,7 +64,7 @@ class Budget:
         self._left = 0  # bytes that may be made before memory is measured again
         self._bound = self._left = 0
         self._base = NOBODY
-        self._counted_threads = 0  # whose stacks are within `_base`
+        self._stacks = 0  # bytes of threads' stacks within `_base`
         self._slack = UNSET  # bytes that were freed and kept when RLIMIT_DATA was set
         self._trimmed = self._waited = 0.0
         self._statm = -1
@@ -95,7 +95,7 @@ class Budget:
         if self._bound:
             self.limit = self._bound if self._own else self._bound // max(workers, 1)
             if self._base < 0:  # includes the memory of its links
-                self._base, self._counted_threads = self._data() - _freed(), _threads()
+                self._base, self._stacks = self._data() - _freed(), _stack_bytes()
             self._slack = UNSET
             self._left = self._room()
 
@@ -174,13 +174,10 @@ class Budget:
         return room - nbytes
 
     def _leave_out_stacks(self) -> None:
-        """Leave the stacks of threads that have begun since out of what is taken: they are data, and hardly any of it is used.
-
-        The C library keeps stacks of threads that have ended, so the most threads count that there have been at once.
-        """
-        if self._base >= 0 and (more := _threads() - self._counted_threads) > 0:
-            self._counted_threads += more
-            self._base += more * STACK_BYTES
+        """Leave the stacks of threads that have begun since out of what is taken: they are data, and hardly any of it is used."""
+        if self._base >= 0:
+            before, self._stacks = self._stacks, _stack_bytes()
+            self._base += self._stacks - before
 
     def _room(self) -> int:
         """Bytes that may be allocated now.
@@ -260,9 +257,18 @@ def check_room(step: Step, nbytes: int, budget: Budget) -> Step:
     return unknown if nbytes < 0 else large if nbytes >= PLANNED_BYTES else step
 
 
-def _threads() -> int:
-    """Threads of this process."""
-    return len(os.listdir("/proc/self/task"))
+def _stack_bytes() -> int:
+    """Bytes of threads' stacks, those included that the C library keeps for later threads. Each lies behind a guard page."""
+    total, guard = 0, ""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            span, mode = line.split(" ", 2)[:2]
+            begin, end = span.split("-")
+            nbytes = int(end, 16) - int(begin, 16)
+            if mode == "rw-p" and begin == guard:
+                total += min(nbytes, STACK_BYTES)
+            guard = end if mode == "---p" and nbytes == PAGE_BYTES else ""
+    return total
 
 
 def _freed() -> int:
