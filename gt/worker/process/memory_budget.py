@@ -159,10 +159,10 @@ class Budget:
         room = self._room()
         if nbytes > room:
             self.reclaim()
-            self._leave_out_stacks()
             room = self._room()
         # Other threads free memory too, such as that of messages, and a look at it takes two readings: it may be a moment early
         if nbytes > room and time.monotonic() - self._waited > TRIM_SECONDS:
+            self._leave_out_stacks()
             for _ in range(LOOKS):
                 time.sleep(LOOK_SECONDS)
                 room = self._room()
@@ -174,7 +174,7 @@ class Budget:
         return room - nbytes
 
     def _leave_out_stacks(self) -> None:
-        """Leave the stacks of threads that have begun since out of what is taken: they are data, and hardly any of it is used."""
+        """Leave stacks of threads that have begun since out of what is taken: they are data, and hardly any of it is used."""
         if self._base >= 0:
             before, self._stacks = self._stacks, _stack_bytes()
             self._base += self._stacks - before
