@@ -76,7 +76,7 @@ def timed(
         wait()
         return (time.perf_counter() - start) / count * 1e3
 
-    alone = statistics.median(block(1) for _ in range(10))
+    alone = statistics.median(block(1) for _ in range(40))
     count = agree(max(4, int(BLOCK / alone * 1e3)))
     blocks = agree(max(3, int(seconds / (count * alone / 1e3))))
     return statistics.median(block(count) for _ in range(blocks)), alone

@@ -23,6 +23,7 @@ from gt.wire.access.approach import Approach
 from gt.wire.connections import cut
 from gt.wire.liveness import POLLS_PER_HEARTBEAT, Cable, Vigil
 from gt.wire.messages import CHUNK, Exit, Message, Reject, Welcome
+from gt.wire.process_settings import plenty_of_cores
 from gt.wire.signals import uninterrupted
 from gt.wire.socket import (
     BURST_MESSAGES,
@@ -42,7 +43,9 @@ from gt.wire.socket import (
 log = logging.getLogger("gt.wire")
 
 TURN_SECONDS = 0.01  # seconds between two calls of on_turn, at most
-SPIN_SECONDS = 0.001  # seconds that a leading thread polls if its last wait was shorter: waking a core takes longer than a turn
+# Seconds that a leading thread polls if its last wait was shorter: waking a core takes longer than a turn. The second is for
+# hosts of many cores, where workers do it too
+SPIN_SECONDS, LONG_SPIN_SECONDS = 0.001, 0.005
 STEP_SECONDS = 0.1  # seconds that a leading thread sleeps, at most
 _IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 _open_dealers: set[int] = set()
@@ -101,6 +104,7 @@ class Dealer:
         self._leading = threading.Lock()
         self._leader = 0
         self._quick = False  # True if a leader's last wait was short
+        self._spin = LONG_SPIN_SECONDS if plenty_of_cores() else SPIN_SECONDS if on_turn is not None else 0.0
         self._aside = 0.0  # time until which the link's thread leaves messages to others
         self._due = 0.0  # time of the next turn, 10 ms after the last that a sending thread took
         self._fault: Exception | None = None  # error of a turn in another thread
@@ -195,7 +199,7 @@ class Dealer:
         # Spin only if the last answer came at once: then the next one
         # probably does, and sleeping would cost more than the wait.
         start = time.monotonic()
-        spin = start + SPIN_SECONDS if self._quick and self._on_turn is not None else start
+        spin = start + self._spin if self._quick else start
         while not done() and not self._over:
             now = time.monotonic()
             self._aside = now + 2 * STEP_SECONDS
@@ -214,7 +218,7 @@ class Dealer:
             for fd, _ in ready or poller.poll(0 if more else min(STEP_SECONDS, max(0.0, end - now)) * 1000):
                 if fd == self._call:
                     os.eventfd_read(fd)
-        self._quick = time.monotonic() - start < SPIN_SECONDS
+        self._quick = time.monotonic() - start < self._spin
 
     def _turn_here(self) -> bool | None:
         """Take a turn in the calling thread: True if work is left; None if no turn could be taken."""

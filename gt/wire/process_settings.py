@@ -27,6 +27,7 @@ NEVER_PASSES = 1 << 30  # passes over the middle generation until a full pass
 EVERY_SECONDS = 30.0  # seconds between full passes, at least
 REST_FACTOR = 1000  # times the length of the last full pass, also at least
 OVERDUE_SECONDS = 900.0  # seconds after which a full pass runs even beside work
+PLENTY_CORES = 16  # of a GPU's host; a thread that polls for moments takes none from others there
 OWN_FROZEN = 5000  # objects. Python 3.12 starts with some hundreds frozen; to thaw them costs nothing
 
 
@@ -94,6 +95,12 @@ class CycleCollector:
         took = time.monotonic() - now
         self._next = now + max(EVERY_SECONDS, took * REST_FACTOR)
         self._latest = self._next + OVERDUE_SECONDS
+
+
+def plenty_of_cores() -> bool:
+    """True if the process may use so many cores that a thread which polls for moments takes none from others."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return affinity is not None and len(affinity(0)) >= PLENTY_CORES
 
 
 def more_descriptors() -> None:

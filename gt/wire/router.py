@@ -21,7 +21,7 @@ from gt.wire.access.auth import Access
 from gt.wire.connections import MAX_SILENT_CONNECTIONS, SENT_BYTES, Connection, Connections, on_wire
 from gt.wire.liveness import Cable
 from gt.wire.messages import CHUNK, Exit, Message
-from gt.wire.process_settings import available_bytes
+from gt.wire.process_settings import available_bytes, plenty_of_cores
 from gt.wire.socket import (
     BURST_MESSAGES,
     GONE,
@@ -47,12 +47,18 @@ log = logging.getLogger("gt.wire")
 
 ACCEPTED = int(zmq.EVENT_ACCEPTED)
 _IN = int(zmq.POLLIN)
+SPIN_SECONDS = 0.005  # seconds after a message in which this end polls rather than sleeps, on a host of many cores
 WARY_SECONDS, CALM_SECONDS = 0.01, 0.05  # seconds between looks at connections: while one is suspicious, and otherwise
 MAX_LOGGED_ENDS = 5  # ends and refusals logged in a second, at most
 MAX_GONE_PEERS = 1000  # gone peers that are remembered
 MAX_UNREAD_BYTES = 8 << 30  # bytes that peers have not read, of all together; a quarter of the memory if that is less
 ENDED = "its connection ended: the process exited, was killed, or stopped answering"
 OUT = "the server took this connection for ended: connect again"
+
+
+def milliseconds(seconds: float) -> int:
+    """A timeout of a poller, rounded up: one that is rounded down would be polled again and again."""
+    return int(seconds * 1000 + 0.999)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +109,30 @@ class Router:
             self._shut(0)
             raise
         self._poller = zmq.Poller()
+        self._spin = SPIN_SECONDS if plenty_of_cores() else 0.0
+        self._hot = 0.0  # time until which this end polls rather than sleeps
         self._poller.register(self._sock, zmq.POLLIN)
         # Polled by descriptor, which is cheaper. Each socket is then read until it is empty.
         self._asked, self._seen = descriptor_of(self._porter), descriptor_of(self._monitor)
         for descriptor in (self._asked, self._seen):
             self._poller.register(descriptor, zmq.POLLIN)
+
+    def _ready(self, timeout: float) -> dict:
+        """Sockets and descriptors that can be read within `timeout` seconds."""
+        if not self._spin:
+            return dict(self._poller.poll(milliseconds(timeout)))
+        ready = dict(self._poller.poll(0))
+        # Soon after a message the next one is likely. A core that sleeps wakes slowly, so this thread polls for a moment.
+        now = time.monotonic()
+        end, hot = now + timeout, min(now + timeout, self._hot)
+        while not ready and (now := time.monotonic()) < hot:
+            os.sched_yield()
+            ready = dict(self._poller.poll(0))
+        if not ready and now < end:
+            ready = dict(self._poller.poll(milliseconds(end - now)))
+        if self._sock in ready:
+            self._hot = time.monotonic() + self._spin
+        return ready
 
     def watch(self, fd: int) -> None:
         """Let poll return when this descriptor is readable. Its owner reads it."""
@@ -122,7 +147,7 @@ class Router:
             timeout = min(timeout, max(0.0, self._next_poll - time.monotonic()))
         if self._connections.unsettled or self._again:
             timeout = 0.0
-        ready = dict(self._poller.poll(int(timeout * 1000 + 0.999)))
+        ready = self._ready(timeout)
         events: list[Arrived | Gone] = []
         # In this order: a connection's start is known before its admission, and its end after all of its messages are queued.
         # Bytes that were read before messages are received belong to these messages, or to an unfinished one.

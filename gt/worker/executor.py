@@ -21,6 +21,7 @@ from gt.worker.context import Binder, ExecutionContext, FirstLaunch, Rebindable
 from gt.worker.downloads import Downloads
 from gt.worker.engine.base import Engine
 from gt.worker.instructions import communicate, compute
+from gt.worker.instructions.numbers import announcing
 from gt.worker.instructions.step import Step, Steps
 from gt.worker.offload.spaces import Spaces
 from gt.worker.offload.tensors import OffloadedTensors
@@ -104,6 +105,7 @@ class Executor:
 
     def _bind(self, define: Define) -> Step:
         step = self._check_room(define, BIND[define.kind](self.worker, define.payload))
+        step = announcing(self.worker, define, step)
         # Three kinds of step. On a GPU (no clock here) an op's first launch loads kernels, which must not look like a hang. A
         # transfer by the device alone can be recorded in a graph. One that goes by host memory now may be rebound later.
         if self._engine.clock is None and (define.kind == "op" or define.kind in ISSUING):
@@ -148,7 +150,7 @@ class Executor:
             assert define is not None, "a program moves nothing itself"
             try:
                 if self._by_device_alone(define):
-                    step.step = BIND[define.kind](self.worker, define.payload)
+                    step.step = announcing(self.worker, define, BIND[define.kind](self.worker, define.payload))
                     self._table.device_only.add(number)
             except Exception as error:
                 step.step = _failing(error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +27,7 @@ from gt.client.trace.uploads import upload
 from gt.ir.instr import DROP, LAUNCH
 
 aten = torch.ops.aten
-_COPY, _CLONE = info_of(aten.copy_.default), info_of(aten.clone.default)
+_COPY, _CLONE, _VIEW = info_of(aten.copy_.default), info_of(aten.clone.default), info_of(aten.as_strided.default)
 
 
 @dataclass(slots=True)
@@ -41,6 +43,42 @@ class ProgramResult:
     @property
     def tensor(self) -> RemoteTensor:
         return self.source.tensor if isinstance(self.source, NamedMemory) else self.source
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Memory of several results, from its first element that one of them has to behind the last. owner: its name."""
+
+    owner: int
+    start: int
+    end: int
+
+    def view(self, tensor: RemoteTensor, copies: dict[int, RemoteTensor]) -> RemoteTensor:
+        """The result as a view of the memory's copy. copies: of this call so far, by owner."""
+        if self.owner not in copies:
+            copies[self.owner] = call(_CLONE, (call(_VIEW, (tensor, [self.end - self.start], [1], self.start)),))
+        place = tensor.storage_offset() - self.start
+        return call(_VIEW, (copies[self.owner], list(tensor.shape), list(tensor.stride()), place))
+
+
+def shared_memory(results: Iterable[ProgramResult], memory: CallMemory) -> dict[int, SharedMemory]:
+    """The memory of each result that shares it with another one, by the result's identity.
+
+    The caller may write to one of them, and then the others have to change with it.
+    """
+    groups: dict[tuple, list[ProgramResult]] = defaultdict(list)
+    for result in {id(result): result for result in results}.values():
+        groups[memory.owner(result.tensor), result.tensor.dtype].append(result)
+    spans: dict[int, SharedMemory] = {}
+    for (owner, _), members in groups.items():
+        tensors = [member.tensor for member in members if member.tensor.numel()]
+        if len(tensors) > 1:
+            ends = [
+                t.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in tensors
+            ]
+            span = SharedMemory(owner, min(t.storage_offset() for t in tensors), max(ends))
+            spans |= {id(member): span for member in members if member.tensor.numel()}
+    return spans
 
 
 @dataclass(eq=False)
@@ -65,9 +103,12 @@ class CapturedProgram:
     written: tuple[int, ...]  # inputs that the program changes, and the caller's tensors with them
     memory: CallMemory  # memory of the recorded call
     keep: list = field(default_factory=list)  # tensors whose ids the program uses
+    spans: dict[int, SharedMemory] = field(init=False)  # results that share memory, by their identity
     replays: int = 0
 
     def __post_init__(self) -> None:
+        fresh = [result for result in self.results if type(result) is ProgramResult and not result.lasts]
+        self.spans = shared_memory([r for r in fresh if not isinstance(r.source, NamedMemory)], self.memory)
         weakref.finalize(self, _drop, self.recorder, self.number).atexit = False
 
     def mismatch(self, leaves: list) -> str:
@@ -123,6 +164,7 @@ class CapturedProgram:
     def copy_results(self, arguments: list, given: tuple) -> Any:
         """The results: each fresh one copied out of the memory that the next replay writes, views of arguments and state."""
         copies: dict[int, Any] = {}
+        memories: dict[int, RemoteTensor] = {}
 
         def made(result: Any) -> Any:
             if type(result) is ArgumentView:
@@ -137,7 +179,8 @@ class CapturedProgram:
                 return result.tensor.detach()
             # A tensor that the function returns twice is one tensor for the caller, too
             if id(result) not in copies:
-                copies[id(result)] = call(_CLONE, (result.tensor,))
+                span = self.spans.get(id(result))
+                copies[id(result)] = call(_CLONE, (result.tensor,)) if span is None else span.view(result.tensor, memories)
             return copies[id(result)]
 
         leaves = list(map(made, self.results))

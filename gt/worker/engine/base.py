@@ -123,8 +123,11 @@ class DeviceRecorder(Protocol):
     def draws(self, payload: dict[str, Any]) -> bool:
         """True if the device draws an op's random numbers by a key in its memory, which each replay sets."""
 
-    def program(self, runner: RowRunner, dropped: set[int]) -> DeviceReplays:
-        """Replays of one program. dropped: ids that are freed before the program reads anything."""
+    def program(self, runner: RowRunner, dropped: set[int], unchanged: set[int]) -> DeviceReplays:
+        """Replays of one program.
+
+        dropped: ids that are freed before the program reads anything. unchanged: results that no instruction writes to.
+        """
 
 
 class Compiler(Protocol):
@@ -261,6 +264,19 @@ class Progress(Protocol):
         """A wait, for any thread, for the work that the calling thread has issued so far. It ends too if the device fails."""
 
 
+class EarlyValues(Protocol):
+    """Numbers that the program may read while the device still carries out later work. By the executing thread."""
+
+    def made(self, i: int, tensor: Tensor, source: Tensor | None = None) -> None:
+        """An instruction has issued the work that makes this number, of one element. source: it is a copy of that one."""
+
+    def forget(self) -> None:
+        """Memory may have changed without the tensors' knowledge."""
+
+    def in_program(self, now: bool) -> None:
+        """A program begins, or ends. Of its numbers only those count that its recordings announce."""
+
+
 Listener = Callable[[str, Any, Any], None]  # (name of a stream, mark before the work, mark after it)
 Marker = Callable[[], Any]
 
@@ -355,6 +371,10 @@ class Engine(Moves, Protocol):
     @property
     def copies(self) -> HostCopies | None:
         """Copies from and to pinned memory, None on the host."""
+
+    @property
+    def early(self) -> EarlyValues | None:
+        """Numbers that can be read before all issued work is done, None on the host."""
 
     @property
     def progress(self) -> Progress | None:

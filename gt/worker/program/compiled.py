@@ -14,7 +14,7 @@ from dataclasses import astuple
 from functools import partial
 from typing import Any
 
-from gt.ir.dataflow import Definition, decode, exposed, summarize
+from gt.ir.dataflow import AliasSets, Definition, decode, exposed, summarize, writes
 from gt.ir.instr import COMMUNICATION, FREE
 from gt.worker.engine.base import CompiledSegment, Compiler, DeviceRecorder, DeviceReplays, Misfit
 from gt.worker.instructions.step import Row, Step, StepOfRows
@@ -240,7 +240,10 @@ class CompiledProgram:
         randoms: places in the code that each replay sets.
         """
         runner, definition = self._runner, self._runner.definition
-        self._replays = replays = recorder.program(runner, _dropped(code, definition))
+        summary = summarize(code, definition)
+        changed = _changed(code, definition, summary.sets)
+        unchanged = {i for i in summary.live_out if summary.sets.root(i) not in changed}
+        self._replays = replays = recorder.program(runner, _dropped(code, definition), unchanged)
         rows = [row for _, part in actions for row in part]
         places = sorted(at for at, _ in rows)
         # `randoms` are places of seeds, within instructions: find the instruction that each belongs to.
@@ -256,7 +259,6 @@ class CompiledProgram:
         # The new program: begin, then runs as graphs with unrecordable rows between them, then the end.
         recorded: list[Row] = [(first, StepOfRows((), runner.may_wait(replays.begin)))]
         moving: set[int] = set()  # ids that unrecorded rows make
-        summary = summarize(code, definition)
 
         def within(row: Row) -> Sequence[Row]:
             return () if row[1] in marks else self._instructions.get(row[0], [row])
@@ -352,6 +354,12 @@ def _dropped(code: Sequence, definition: Definition) -> set[int]:
             break
         freed.update(operands)
     return freed
+
+
+def _changed(code: Sequence, definition: Definition, sets: AliasSets) -> set[int]:
+    """Memory to which an instruction writes, by the roots of its alias sets."""
+    decoded = decode(code, definition)
+    return {sets.root(i) for _, define, operands in decoded if define is not None for i in writes(define, operands)}
 
 
 def _short(error: Exception | str) -> str:

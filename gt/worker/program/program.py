@@ -67,6 +67,7 @@ def bind_program(
     rows = bind_rows(code, runner.table.steps, runner.tensors)
     actions = [(name, backend.group_rows(part, code)) for name, part in _split_by_action(rows, payload["actions"])]
     drawn, channels = list(payload["randoms"]), payload["channels"]
+    early = None if payload["backend"] == "eager" else runner.context.engine.early
     counters = [(place, code[place + 1]) for place in drawn]  # relative to the counter of the replay
 
     def step(stream: list, at: int) -> None:
@@ -80,11 +81,17 @@ def bind_program(
         if channels:
             plane.reset_cursors(channels)
         times: list[ActionTime] = []
-        for name, part in actions:
-            start = monotonic()
-            runner.run_program(part, code, stream[at - 1])
-            if name:
-                times.append((name, start, monotonic()))
+        if early is not None:
+            early.in_program(True)
+        try:
+            for name, part in actions:
+                start = monotonic()
+                runner.run_program(part, code, stream[at - 1])
+                if name:
+                    times.append((name, start, monotonic()))
+        finally:
+            if early is not None:
+                early.in_program(False)
         record_times(times)
         # After the times are taken: the backend may record or compile here, and puts the result into `actions` in place.
         backend.after_replay(actions, code, drawn)

@@ -14,6 +14,7 @@ from typing import Any
 from gt.ir.dataflow import Definition, aliases, bytes_alive, instruction, makes, reads
 from gt.ir.instr import Define
 from gt.worker.engine.codegen import bind
+from gt.worker.instructions.numbers import copies, numbers, writes_unseen
 from gt.worker.instructions.step import Row, StepOfRows
 from gt.worker.process.memory_budget import PLANNED_BYTES, result_bytes
 from gt.worker.program.overlap import group_collectives
@@ -49,6 +50,9 @@ class CodeGenerator:
         self.scope: dict[str, Any] = {"held": tensors, "forget": tensors.pop, "places": {}}
         self.scope |= {"host_copies": tensors.host_copies, "away": tensors.away}
         self.scope |= {"drop": tensors.drop, "renamed": tensors.renamed}
+        self.early = runner.context.engine.early
+        if self.early is not None:
+            self.scope |= {"made": self.early.made, "changed_unseen": self.early.forget}
         self._source = runner.context.engine.source
         self._forms: dict[int, str] = {}
         self._numbers = count()
@@ -178,9 +182,20 @@ class SourceWriter:
             holes |= {f"v{n}": self._value(place) for n, place in enumerate(values)}
             self.lines += self._generator.form(define.number).format_map(holes).split("\n")
             self.lines += [f"held[{i:d}] = {self.names[i]}" for i in outs if i in lasting]
+            if self._generator.early is not None:
+                self._announce(define, operands, lasting)
             if define.kind == "alias":
                 self.lines += [f"if away: renamed({i:d})" for i in outs if i in lasting]
         self.places += [at] * (len(self.lines) - before)
+
+    def _announce(self, define: Define, operands: Sequence, lasting: Container[int]) -> None:
+        """Tell of numbers that outlive the function, as gt.worker.instructions.numbers does for instructions."""
+        if writes_unseen(define):
+            self.lines.append("changed_unseen()")
+        copied = [operands[0]] if copies(define) else []
+        for i in (operands[place] for place in numbers(define)):
+            if i in lasting:
+                self.lines.append(f"made({', '.join([str(i), *(self.names[k] for k in (i, *copied))])})")
 
     def _free(self, ids: Sequence[int]) -> None:
         local = [self.names[i] for i in dict.fromkeys(ids) if i in self._local]

@@ -143,6 +143,38 @@ def result_returned_twice(device: str, wrap: Callable) -> Any:
     return results
 
 
+def results_that_are_views_of_one_another(device: str, wrap: Callable) -> Any:
+    def step(x: torch.Tensor) -> tuple:
+        doubled = x * 2
+        loss = doubled.sum()
+        return loss, loss.view(1), doubled, doubled[1], doubled.t()[:, 1:], doubled[:, :2], doubled[:, 1:].square()
+
+    compiled, seen = wrap(step), []
+    for x in rows(device):
+        loss, same, whole, row, _, left, apart = results = compiled(x)
+        loss.add_(1)
+        row.mul_(-1)
+        left[0] = 7
+        apart.zero_()
+        whole[0, 2] += 100
+        seen.append([*results, same.item()])
+    return seen
+
+
+def parts_that_share_elements(device: str, wrap: Callable) -> Any:
+    def step(x: torch.Tensor) -> tuple:
+        flat = (x + 1).view(-1)
+        return flat[1:4], flat[2:6], flat[:0]
+
+    compiled, seen = wrap(step), []
+    for x in rows(device):
+        first, second, _ = results = compiled(x)
+        first.neg_()
+        second.add_(0.5)
+        seen.append(results)
+    return seen
+
+
 def changed_containers(device: str, wrap: Callable) -> Any:
     def step(batch: dict, seen: list) -> torch.Tensor:
         x = batch.pop("x")
@@ -203,7 +235,8 @@ def changed_gradient(device: str, wrap: Callable) -> Any:
 PROGRAMS = (
     changed_argument, changed_argument_of_a_failing_call, one_tensor_twice, view_of_a_changed_weight,
     rows_of_a_buffer, slices_that_move_on, returned_argument, returned_views_of_an_argument, returned_view_of_state,
-    returned_state_of_before, result_returned_twice, changed_containers, rebound_argument,
+    returned_state_of_before, result_returned_twice, results_that_are_views_of_one_another, parts_that_share_elements,
+    changed_containers, rebound_argument,
     argument_that_begins_to_require_grad, assigned_gradient, changed_gradient,
 )  # fmt: skip
 

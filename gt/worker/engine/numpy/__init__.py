@@ -40,7 +40,7 @@ class NumpyEngine:
 
     name, kind = "numpy", "cpu"
     clock = staticmethod(perf_counter)
-    direct = progress = copies = times = None
+    direct = progress = copies = times = early = None
 
     def __init__(self, device: str = "") -> None:
         if device not in ("", "cpu"):

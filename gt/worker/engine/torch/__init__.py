@@ -20,11 +20,12 @@ from gt.ir.spec import Spec
 from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Combine, Compiler, HostLane
 from gt.worker.engine.codegen import Call, Source, fitting
-from gt.worker.engine.torch import memory, random, row_major
+from gt.worker.engine.torch import early_results, memory, random, row_major
 from gt.worker.engine.torch.bounds import CHECKS
 from gt.worker.engine.torch.dtypes import CONSTANTS, DTYPE, NAME, UNLESS, check_strides, check_view, conform
 from gt.worker.engine.torch.gpu.cuda import Cuda, Events
 from gt.worker.engine.torch.gpu.direct import direct
+from gt.worker.engine.torch.gpu.early_values import EarlyNumbers
 from gt.worker.engine.torch.gpu.graphs import Graphs
 from gt.worker.engine.torch.gpu.pinned import PinnedCopies
 from gt.worker.engine.torch.gpu.times import GpuTimes
@@ -52,6 +53,9 @@ class TorchEngine:
         self.copies = None if self.host else PinnedCopies(self.device)
         self.seeds = None if self.host else self._seeds()
         self.key = None if self.seeds is None else self.seeds.key
+        self.early = None if self.host else EarlyNumbers(self.device)
+        if self.early is not None:
+            early_results.receive_by(self.early.tap)
         self._inductor: Inductor | None = None
         self._graphs: Graphs | None = None
         self._lane: HostLane | None = None
@@ -132,7 +136,7 @@ class TorchEngine:
         if backend != "cudagraphs" or self.host:
             return self._inductor, "no CUDA device, so inductor" if backend == "cudagraphs" else ""
         if self._graphs is None:
-            self._graphs = Graphs(self._inductor, Cuda(self.device, self.seeds))
+            self._graphs = Graphs(self._inductor, Cuda(self.device, self.seeds), self.early)
         return self._graphs, ""
 
     def _constant(self, const: Const) -> Any:
@@ -169,6 +173,9 @@ class TorchEngine:
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
         if not _hidden(tensor):
             return tensor
+        early = None if self.early is None else self.early.read(tensor)
+        if early is not None:
+            return early
         plain = tensor.detach().resolve_conj().resolve_neg()
         if not self.host:  # a copy that waits blocks the driver for all other threads
             torch.cuda.current_stream(self.device).synchronize()

@@ -29,6 +29,7 @@ from gt.worker.engine.torch import code_cache
 from gt.worker.engine.torch.bounds import BOUNDS
 from gt.worker.engine.torch.compiled_segment import Code, InputSignature, Traced
 from gt.worker.engine.torch.dtypes import NAME
+from gt.worker.engine.torch.early_results import early_taps, tap
 from gt.worker.engine.torch.gpu import channels_last
 from gt.worker.engine.torch.kernel_builds import Waits, kernel_builds, start_build_processes
 from gt.worker.engine.torch.overloads import OVERLOADS
@@ -36,6 +37,7 @@ from gt.worker.program.partition import BoundSegment, SegmentGraph
 
 log = logging.getLogger("gt.worker")
 MAX_COMPILED_GRAPHS = 1024  # that are kept
+MAX_TAPS = 8  # of one graph
 _alone = threading.Lock()  # tracing keeps its state in globals
 UNFIT = frozenset({"inplace_view", "nondeterministic_seeded", "dynamic_output_shape", "data_dependent_output"})
 # Their shapes depend on values only where an index is a mask, and then the output has no spec
@@ -81,6 +83,11 @@ class Inductor:
         except UnsupportedOp:
             return False
         return not (unfit_tags(name) or (self._engine.host and name.split(".")[1] in BOUNDS))
+
+    def _taps(self, made: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Taps of a GPU's numbers, which the program may read while the code is still at work."""
+        numbers = [] if self._engine.host else [t for t in made if t.numel() == 1 and not t.is_complex()]
+        return [tap(number) for number in numbers[:MAX_TAPS]]
 
     def signature(self, inputs: Sequence[torch.Tensor]) -> InputSignature:
         specs = tuple((tuple(t.shape), t.stride(), t.dtype) for t in inputs)
@@ -143,7 +150,8 @@ class Inductor:
         if any(dtype.is_complex for _, _, dtype in signature.specs):
             raise ValueError("complex numbers are not compiled")
         traced = self._trace(segment, signature, written)
-        run = compile_fx(traced.graph, traced.fakes)
+        with early_taps():
+            run = compile_fx(traced.graph, traced.fakes)
         return Code(traced, run, signature, written, key)
 
     def _trace(self, segment: BoundSegment, signature: InputSignature, written: frozenset[int]) -> Traced:
@@ -174,7 +182,7 @@ class Inductor:
             if last:
                 channels_last.restore_strides(slots, segment.graph.outputs, specs)
             results[:] = _results(slots, segment.graph)
-            return results[0]
+            return [*results[0], *self._taps(results[0])]
 
         # Inductor caches no code on disk without a ShapeEnv. All shapes are static: it has no symbols.
         with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True):

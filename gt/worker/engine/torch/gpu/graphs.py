@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from gt.ir.ops import RANDOM
 from gt.worker.engine.base import DeviceRecorder, ReplayedWork, RowRunner
 from gt.worker.engine.torch.gpu.cuda import Device
+from gt.worker.engine.torch.gpu.early_values import EarlyNumbers, Tap
 from gt.worker.engine.torch.inductor import Inductor, unfit_tags
 from gt.worker.engine.torch.layers import attention, recurrent
 from gt.worker.engine.torch.slots import (
@@ -44,8 +46,9 @@ class Graphs:
 
     name = "cudagraphs"
 
-    def __init__(self, inductor: Inductor, device: Device) -> None:
+    def __init__(self, inductor: Inductor, device: Device, early: EarlyNumbers | None = None) -> None:
         self.recorder: DeviceRecorder | None = self
+        self.early = early
         self._device = device
         self._slots: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary()  # recordings own them
         self.fits, self.signature, self.compile = inductor.fits, inductor.signature, inductor.compile
@@ -58,8 +61,8 @@ class Graphs:
             return True
         return payload["random"] is None and name not in RANDOM and (self.fits(payload) or _issues(payload))
 
-    def program(self, runner: RowRunner, dropped: set[int]) -> GraphReplays:
-        return GraphReplays(self, self._device, runner, dropped)
+    def program(self, runner: RowRunner, dropped: set[int], unchanged: set[int]) -> GraphReplays:
+        return GraphReplays(self, self._device, runner, dropped, unchanged)
 
     def slot(self, nbytes: int, number: int) -> torch.Tensor:
         """Memory of the number-th slot of this size. Runs share slots: each is done with them before the next fills them."""
@@ -85,6 +88,7 @@ class GraphRecording:
     views: Tensors = field(default_factory=dict)  # results that are views of fixed inputs
     pooled: Tensors = field(default_factory=dict)  # results in the pool, whose memory these tensors do not own
     slot_views: list[tuple[int, Slot, ViewMetadata]] = field(default_factory=list)  # results that are views of slots
+    taps: dict[int, Tap] = field(default_factory=dict)  # numbers among the results that replays copy to the host
     fixed_memory: set[int] = field(init=False)  # addresses of fixed inputs
 
     def __post_init__(self) -> None:
@@ -110,9 +114,9 @@ class GraphRecording:
 class GraphReplays:
     """The recordings of one program, all made in one pass: the pool does not keep memory of older recordings apart."""
 
-    def __init__(self, graphs: Graphs, device: Device, runner: RowRunner, dropped: set[int]) -> None:
+    def __init__(self, graphs: Graphs, device: Device, runner: RowRunner, dropped: set[int], unchanged: set[int]) -> None:
         self.graphs, self.device, self.runner, self.tensors = graphs, device, runner, runner.tensors
-        self._dropped = dropped
+        self._dropped, self.unchanged = dropped, unchanged
         self.runs: list[GraphRun] = []
         self.marks: list[tuple[str, Any]] = []
         self.side_transfers: list[tuple[str, Any, Any]] = []  # name, mark at the start, mark at the end
@@ -275,6 +279,13 @@ class GraphRun:
         recording.work.count_again()
         tensors.update(recording.views)
         tensors.update(recording.pooled)
+        self._announce(recording)
+
+    def _announce(self, recording: GraphRecording) -> None:
+        early = self._replays.graphs.early
+        if early is not None:
+            for i, tap in recording.taps.items():
+                early.replayed(self._tensors[i], tap)
 
     def _launch(self, recording: GraphRecording) -> None:
         tensors = self._tensors
@@ -284,6 +295,8 @@ class GraphRun:
         # Copy in, launch, copy back what the graph wrote into slots. Then bring the table of tensors to the state after the
         # run.
         recording.replay()
+        for tap in recording.taps.values():
+            tap.count += 1
         for slot in recording.slots:
             slot.copy_back()
         for i in recording.freed:
@@ -302,10 +315,12 @@ class GraphRun:
         # While capturing nothing is executed: outputs have addresses, but no values. The table is changed, read, and restored.
         before = dict(tensors)
         work: list[ReplayedWork] = []
+        early = replays.graphs.early
         in_slots = {i: view_of(slot.memory, view) for slot in slots for i, view in slot.views.items()}
         tensors.update(in_slots)
         try:
-            replay = replays.device.record(lambda: work.append(replays.runner.run_all_or_none(self.rows)))
+            with early.recording(replays.unchanged) if early is not None else nullcontext(list[Tap]()) as taps:
+                replay = replays.device.record(lambda: work.append(replays.runner.run_all_or_none(self.rows)))
             makes = self._makes  # an id that names the same tensor again is a result too
             results = {i: t for i, t in tensors.items() if i in makes or (before.get(i) is not t and in_slots.get(i) is not t)}
             freed = [i for i in before if i not in tensors]
@@ -323,6 +338,7 @@ class GraphRun:
         recording = GraphRecording(replay, work[0], fixed, slots, freed)
         try:
             owned = self._classify_results(recording, results)
+            recording.taps = _final(taps, {i: t for i, t in owned.items() if i in replays.unchanged})
             for slot in slots:
                 slot.find(tensors)
             self._launch(recording)
@@ -334,6 +350,7 @@ class GraphRun:
         replays.pooled.update(recording.pooled)
         replays.pool.update(map(address, owned.values()))
         self._recording = recording
+        self._announce(recording)
 
     def _slots(self, inputs: Tensors) -> list[Slot]:
         """Slots for inputs that move, and for all that share memory with them."""
@@ -374,6 +391,21 @@ class GraphRun:
                     storages[where] = torch._C._construct_storage_from_data_pointer(where, tensor.device, storage.nbytes())
                 recording.pooled[i] = view_of_storage(storages[where], metadata(tensor))
         return owned
+
+
+def _final(taps: list[Tap], results: Tensors) -> dict[int, Tap]:
+    """The taps of numbers that are results and were not changed after the tap."""
+    newest = {tap.memory.storage.cdata: tap for tap in taps}
+    found: dict[int, Tap] = {}
+    shared: set[int] = set()
+    for i, tensor in results.items():
+        identity = tensor.untyped_storage()._cdata
+        tap = newest.get(identity)
+        if tap is not None and tap.memory.holds(tensor):
+            # Of two results in one memory, a write to one would not count as a write to the other.
+            found = {n: other for n, other in found.items() if other is not tap} if identity in shared else {**found, i: tap}
+            shared.add(identity)
+    return found
 
 
 class GraphOutputs:
