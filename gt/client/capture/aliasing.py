@@ -29,6 +29,9 @@ _LEAF_TYPES = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str})  # 
 _flat_trees: dict[int, TreeSpec] = {}  # by number of arguments
 
 
+FLIPS = frozenset({"aten._conj.default", "aten._neg_view.default"})
+
+
 @dataclass(frozen=True)
 class CallMemory:
     """The memory of one recorded call, named by the id of the tensor that has it.
@@ -39,6 +42,7 @@ class CallMemory:
     state: written memory that Python state names.
     rebound: places of arguments that get other memory, another shape, requires_grad=False, hooks, or a .grad by assignment.
     required: places of arguments that get requires_grad=True, and nothing else.
+    flips: ops that views are apart from their memory by, which they apply when they are read: conjugation, negation.
     """
 
     of: dict[int, int]
@@ -47,6 +51,7 @@ class CallMemory:
     state: frozenset[int]
     rebound: frozenset[int]
     required: frozenset[int]
+    flips: dict[int, frozenset[str]]
 
     def owner(self, tensor: RemoteTensor) -> int:
         """The memory of a tensor of the call."""
@@ -81,6 +86,7 @@ def call_memory(tape: CallRecording, entry: StateSnapshot, arguments: list, befo
 
     # Follow the ops in order: what each writes, and whose memory its views are. A view's base has its entry by then
     written: set[int] = set()
+    flips: dict[int, frozenset[str]] = {}
     for op in tape.ops:
         template = op.template
         written.update(of.get(op.ins[place], op.ins[place]) for place in template.writes)
@@ -89,9 +95,10 @@ def call_memory(tape: CallRecording, entry: StateSnapshot, arguments: list, befo
             if out.kind == "view":
                 base = op.ins[out.of]
                 of[number] = of.get(base, base)
+                flips[number] = flips.get(base, frozenset()) ^ FLIPS.intersection((template.op,))
     places = frozenset(place for place, number in given.items() if number in written)
     state = frozenset(written.intersection(named.values()))
-    return CallMemory(of, frozenset(written), places, state, frozenset(changed) - required, required)
+    return CallMemory(of, frozenset(written), places, state, frozenset(changed) - required, required, flips)
 
 
 def sharing_arguments(leaves: list, memory: CallMemory) -> set[int]:

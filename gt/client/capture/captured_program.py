@@ -27,7 +27,9 @@ from gt.client.trace.uploads import upload
 from gt.ir.instr import DROP, LAUNCH
 
 aten = torch.ops.aten
-_COPY, _CLONE, _VIEW = info_of(aten.copy_.default), info_of(aten.clone.default), info_of(aten.as_strided.default)
+_COPY, _CLONE = info_of(aten.copy_.default), info_of(aten.clone.default)
+_FLIPS = {"aten._conj.default": info_of(aten._conj.default), "aten._neg_view.default": info_of(aten._neg_view.default)}
+_VIEW, _VIEW_DTYPE = info_of(aten.as_strided.default), info_of(aten.view.dtype)
 
 
 @dataclass(slots=True)
@@ -45,20 +47,32 @@ class ProgramResult:
         return self.source.tensor if isinstance(self.source, NamedMemory) else self.source
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class SharedMemory:
-    """Memory of several results, from its first element that one of them has to behind the last. owner: its name."""
+    """Memory of several results, which a call copies once.
 
-    owner: int
+    source: a result of the smallest elements. start, end: in its elements, from the first to behind the last of all results.
+    flips: ops by which a result is apart from the source, by the tensor's id.
+    """
+
+    source: RemoteTensor
     start: int
     end: int
+    flips: dict[int, frozenset[str]]
 
-    def view(self, tensor: RemoteTensor, copies: dict[int, RemoteTensor]) -> RemoteTensor:
-        """The result as a view of the memory's copy. copies: of this call so far, by owner."""
-        if self.owner not in copies:
-            copies[self.owner] = call(_CLONE, (call(_VIEW, (tensor, [self.end - self.start], [1], self.start)),))
-        place = tensor.storage_offset() - self.start
-        return call(_VIEW, (copies[self.owner], list(tensor.shape), list(tensor.stride()), place))
+    def view(self, tensor: RemoteTensor, copies: dict[tuple, RemoteTensor]) -> RemoteTensor:
+        """The result as a view of the memory's copy. copies: of this call so far, with the memory's copy by its dtypes."""
+        unit, dtype = self.source.dtype, tensor.dtype
+        if (self, unit) not in copies:
+            whole = call(_VIEW, (self.source, [self.end - self.start], [1], self.start))
+            copies[self, unit] = call(_CLONE, (whole,))
+        if (self, dtype) not in copies:
+            copies[self, dtype] = call(_VIEW_DTYPE, (copies[self, unit], dtype))
+        place = tensor.storage_offset() - self.start * unit.itemsize // dtype.itemsize
+        view = call(_VIEW, (copies[self, dtype], list(tensor.shape), list(tensor.stride()), place))
+        for op in self.flips[tensor._ref.id]:
+            view = call(_FLIPS[op], (view,))
+        return view
 
 
 def shared_memory(results: Iterable[ProgramResult], memory: CallMemory) -> dict[int, SharedMemory]:
@@ -66,19 +80,29 @@ def shared_memory(results: Iterable[ProgramResult], memory: CallMemory) -> dict[
 
     The caller may write to one of them, and then the others have to change with it.
     """
-    groups: dict[tuple, list[ProgramResult]] = defaultdict(list)
-    for result in {id(result): result for result in results}.values():
-        groups[memory.owner(result.tensor), result.tensor.dtype].append(result)
+    groups: dict[int, dict[int, RemoteTensor]] = defaultdict(dict)
+    for result in results:
+        if result.tensor.numel():
+            groups[memory.owner(result.tensor)][id(result)] = result.tensor
     spans: dict[int, SharedMemory] = {}
-    for (owner, _), members in groups.items():
-        tensors = [member.tensor for member in members if member.tensor.numel()]
-        if len(tensors) > 1:
-            ends = [
-                t.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in tensors
-            ]
-            span = SharedMemory(owner, min(t.storage_offset() for t in tensors), max(ends))
-            spans |= {id(member): span for member in members if member.tensor.numel()}
+    for members in groups.values():
+        if len(members) > 1:
+            # In bytes first, since views of one memory may have several dtypes. Whole elements of the largest are copied.
+            source = min(members.values(), key=lambda tensor: tensor.dtype.itemsize)
+            unit, largest = source.dtype.itemsize, max(tensor.dtype.itemsize for tensor in members.values())
+            starts, ends = zip(*map(_byte_span, members.values()), strict=True)
+            start, end = min(starts) // largest * largest, -(-max(ends) // largest) * largest
+            own = memory.flips.get(source._ref.id, frozenset())
+            flips = {t._ref.id: memory.flips.get(t._ref.id, frozenset()) ^ own for t in members.values()}
+            spans |= dict.fromkeys(members, SharedMemory(source, start // unit, end // unit, flips))
     return spans
+
+
+def _byte_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Bytes from the start of a tensor's memory to its first element, and behind its last one."""
+    first, nbytes = tensor.storage_offset(), tensor.dtype.itemsize
+    last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * nbytes, (last + 1) * nbytes
 
 
 @dataclass(eq=False)
@@ -164,7 +188,7 @@ class CapturedProgram:
     def copy_results(self, arguments: list, given: tuple) -> Any:
         """The results: each fresh one copied out of the memory that the next replay writes, views of arguments and state."""
         copies: dict[int, Any] = {}
-        memories: dict[int, RemoteTensor] = {}
+        memories: dict[tuple, RemoteTensor] = {}
 
         def made(result: Any) -> Any:
             if type(result) is ArgumentView:

@@ -175,6 +175,21 @@ def parts_that_share_elements(device: str, wrap: Callable) -> Any:
     return seen
 
 
+def one_memory_in_several_dtypes(device: str, wrap: Callable) -> Any:
+    def step(x: torch.Tensor) -> tuple:
+        pairs, doubled = torch.complex(x, x), x * 2
+        return pairs, torch.view_as_real(pairs), doubled.view(torch.int32), doubled[1:], pairs.conj()
+
+    compiled, seen = wrap(step), []
+    for x in rows(device):
+        pairs, parts, _, last, mirrored = results = compiled(x)
+        pairs.add_(1)
+        parts[0] = 5
+        last.add_(3)
+        seen.append([torch.view_as_real(pairs), *results[1:4], (mirrored * 2j).real])
+    return seen
+
+
 def changed_containers(device: str, wrap: Callable) -> Any:
     def step(batch: dict, seen: list) -> torch.Tensor:
         x = batch.pop("x")
@@ -236,7 +251,7 @@ PROGRAMS = (
     changed_argument, changed_argument_of_a_failing_call, one_tensor_twice, view_of_a_changed_weight,
     rows_of_a_buffer, slices_that_move_on, returned_argument, returned_views_of_an_argument, returned_view_of_state,
     returned_state_of_before, result_returned_twice, results_that_are_views_of_one_another, parts_that_share_elements,
-    changed_containers, rebound_argument,
+    one_memory_in_several_dtypes, changed_containers, rebound_argument,
     argument_that_begins_to_require_grad, assigned_gradient, changed_gradient,
 )  # fmt: skip
 

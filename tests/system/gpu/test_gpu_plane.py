@@ -176,7 +176,8 @@ del model, optimizer, loss, x, y
 again, _ = train(fresh(), "remote", "cudagraphs", "1f1b")
 close(again, want, 1e-6)  # embeddings' gradients are added in any order
 after = used()
-assert all(b < a + (256 << 20) for a, b in zip(before, after)), (before, after)
+if "PYTEST_XDIST_WORKER" not in os.environ:  # or other tests may have memory of these GPUs
+    assert all(b < a + (256 << 20) for a, b in zip(before, after)), (before, after)
 """,
         GT_CONFIG=str(ROOT / "configs" / "pp2.yaml"),
     )
