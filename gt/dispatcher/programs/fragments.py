@@ -73,6 +73,7 @@ class FragmentProgram:
     journal: list[Planned]
     forms: list[tuple]  # of each tensor from before: Spec.form
     bases: list[tuple[int, int]]  # further tensors that the code names: (number, steps) is that tensor's base, so many views up
+    descents: list[tuple[int, int | None, tuple]]  # (number, steps, Tensor.descent) of each whose storage the code moves
     layouts: list[Layout | None]  # of each tensor from before, then of each of `bases`
     changed: list[tuple[int, Layout]]  # (number, layout) of each that has another layout afterwards
     views: list[tuple[int, int]]  # (number, count) of each that is changed or rebound: tensors of its storage before the call
@@ -143,14 +144,6 @@ def _offloads(tape: Recording) -> str:
     """The reason why a recording of offloaded tensors is no fragment's: they rest by the ids that they have."""
     uses = any(row.kind in OFFLOAD for rows in tape.code.values() for row in rows)
     return "it uses offloaded tensors" if uses else ""
-
-
-def _base(tensor: Tensor, depth: int) -> Tensor:
-    """The tensor that a view is a view of, so many steps up."""
-    for _ in range(depth):
-        assert tensor.base is not None
-        tensor = tensor.base
-    return tensor
 
 
 def _sharing(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -288,12 +281,16 @@ class Fragments:
         return None, None
 
     def _fits(self, fragment: Fragment, ins: Sequence[int]) -> bool:
-        """False if these tensors have other strides, or share memory otherwise, than those that its program was made for."""
+        """False if these tensors are no such views, or share memory otherwise, than those that its program was made for."""
         program, rows = fragment.program, self._table.rows
         if program is None or any(i not in rows for i in ins):
             return True
         tensors = [rows[i] for i in ins]
-        return _sharing(tensors) == program.sharing and [t.spec.form for t in tensors] == program.forms
+        return (
+            _sharing(tensors) == program.sharing
+            and [t.spec.form for t in tensors] == program.forms
+            and all(tensors[n].descent(steps) == descent for n, steps, descent in program.descents)
+        )
 
     def _rests(self, ins: Iterable[int]) -> tuple[bool, ...]:
         """True for each tensor that ZeRO has rest in pieces between uses."""
@@ -412,7 +409,7 @@ class Fragments:
         programs.deferred.end(tape)
         with self._context.apart():
             bases = self._bases(ins, tape)
-            tensors = [*ins, *(_base(ins[n], depth) for n, depth in bases)]
+            tensors = [*ins, *(ins[n].above(depth) for n, depth in bases)]
             why = programs.obstacle(tape, [], {tensor.id for tensor in tensors}) or _offloads(tape) or self._unplaced(call)
         self._emitter.begin_run()
         if len(recording.numbers) != len(fragment.pattern.ops):
@@ -452,6 +449,7 @@ class Fragments:
             forms=[t.spec.form for t in ins],
             layouts=layouts,
             bases=bases,
+            descents=[(n, steps, ins[n].descent(steps)) for n, steps in [*bases, *((n, None) for n in sorted(relaid))]],
             changed=changed,
             views=[(n, recording.older[n][1]) for n in relaid],
             rebound=result.rebound,
@@ -531,7 +529,7 @@ class Fragments:
         new_ids = [call.made[tensor.number] for tensor in program.makes]
         if any(type(i) is not int or not 0 < i < TEMPORARY or i in rows for i in new_ids):
             raise ProtocolError("Ops.code has a fragment that makes tensors under ids that are no new ones")
-        tensors = [*ins, *(_base(ins[n], depth) for n, depth in program.bases)] if program.bases else ins
+        tensors = [*ins, *(ins[n].above(depth) for n, depth in program.bases)] if program.bases else ins
         for tensor, layout in zip(tensors, program.layouts, strict=True):
             if tensor.layout is not layout and layout is not None:
                 if tensor.storage.rest is not None:  # moved for this call, a parameter would be whole from then on
