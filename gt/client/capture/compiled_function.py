@@ -22,7 +22,6 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from gt.client import current_session
-from gt.client.capture import explain
 from gt.client.capture.aliasing import (
     ContainerArgument,
     Containers,
@@ -60,7 +59,6 @@ from gt.client.capture.boundary import (
     side_effect,
     why_key_differs,
 )
-from gt.client.capture.captured_program import CapturedProgram, ProgramResult
 from gt.client.capture.constants import argument_values
 from gt.client.capture.fragment_tape import FragmentTape, end_fragments
 from gt.client.capture.gradients import (
@@ -76,6 +74,8 @@ from gt.client.capture.gradients import (
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import LEADS_ELSEWHERE, UPLOADED, HostDraws
 from gt.client.capture.output_watch import OutputWatch
+from gt.client.capture.program import explain
+from gt.client.capture.program.captured_program import CapturedProgram, ProgramResult
 from gt.client.capture.recording import SAME, CallRecording, Difference, difference, reads_differ
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.device import random
