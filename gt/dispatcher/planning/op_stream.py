@@ -15,7 +15,7 @@ from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.fairness.run_queue import OPS_PER_UNIT, SHARED_DIVISOR, UNIT_SECONDS
 from gt.dispatcher.planning.planner import Planner
 from gt.dispatcher.planning.redistributor import Redistributor
-from gt.dispatcher.programs.fragments import Fragments
+from gt.dispatcher.programs.fragments.fragments import Fragments
 from gt.dispatcher.programs.programs import Programs
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.state.context import SessionContext

@@ -18,9 +18,9 @@ from typing import Any
 from gt.dispatcher.fairness.time_slices import Leavings
 from gt.dispatcher.planning.materializer import root_layout
 from gt.dispatcher.planning.redistributor import Redistributor
-from gt.dispatcher.programs.fragment_code import FragmentBounds, FragmentCode, WorkerCode, write_fragment
-from gt.dispatcher.programs.fragment_cuts import FragmentCuts, outline
-from gt.dispatcher.programs.fragment_pattern import FragmentCall, FragmentPattern, count_ops, parse, pattern_key, text
+from gt.dispatcher.programs.fragments.fragment_code import FragmentBounds, FragmentCode, WorkerCode, write_fragment
+from gt.dispatcher.programs.fragments.fragment_cuts import FragmentCuts, outline
+from gt.dispatcher.programs.fragments.fragment_pattern import FragmentCall, FragmentPattern, count_ops, parse, pattern_key, text
 from gt.dispatcher.programs.programs import Programs
 from gt.dispatcher.programs.recording import Recording
 from gt.dispatcher.sharding.groups import Meaning

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gt.dispatcher.programs.fragment_cuts import FragmentCuts
-from gt.dispatcher.programs.fragment_pattern import parse
+from gt.dispatcher.programs.fragments.fragment_cuts import FragmentCuts
+from gt.dispatcher.programs.fragments.fragment_pattern import parse
 from gt.ir.instr import END_FRAGMENT, FRAGMENT, FREE
 from gt.wire.messages import Failed, InspectFragments, Ops, Report
 from tests.helpers.core_bench import CoreBench
