@@ -109,6 +109,10 @@ class FragmentPattern:
             return None
         return FragmentCall(ins, new_ids, code, seed, counter)
 
+    def freed_by(self, call: FragmentCall) -> list[int]:
+        """Ids that the code of a call frees."""
+        return [(call.ins if before else call.made)[number] for before, number in self.freed]
+
 
 def text(value: Any) -> str:
     """A scalar as text: the type and the sign of zero count, and one NaN is like another."""

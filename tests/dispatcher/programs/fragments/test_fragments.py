@@ -107,7 +107,7 @@ def test_a_launch_that_was_not_begun_fails_what_it_would_have_moved(bench: CoreB
     session = bench.core.sessions[b"c"]
     for call in range(3):
         bench.give(b"c", Ops(1 + call, [], [], fragment(10 * (call + 1), call=call)))
-    (program,) = (f.program for f in session.op_stream.fragments._all)
+    (program,) = (f.program for f in session.op_stream.fragments._fragments._all)
     tensor = session.table.rows[1]
     program.changed.append((0, tensor.layout))
     program.views.append((0, 1))
