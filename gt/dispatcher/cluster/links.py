@@ -168,10 +168,10 @@ def within(one: Host) -> Way:
     return Way("shm", address, address)
 
 
-def failure(a: str, b: str, pair: Sequence[Link]) -> Failure:
+def failure(host: str, peer: str, pair: Sequence[Link]) -> Failure:
     """The name of a failed connection between two links, the same from both ends."""
     source, target = pair[0].address, pair[1].address
-    return (a, b, source, target) if a <= b else (b, a, target, source)
+    return (host, peer, source, target) if host <= peer else (peer, host, target, source)
 
 
 def candidates(one: Host, other: Host) -> list[Pair]:

@@ -228,14 +228,14 @@ class Cluster:
             self._known = {pair: found for pair, found in self._known.items() if living.issuperset(pair)}
         return links.ways(hosts, frozenset(self._failed), self._known)
 
-    def fail_link(self, a: Worker, b: Worker, epoch: int, source: str, target: str, now: float) -> bool:
+    def fail_link(self, worker: Worker, peer: Worker, epoch: int, source: str, target: str, now: float) -> bool:
         """No connection between these addresses was made, or it broke. True if it was the way of the two in this epoch."""
         # Both ends report the same failure, and late ones concern a way that is no longer in use: only the first one counts.
-        one, other = links.home(a.info), links.home(b.info)
-        way = self.ways().get((one, other)) if not (a.lost or b.lost) else None
+        one, other = links.home(worker.info), links.home(peer.info)
+        way = self.ways().get((one, other)) if not (worker.lost or peer.lost) else None
         if way is None or not way.connected or (way.source, way.target) != (source, target):
             return False
-        if self._epochs.get((min(a.index, b.index), max(a.index, b.index))) != epoch:
+        if self._epochs.get((min(worker.index, peer.index), max(worker.index, peer.index))) != epoch:
             return False
         self._failed[(one, other, source, target) if one <= other else (other, one, target, source)] = now
         return True

@@ -107,17 +107,17 @@ class ListOps:
         in_parts, whole = list_rules.runs_in_parts(known), None
         buckets: dict[Layout, list[int]] = {}
         for place, index in enumerate(lead):
-            t = ins[index]
-            if t.layout is None:
+            leader = ins[index]
+            if leader.layout is None:
                 home, rests = self._home(known, origin, ins, place)
-                self._redistributor.place(t.storage, home or replicated(self._context.default_mesh()))
-                t.storage.note_placed(home is not None)
-                if rests and t.base is None:
-                    t.storage.rest = t.layout
-            assert t.layout is not None
-            if t.layout.partial:
-                self._redistributor.reduce_partial(t.storage)
-            layout = t.layout
+                self._redistributor.place(leader.storage, home or replicated(self._context.default_mesh()))
+                leader.storage.note_placed(home is not None)
+                if rests and leader.base is None:
+                    leader.storage.rest = leader.layout
+            assert leader.layout is not None
+            if leader.layout.partial:
+                self._redistributor.reduce_partial(leader.storage)
+            layout = leader.layout
             if not in_parts:
                 layout = whole = whole or self._context.intern(replicated(layout.mesh))
             elif not list_rules.on_pieces(known, place, layout, combined):
@@ -168,34 +168,38 @@ class ListOps:
         # 1. By default. 2. What is written: it moves for good, as state to its parameter, and then is wanted where it is.
         # 3. Step counts, which were placed whole by themselves on other workers, follow their parameter once.
         whole, lead = self._context.intern(replicated(layout.mesh)), known.columns[0].indices(T)
-        wants = [layout if i in known.listed and t.spec.shape else whole for i, t in enumerate(ins)]
+        wants = [layout if i in known.listed and operand.spec.shape else whole for i, operand in enumerate(ins)]
         for index in known.template.writes:
-            t = ins[index]
+            operand = ins[index]
             if index not in known.listed and known.name in list_rules.WRITTEN:
-                wants[index] = self._in_terms(t, layout, Partial(list_rules.WRITTEN[known.name]))
-            elif t.layout is not None and t.layout != wants[index] and index not in lead:  # as far as its root can be laid so
-                self._redistributor.relayout(t.storage, root_layout(t, wants[index]))
+                wants[index] = self._in_terms(operand, layout, Partial(list_rules.WRITTEN[known.name]))
+            elif (
+                operand.layout is not None and operand.layout != wants[index] and index not in lead
+            ):  # as far as its root can be laid so
+                self._redistributor.relayout(operand.storage, root_layout(operand, wants[index]))
         for index in known.listed:
-            t = ins[index]
-            if t.storage.default and not t.spec.shape and t.layout != wants[index]:  # a step count that was placed by itself
-                self._redistributor.relayout(t.storage, root_layout(t, wants[index]))
-                t.storage.default = False
+            operand = ins[index]
+            if (
+                operand.storage.default and not operand.spec.shape and operand.layout != wants[index]
+            ):  # a step count that was placed by itself
+                self._redistributor.relayout(operand.storage, root_layout(operand, wants[index]))
+                operand.storage.default = False
         return wants
 
-    def _in_terms(self, t: Tensor, layout: Layout, term: Partial) -> Layout:
+    def _in_terms(self, number: Tensor, layout: Layout, term: Partial) -> Layout:
         """The layout that a number gets which workers write by what their pieces are: terms, wherever the leader is split."""
         # Each worker writes the number for its pieces, so what all of them have are terms (found_inf: their maximum is wanted).
         # A number that is whole now is the same on all of them, so it counts as equal terms, and nothing moves.
-        views = t.storage.tensors.values()
+        views = number.storage.tensors.values()
         there = all(v.layout is not None and v.layout.mesh == layout.mesh for v in views)
         if not there or any(p not in (R, term) for v in views for p in v.layout.placements):  # type: ignore[union-attr]
-            self._redistributor.relayout(t.storage, replicated(layout.mesh))
+            self._redistributor.relayout(number.storage, replicated(layout.mesh))
         for view in views:
             assert view.layout is not None
             pairs = zip(layout.placements, view.layout.placements, strict=True)
             self._context.set_layout(view, Layout(layout.mesh, tuple(term if isinstance(p, Shard) else q for p, q in pairs)))
-        assert t.layout is not None
-        return t.layout
+        assert number.layout is not None
+        return number.layout
 
     def _part(self, known: OpSchema, indices: tuple[int, ...]) -> ListPart:
         """The op over these indices only, made once."""

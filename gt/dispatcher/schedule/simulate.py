@@ -45,7 +45,7 @@ def simulate(rows: Rows, costs: Costs) -> Timeline:
 
 
 class _Run:
-    """State of a simulation.
+    """State of a simulation of m micro-batches.
 
     `forward` has the ends of F by (stage + 1) * m + micro, `gradient` those of B and I by stage * m + micro. Entries of the
     missing neighbours, before stage 0 and after the last stage, are 0. An end is NEVER until its action has run. At most one

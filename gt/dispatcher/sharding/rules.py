@@ -210,9 +210,9 @@ def _cost(have: Place, want: Placement, nbytes: int) -> float:
 def _mm_decision(known: OpSchema, first: int, option: tuple) -> Decision:
     """Decision for an option. The added operand of addmm has the result's placement, but for dims that are broadcast."""
     # Where the result is terms the added operand is terms too: one worker adds it, the others add zeros.
-    x, y, out = option
+    left, right, out = option
     if not first:
-        return Decision((x, y), (out,))
+        return Decision((left, right), (out,))
     bias = shape(known, 0)
     rank = len(out_shape(known))
     added: Placement = out
@@ -221,7 +221,7 @@ def _mm_decision(known: OpSchema, first: int, option: tuple) -> Decision:
         added = Shard(dim, out.parts) if dim >= 0 and bias[dim] != 1 else R
     if known.template.writes and isinstance(out, Partial):
         added = P
-    return Decision((added, x, y), (out,))
+    return Decision((added, left, right), (out,))
 
 
 def layer_norm(known: OpSchema, places: list[Place], size: int) -> Decision | None:
