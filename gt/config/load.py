@@ -124,7 +124,7 @@ def hint(word: str, known: Iterable[str]) -> str:
 
 def common_letters(a: str, b: str) -> int:
     """Length of the longest common subsequence, all letters of `a` at once (Hyyro 2004): difflib finds no longer one."""
-    # Bit-parallel dynamic programming over the columns of the usual table: a 0 in `rest` is a step by one in its column, so the
+    # Bit-parallel dynamic programming over the columns of the usual table. A 0 in `rest` is a step by one in its column, so the
     # number of zeros is the length.
     places: dict[str, int] = {}
     for place, letter in enumerate(a):

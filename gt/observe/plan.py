@@ -180,7 +180,7 @@ def _move(line: PlanLine, count: int) -> dict[str, Any]:
 def _worker(dry: Dry, step: PlannedStep, index: int, eager: bool) -> dict[str, Any]:
     interval, known = step.intervals[index], (WEIGHTS, GRADIENTS, OPTIMIZER)
     held: Counter[str] = Counter(step.held.get(index))
-    # Without an optimizer nobody has told what is held: the kinds of all blocks are added up.
+    # Without an optimizer no tensor has a declared role: the kinds of all blocks are added up.
     if not step.held:
         for block in (*interval.start, *interval.made):
             held[block.kind] += block.nbytes

@@ -278,7 +278,7 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
 
 
 def _check_cast(info: OpInfo, args: list, kwargs: dict) -> None:
-    """Raise if an op in place computes what its tensor cannot hold, such as half of an integer: some meta kernels do not."""
+    """Raise if an op in place computes values that its tensor cannot hold, such as halves: some meta kernels do not."""
     kind, _, overload = info.name.removeprefix("aten.").partition(".")
     if not info.pointwise or not info.writes or not kind.endswith("_") or args[0].dtype.is_floating_point:
         return

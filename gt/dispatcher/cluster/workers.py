@@ -49,7 +49,7 @@ class Worker:
     shared: bool = False  # the same
     weight: int = 0  # total weight of `defines`
     seconds: float = 0.0  # estimated seconds of `code` and `cuts`
-    told: list = field(default_factory=list)  # definitions that go with whatever is sent next
+    told: list = field(default_factory=list)  # definitions that are sent with the next instructions
     cuts: list = field(default_factory=list)  # (defines, code) before these
     _host: Host | None = None
 
@@ -61,7 +61,7 @@ class Worker:
         return self._host
 
     def revive(self, peer: bytes, info: dict) -> None:
-        """A new process, which knows and holds nothing; numbers go on, and what its predecessor left undone is done."""
+        """A new process, which knows and holds nothing; numbers go on, and its predecessor's unfinished work counts as done."""
         self.peer, self.info, self.lost, self.switches, self.session, self._host = peer, info, "", None, -1, None
         self.known, self.done = set(), self.runs
         self.told, self.defines, self.code, self.cuts, self.weight, self.seconds = [], [], [], [], 0, 0.0
@@ -220,8 +220,8 @@ class Cluster:
 
     def ways(self) -> dict[tuple[str, str], Way]:
         """The way of each pair of hosts."""
-        # A search among two hosts' addresses takes up to some milliseconds: a worker that joins, a link that fails and a
-        # client each ask, so what is known of hosts that are still there is kept.
+        # A search among two hosts' addresses takes up to some milliseconds. A worker that joins, a link that fails and a
+        # client each ask. So the ways between hosts that are still there are kept.
         hosts = self.hosts_of(self.workers)
         if hosts != self._hosts:
             self._hosts, living = hosts, set(hosts)

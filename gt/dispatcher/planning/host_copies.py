@@ -27,8 +27,8 @@ class SessionHostCopies:
 
     def __init__(self, context: SessionContext) -> None:
         self._context, self._emitter = context, context.emitter
-        # A storage's host_copy is (id, version, epoch, recording) of its last copy: the copy is of this version, and was made
-        # in this recording, or in none. A new epoch makes all copies stale at once.
+        # A storage's host_copy is (id, version, epoch, recording) of its last copy. The copy has the value of this version, and
+        # was made in this recording, or in none. A new epoch makes all copies stale at once.
         self._epoch = 0
         self._used: list[Tensor] = []  # by the op that is planned
 

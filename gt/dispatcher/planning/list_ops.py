@@ -67,7 +67,7 @@ class ListOps:
     def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Cut, bring and emit; or only emit, where all layouts are those for which nothing had to be brought."""
         # The plan of a list op is a list of parts, one for each layout of a leader. It is kept under the layouts of all
-        # operands if nothing was moved for it: then the same layouts need the same parts, and no tensor has to be brought.
+        # operands if nothing was moved for it. Then the same layouts need the same parts, and no tensor has to be brought.
         combined = list_rules.combination(known, values)
         key = ("list", combined, *[id(t.layout) for t in ins])
         cuts = None if self._failures.troubled else known.plans.get(key)
@@ -165,7 +165,7 @@ class ListOps:
 
     def _wants(self, known: OpSchema, layout: Layout, ins: list[Tensor]) -> list[Layout]:
         """Layout wanted of each operand: the leader's in a list, whole for numbers. Written operands move to it for good."""
-        # 1. By default. 2. What is written: it moves for good, as state to its parameter, and then is wanted where it is.
+        # 1. By default. 2. Written operands move for good, as state to its parameter, and are then wanted where they are.
         # 3. Step counts, which were placed whole by themselves on other workers, follow their parameter once.
         whole, lead = self._context.intern(replicated(layout.mesh)), known.columns[0].indices(T)
         wants = [layout if i in known.listed and operand.spec.shape else whole for i, operand in enumerate(ins)]
@@ -187,8 +187,8 @@ class ListOps:
         return wants
 
     def _in_terms(self, number: Tensor, layout: Layout, term: Partial) -> Layout:
-        """The layout that a number gets which workers write by what their pieces are: terms, wherever the leader is split."""
-        # Each worker writes the number for its pieces, so what all of them have are terms (found_inf: their maximum is wanted).
+        """Layout of a number that each worker computes from its pieces: terms on each axis on which the leader is split."""
+        # Each worker writes the number for its pieces, so all of them have terms (found_inf: their maximum is wanted).
         # A number that is whole now is the same on all of them, so it counts as equal terms, and nothing moves.
         views = number.storage.tensors.values()
         there = all(v.layout is not None and v.layout.mesh == layout.mesh for v in views)
@@ -215,8 +215,8 @@ class ListOps:
         return known.plans[key]
 
 
-# The op over some indices is an op of its own: `Chosen` renumbers the tensors and scalars that it takes from the lists, and
-# `where` and `order` do so for outputs and writes.
+# The op over some indices is an op of its own. `Chosen` renumbers the tensors and scalars that it takes from the lists, `where`
+# and `order` renumber outputs and writes.
 def _over(known: OpSchema, indices: tuple[int, ...], count: int) -> ListPart:
     template, chosen = known.template, Chosen(indices, count)
     args = tuple(map(chosen, template.args))

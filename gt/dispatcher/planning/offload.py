@@ -2,7 +2,7 @@
 
 The client declares state after a step; that of a fused op is known at once. A list op on much state is done in parts. Before
 one part is computed, the state of the next begins to come back. After a part its own state is evicted. Others are evicted after
-each use. Workers bring back whatever is used, so this is only about when.
+each use. Workers bring back every tensor that is used; this module decides when.
 
 Where the host computes the step, an op on state in host memory becomes a `host_op`. State and results stay in host memory.
 Other operands take part by copies (host_copies.py).
@@ -88,7 +88,7 @@ class Offload:
 
     def parts(self, indices: Sequence[int], columns: Iterable[Sequence[Tensor]]) -> list[list[int]]:
         """Indices of a list op's columns in parts of about PART_BYTES of tensors that rest elsewhere."""
-        # PART_BYTES of what moves, not of all operands. A single index with more is a part by itself.
+        # PART_BYTES of the tensors that move, not of all operands. A single index with more is a part by itself.
         listed, parts, total = list(columns), [[]], 0  # type: ignore[var-annotated]
         for index in indices:
             nbytes = sum(_bytes(row[index]) for row in listed if index < len(row) and self.space(row[index]))

@@ -95,7 +95,7 @@ class _Meetings:
             if not able:
                 return self.rows
 
-            # A worker without a gate offers whatever it can do, so `able` is empty only when all is done.
+            # A worker without a gate offers every action that it can do, so `able` is empty only when all is done.
             start, _, action, worker = min(able)
             self.do(self.members[action.stage] if worker < 0 else (worker,), action, start)
 

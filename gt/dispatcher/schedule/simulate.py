@@ -20,7 +20,7 @@ Times = list[list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Times in the unit of the costs. `bubble` of a worker is the makespan minus what it computes."""
+    """Times in the unit of the costs. `bubble` of a worker is the makespan minus its computing time."""
 
     start: Times
     end: Times
@@ -79,7 +79,7 @@ class _Run:
     def all(self) -> None:
         """Advance all workers to their ends. A worker at an L, R or O is tried again once all others wait."""
         # F, B and I wake those that wait for them (`waiting`). An L, R or O may wait for many actions at once, so no single
-        # one wakes it: it is tried again when nobody else can advance, until a round of tries executes nothing.
+        # one wakes it. It is tried again when nobody else can advance, until a round of tries executes nothing.
         done = -1
         while self.able:
             while self.able:

@@ -78,7 +78,7 @@ def pointwise(known: OpSchema, places: list[Place], size: int) -> Decision | Non
         dim = len(spec.shape) + back
         wants.append(Shard(dim, leader.parts) if dim >= 0 and spec.shape[dim] == result[leader.dim] else R)
     if writes and wants[writes[0]] != settled(places[writes[0]]):
-        return None  # what is written cannot be a copy in another layout
+        return None  # a written operand cannot be a copy in another layout
     outputs = tuple(Shard(len(out_shape(known, i)) + back, leader.parts) for i in range(len(outs)))
     return Decision(tuple(wants), outputs)
 
@@ -109,8 +109,8 @@ def reduction(known: OpSchema, places: list[Place], size: int) -> Decision | Non
     if not isinstance(place, Shard):
         return Decision((R,), (R,) * outs)
     dims, keep = _reduced(known)
-    # Over the split dim each worker has a term, if the reduction of terms is that of the whole: sums of pieces of any length,
-    # means of equal ones. An empty piece has no maximum, so maxima want equal pieces, or a name of OF_PIECES.
+    # Over the split dim workers have terms, if the reduction of terms is that of the whole. That holds for sums of pieces of
+    # any length, and means of equal ones. An empty piece has no maximum, so maxima want equal pieces, or a name of OF_PIECES.
     if place.dim in dims:
         op = REDUCTIONS[known.name]
         any_length = op == "sum" or known.name in OF_PIECES.values()

@@ -81,7 +81,7 @@ class Holder(NamedTuple):
 
 
 def _holders(session: ClientSession, worker: Worker, top: list[list[int]]) -> Iterator[Holder]:
-    # An id on a worker is one of three: a tensor of the table, a copy of one in another layout, or a value inside of a program.
+    # An id on a worker is a tensor of the table, a copy of one in another layout, or a value inside of a program.
     rows, offset = session.table.rows, session.emitter.offset
     copies = {made: t for t in rows.values() for _, made in (t.copies or {}).values()}
     within: dict[int, tuple[Origin, str]] | None = None  # tensors that programs make, looked up when needed

@@ -164,7 +164,7 @@ class Tensor:
 
 @dataclass(slots=True)
 class Table:
-    """One session's tensors. check() holds what must always be true.
+    """One session's tensors. check() asserts the invariants.
 
     relaid: grows whenever a placed tensor gets another layout. Comparisons of layouts stay valid while it is the same.
     """

@@ -75,7 +75,7 @@ class OffloadedTensors(dict[int, Any]):
     def __init__(self, evict: Evict) -> None:
         self._evict = evict
         self.away: dict[int, tuple[Resting, str]] = {}  # id -> the tensor that rests elsewhere, and its space
-        self._spaces: dict[int, tuple[str, str]] = {}  # space and folder of what was evicted once
+        self._spaces: dict[int, tuple[str, str]] = {}  # space and folder of tensors that were evicted once
         self._to_host = self._to_device = self._restored = 0  # bytes so far; restored: of those to the device, evicted ones
         self.host_copies: dict[int, tuple[Any, HostCopy]] = {}  # id -> the tensor on the device, and its host copy
 

@@ -79,7 +79,7 @@ class FragmentSealer:
             context = programs.fragment_context(tape, recording.backend, added)
             with self._context.apart():
                 result = write_fragment(tape, context, call, fragment.pattern, recording.numbers, bounds)
-            self._emitter.begin_run()  # behind what other sessions have planned meanwhile; all before is flushed
+            self._emitter.begin_run()  # behind the ops that other sessions have planned meanwhile; all before is flushed
             if fragment not in self._fragments:
                 result = "a worker was lost while it was written"
         if isinstance(result, str):

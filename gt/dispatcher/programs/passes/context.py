@@ -22,7 +22,8 @@ class PassContext:
 
     asked: text of the schedule, "" for none. compiled: true if a compiler fuses ops between borders. graphs: true if workers
     replay device graphs. recompute: as FinishCapture.recompute. times: measured seconds by definition. older: shapes of tensors
-    from before. lasting: tensors alive afterwards. homes: by what tensors from before share memory. fresh: a new tensor id.
+    from before. lasting: tensors alive afterwards. homes: an object for each tensor from before, one where memory is shared.
+    fresh: a new tensor id.
     """
 
     asked: str

@@ -137,7 +137,7 @@ def _row(part: ScheduledInstruction, split: bool) -> Instruction:
 
 
 def _stages(journal: Sequence[Planned]) -> StageAssignment:
-    """Stages are what a micro-batch passes, in order; backward passes them the other way. A worker may have several."""
+    """Stages in the order of a micro-batch's forward pass; backward passes them the other way. A worker may have several."""
     # 1. The path of each pass of each micro-batch: the groups that its ops run in, one entry for a run of ops of one group. The
     #    first forward pass says what the stages are: paths[False, 0] = ["embed", "block0", "head"] are stages 0, 1 and 2.
     stages = StageAssignment()
@@ -230,13 +230,13 @@ class _Needs:
 
     def __init__(self, parts: Parts, meshes: Sequence[tuple[int, ...]]) -> None:
         self.parts, self.meshes = parts, meshes
-        self.sources: dict[ScheduledInstruction, list[ScheduledInstruction]] = {}  # makers and last writers of what is read
+        self.sources: dict[ScheduledInstruction, list[ScheduledInstruction]] = {}  # makers and last writers of its inputs
         self.transfers = match_transfers(parts)
         self.collectives = match_collectives(parts)
         self.given: set[ScheduledInstruction] = set()  # parts whose action was found here
 
     def assign(self) -> None:
-        """Sends go with what made their data; everything else with the first action that needs it, or to the end."""
+        """Sends go with the maker of their data; everything else with the first action that needs it, or to the end."""
         # 1. Within each worker, from the uses to the sources.
         for rows in self.parts.values():
             self._find_sources(rows)
@@ -358,7 +358,7 @@ def _times(
 
 
 def _when(parts: Parts, times: dict[int, dict], split: bool) -> None:
-    """Actions at their start, transfers at the end of what made their data: the same order for everybody. times: by worker."""
+    """Actions at their start, transfers behind the maker of their data: the same order on all workers. times: by worker."""
     # Both ends of a transfer are sorted by the same number: the end of the action of its last sender. So all workers have their
     # transfers in one order, and none waits for a message that its peer sends after another one.
     _first(parts)
