@@ -267,23 +267,23 @@ class Cluster:
         # Pairs with direct ways first: the epoch of a relayed way names the epochs of its legs, so it changes with them.
         ways, rows = self.ways(), []
         direct: dict[tuple[int, int], int] = {}
-        ways |= {(one.home, one.home): links.within(one) for one in self.hosts_of(living)}
+        ways |= {(host.home, host.home): links.within(host) for host in self.hosts_of(living)}
         pairs = [(a, b) for a in living for b in living if a.index < b.index]
         pairs.sort(key=lambda pair: len(ways[links.home(pair[0].info), links.home(pair[1].info)].via))
         for a, b in pairs:
             way = ways[links.home(a.info), links.home(b.info)]
             # Pairs share out the relaying among the workers of the host between.
-            relays = [hosts[one][(a.index + b.index) % len(hosts[one])] for one in way.via]
+            relays = [hosts[home][(a.index + b.index) % len(hosts[home])] for home in way.via]
             path = [a, *relays, b]
             legs = [direct[min(x.index, y.index), max(x.index, y.index)] for x, y in pairwise(path)] if relays else []
 
             # Peers are part of the way: a restarted process has none of the old connections.
-            now = (way, [(one.index, one.lives, one.peer) for one in path], legs)
+            now = (way, [(worker.index, worker.lives, worker.peer) for worker in path], legs)
             key = a.index, b.index
             if self._routes.get(key) != now:
                 self._routes[key], self._epochs[key] = now, self._epochs.get(key, 0) + 1
             direct[key] = self._epochs[key]
-            rows.append([*key, self._epochs[key], way.kind, way.source, way.target, [one.index for one in relays]])
+            rows.append([*key, self._epochs[key], way.kind, way.source, way.target, [worker.index for worker in relays]])
             if links.by_nccl(a.info, b.info, way):
                 self.nccl.append([*key])
         self.relayed = [row for row in rows if row[6]]

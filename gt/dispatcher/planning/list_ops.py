@@ -149,7 +149,7 @@ class ListOps:
             self._planner.abandon(known, layout.mesh, ins, [op.outs[i] for i in part.outs])
             return None
         wants = self._wants(known, layout, ins)
-        brought = [self._redistributor.redistribute(t, want) for t, want in zip(ins, wants, strict=True)]
+        operand_ids = [self._redistributor.redistribute(t, want) for t, want in zip(ins, wants, strict=True)]
         result = self._context.intern(list_rules.made(layout, op.combined))
         makes = (result,) * len(known.template.outs)
         key = (layout, result, *map(id, wants))
@@ -157,10 +157,10 @@ class ListOps:
         if bound is None:
             bound = known.plans[key] = self._binder.bind(known, wants or list(makes), makes)
         plan = OpPlan(tuple(wants), makes, bound, all(t.layout is w for t, w in zip(ins, wants, strict=True)))
-        self._emit(part, plan, op.ins, brought, op.values, op.outs)
+        self._emit(part, plan, op.ins, operand_ids, op.values, op.outs)
         for index in known.template.writes:
-            if brought[index] != ins[index].id:  # a view of something laid out otherwise: the copy was written
-                self._redistributor.write_back(brought[index], ins[index], wants[index])
+            if operand_ids[index] != ins[index].id:  # a view of something laid out otherwise: the copy was written
+                self._redistributor.write_back(operand_ids[index], ins[index], wants[index])
         return part, plan
 
     def _wants(self, known: OpSchema, layout: Layout, ins: list[Tensor]) -> list[Layout]:

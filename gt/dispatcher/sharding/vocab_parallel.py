@@ -297,9 +297,9 @@ def nll_loss_backward(known: OpSchema, starts: Starts, mesh: Mesh) -> list[Chain
     chain, (skipped, mark) = Chain(known), _marked(known.arg(5))
     rows = _axes(kinds, rows=Shard(0))
     own = _own(chain, 2, split, rows, skipped, mark)
-    made = _axes(kinds, rows=Shard(0), classes=Shard(dim))
+    rows_and_classes = _axes(kinds, rows=Shard(0), classes=Shard(dim))
     grad = rows if template.ins[0].shape else _axes(kinds)
-    wants = (grad, made, rows, *[_axes(kinds, classes=Shard(0))] * (known.tensors - 4), _axes(kinds))
+    wants = (grad, rows_and_classes, rows, *[_axes(kinds, classes=Shard(0))] * (known.tensors - 4), _axes(kinds))
 
     def gradient(scores: ChainValue, labels: ChainValue, out: Spec, name: int | str, result: Placements) -> ChainOp:
         ins = (template.ins[0], scores.spec, labels.spec, *template.ins[3:])
@@ -322,7 +322,7 @@ def nll_loss_backward(known: OpSchema, starts: Starts, mesh: Mesh) -> list[Chain
         flat = chain.placed("_to_copy.default", labels, out=_like(own.spec, out.dtype), where=rows, dtype=dtype)
         scores = chain.placed("_unsafe_view.default", flat, list(one.shape), out=one, where=rows)
         chain.parts.append(gradient(scores, first, one, SUMS, rows))
-    chain.parts.append(gradient(ChainValue(1, template.ins[1]), own, out, -1, made))
+    chain.parts.append(gradient(ChainValue(1, template.ins[1]), own, out, -1, rows_and_classes))
     return chain.parts
 
 

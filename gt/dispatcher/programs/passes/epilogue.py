@@ -102,24 +102,24 @@ def _uses(parts: Parts, stages: dict[int, set[int]], footprints: Footprints) -> 
     teams = [team for team in match_collectives(parts) if any(part.tail for part in team)]
     # A fixed point: dependences along each worker's rows, then those that messages and collectives carry to other workers. Sets
     # only grow, so it ends.
-    given: Dependences = {}  # from other workers
+    from_others: Dependences = {}  # from other workers
     while True:
         uses: Dependences = {}
         for worker, rows in parts.items():
-            uses.update(_along(rows, stages[worker], footprints, given))
-        now = dict(given)
+            uses.update(_along(rows, stages[worker], footprints, from_others))
+        now = dict(from_others)
         for send, receive in links:
             now[receive] = now.get(receive, NONE) | uses.get(send, NONE)
         for team in teams:
             every = NONE.union(*[uses.get(part, NONE) for part in team])
             now.update((part, every) for part in team)
-        if now == given:
+        if now == from_others:
             return uses
-        given = now
+        from_others = now
 
 
 def _along(
-    rows: Sequence[ScheduledInstruction], own: set[int], footprints: Footprints, given: Dependences
+    rows: Sequence[ScheduledInstruction], own: set[int], footprints: Footprints, from_others: Dependences
 ) -> Iterable[tuple[ScheduledInstruction, Uses]]:
     """One worker's, in the order of the calls."""
     # By memory: the stages that its writers, or its readers, so far depend on. An action depends on its own stage alone here:
@@ -130,7 +130,7 @@ def _along(
         footprint, uses = footprints[part], NONE
         if part.tail:
             before = [wrote[base] for base in footprint.reads | footprint.writes] + [read[base] for base in footprint.writes]
-            uses = given.get(part, NONE).union(*before)
+            uses = from_others.get(part, NONE).union(*before)
             if uses and (part.moves or not {stage for stage, _ in uses} <= own):
                 uses |= {LATER}
             yield part, uses
