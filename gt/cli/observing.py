@@ -1,4 +1,4 @@
-"""The frame of commands that observe a running server: address, token, connection, and what ends them."""
+"""The frame of commands that observe a running server: address, token, connection, and the signals and errors that end them."""
 
 from __future__ import annotations
 

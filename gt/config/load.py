@@ -124,7 +124,7 @@ def hint(word: str, known: Iterable[str]) -> str:
 
 def common_letters(a: str, b: str) -> int:
     """Length of the longest common subsequence, all letters of `a` at once (Hyyro 2004): difflib finds no longer one."""
-    # Bit-parallel dynamic programming over the columns of the usual table: a 0 in `rest` is a step by one in its column, so the
+    # Bit-parallel dynamic programming over the columns of the usual table. A 0 in `rest` is a step by one in its column, so the
     # number of zeros is the length.
     places: dict[str, int] = {}
     for place, letter in enumerate(a):
@@ -367,10 +367,10 @@ class _Reader:
         keys = self.known(node, PRECISION_KEYS, "precision", RESERVED)
         if "compute" not in keys:
             self.fail(RESERVED, _line(node), "precision has no compute, want the dtype in which modules compute")
-        given = {key: self.dtype(value, key, PRECISION_KEYS[key]) for key, value in keys.items()}
+        settings = {key: self.dtype(value, key, PRECISION_KEYS[key]) for key, value in keys.items()}
 
         # Sums in less than the compute dtype would lose what compute had; fp16 sums overflow under loss scaling.
-        compute, reduce = given["compute"], given.get("reduce", "fp32")
+        compute, reduce = settings["compute"], settings.get("reduce", "fp32")
         if reduce not in ("fp32", compute):
             self.fail(
                 RESERVED,
@@ -380,23 +380,23 @@ class _Reader:
             )
         if reduce == "fp16":
             self.fail(RESERVED, _line(keys["reduce"]), "reduce is fp16: sums of scaled gradients overflow; leave reduce out")
-        return Precision(**given)
+        return Precision(**settings)
 
     def offload(self, node: yaml.Node, zero: int) -> Offloaded:
         """Spaces in which optimizer state and parameters rest."""
         keys = self.known(node, OFFLOAD_KEYS, "offload", RESERVED)
-        given = {key: self.value(value, str, key, OFFLOAD_KEYS[key], RESERVED) for key, value in keys.items()}
+        settings = {key: self.value(value, str, key, OFFLOAD_KEYS[key], RESERVED) for key, value in keys.items()}
         for key in ("optimizer", "params"):
-            if given.get(key, "none") not in SPACES:
+            if settings.get(key, "none") not in SPACES:
                 self.fail(RESERVED, _line(keys[key]), f"{key} is {self.show(keys[key])}, want {OFFLOAD_KEYS[key]}")
-        path, step = given.pop("path", OFFLOAD_PATH), given.pop("step", STEPS[0])
+        path, step = settings.pop("path", OFFLOAD_PATH), settings.pop("step", STEPS[0])
         if step not in STEPS:
             self.fail(RESERVED, _line(keys["step"]), f"step is {self.show(keys['step'])}, want {OFFLOAD_KEYS['step']}")
         if not path.startswith("/") or "\0" in path:
             self.fail(RESERVED, _line(keys["path"]), f"path is {self.show(keys['path'])}, want {OFFLOAD_KEYS['path']}")
 
         # Below stage 3 each worker keeps whole parameters for its use, so moving them out would save nothing.
-        spaces = {key: None if space == "none" else space for key, space in given.items()}
+        spaces = {key: None if space == "none" else space for key, space in settings.items()}
         if spaces.get("params") and zero < STAGES[-1]:
             self.fail(
                 RESERVED,

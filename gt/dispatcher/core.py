@@ -85,7 +85,7 @@ from gt.wire.messages import (
 )
 
 log = logging.getLogger("gt.dispatcher")
-MAX_ERROR_CHARACTERS = 4000  # characters of what a worker says of a failure
+MAX_ERROR_CHARACTERS = 4000  # characters of a worker's report on a failure
 MAX_LOGGED_REFUSALS = 20  # refusals logged in a second
 
 

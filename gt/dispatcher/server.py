@@ -85,7 +85,7 @@ class Server:
             core = Core(heartbeat, logged, liveness.process(), terms, self._pace)
         self._core = core
 
-        # Bound here, so that whoever makes a Server learns of a port in use before `run`.
+        # Bound here, so that the caller learns of a port in use before `run`.
         self._journal = _journal(env.get("GT_INSTRUCTION_LOG"))
         self._router = Router(host, port, heartbeat, access)
         if access is not None and (weak := weakness(access.token)):
@@ -157,7 +157,7 @@ class Server:
             self._close()
 
     def _look(self, next_tick: float) -> Arrived | Gone | None:
-        """Take in what came. The usual case is one event while none waits: it is returned, and needs no queue."""
+        """Take in arrived messages. The usual case is one event while none waits: it is returned, and needs no queue."""
         items = self._items
         idle = not items
         wait = max(0.0, min(TICK_SECONDS, next_tick - time.monotonic())) if idle and not self._again else 0.0

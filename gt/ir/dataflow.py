@@ -17,12 +17,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from gt.ir.instr import FIRST, Define
 
 Definition = Callable[[int], Define | None]
 OUTPUT_BITS = 20  # outputs of one instruction, below this power of two, in the name of fresh memory
+NONE: Mapping[int, int] = MappingProxyType({})
 OLDER = -1  # in AliasSets.memory: all memory from before the stream
 
 
@@ -117,12 +119,15 @@ class MemoryAccess(NamedTuple):
     makes: list[int]
 
 
-def accesses(rows: Sequence[Accessing], numbers: Sequence[int] | None = None) -> list[MemoryAccess]:
+def accesses(
+    rows: Sequence[Accessing], numbers: Sequence[int] | None = None, shared: Mapping[int, int] = NONE
+) -> list[MemoryAccess]:
     """The memory that each row reads and makes. Memory from before the rows has the name of the tensor.
 
     Fresh memory has a negative name, of the number of its maker (its place unless `numbers` says otherwise) and its output.
+    shared: tensors from before that share the memory of another one, with that. The rows themselves do not show it.
     """
-    memory: dict[int, int] = {}
+    memory = dict(shared)
     result = []
     for place, row in enumerate(rows):
         number = place if numbers is None else numbers[place]
@@ -141,15 +146,17 @@ def accesses(rows: Sequence[Accessing], numbers: Sequence[int] | None = None) ->
 Definitions = tuple[tuple, tuple, tuple]
 
 
-def reaching_definitions(rows: Sequence[Accessing], numbers: Sequence[int] | None = None) -> list[Definitions]:
+def reaching_definitions(
+    rows: Sequence[Accessing], numbers: Sequence[int] | None = None, shared: Mapping[int, int] = NONE
+) -> list[Definitions]:
     """The definitions that reach each row. Two orders of rows give the same values if these are the same in both.
 
-    numbers: of the makers, as for `accesses`.
+    numbers: of the makers; shared: memory from before. Both as for `accesses`.
     """
     maker: dict[int, int] = {}
     versions: dict[int, int] = {}  # by memory
     result: list[Definitions] = []
-    for place, (row, access) in enumerate(zip(rows, accesses(rows, numbers))):
+    for place, (row, access) in enumerate(zip(rows, accesses(rows, numbers, shared))):
         # What the row reads is as it was before the row's own writes.
         used = access.reads
         result.append((tuple(map(maker.get, row.reads)), tuple(used), tuple(map(versions.get, used))))

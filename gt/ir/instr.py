@@ -24,14 +24,14 @@ FREE = 0  # [FREE, n, ids...], to workers [FREE, seq, n, ids...]: these tensors 
 PARAM = 1  # from the client: [PARAM, id], a leaf that requires grad
 FORGET = 2  # to workers: [FORGET, seq, n, numbers...], definitions that are not named again
 # from the client: [RECORD, slot, how, n, ids...], the ops that follow may become a program with these tensors as inputs. how: 0
-# executes them one by one; 1 executes them as one program with backend cudagraphs when the call returns; 2 and 3 do so
+# executes them one by one. 1 executes them as one program with backend cudagraphs when the call returns. 2 and 3 do so
 # and recompute cheap values, as 1 and 2 of FinishCapture.recompute
 RECORD = 3
 DISCARD = 4  # from the client: [DISCARD], the ops recorded since RECORD become no program
 LAUNCH = 5  # from the client: [LAUNCH, program, seed, counter], replays a program
 DROP = 6  # from the client: [DROP, program], a program that is not launched again
 # from the client: [FRAGMENT, slot, call, backend, seed, counter, n, <n numbers of ops>, END_FRAGMENT, m, ids...], the ops
-# between two reads of a value, which may be replayed as one program; m tensors are freed behind them. slot: the function; call:
+# between two reads of a value. They may be replayed as one program. m tensors are freed behind them. slot: the function; call:
 # its call; backend: an index into BACKENDS; seed, counter: state of the random numbers before
 FRAGMENT = 8
 END_FRAGMENT = 9

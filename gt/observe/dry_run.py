@@ -91,8 +91,8 @@ class PlannedStep:
         return self.intervals[worker].shapes.get(tensor)
 
 
-# Four places of the real dispatcher are replaced, and nothing else: the emitter (writes for followed workers only), the upload
-# of bytes, the release of tensors (which notes weights before they go), and warnings. All decisions are the dispatcher's own.
+# Four places of the real dispatcher are replaced: the emitter (it writes for followed workers only), the upload of bytes, the
+# release of tensors (it notes weights before they are freed), and warnings. All decisions are the dispatcher's own.
 class _Emitter(Emitter):
     """Writes instructions of followed workers only; counts lines of the plan."""
 

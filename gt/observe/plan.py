@@ -180,11 +180,11 @@ def _move(line: PlanLine, count: int) -> dict[str, Any]:
 def _worker(dry: Dry, step: PlannedStep, index: int, eager: bool) -> dict[str, Any]:
     interval, known = step.intervals[index], (WEIGHTS, GRADIENTS, OPTIMIZER)
     held: Counter[str] = Counter(step.held.get(index))
-    # Without an optimizer nobody has told what is held: the kinds of all blocks are added up.
+    # Without an optimizer no tensor has a declared role: the kinds of all blocks are added up.
     if not step.held:
         for block in (*interval.start, *interval.made):
             held[block.kind] += block.nbytes
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "workers": dry.alike[index],
         **{kind: held[kind] for kind in known},
         **({OFFLOADED: held[OFFLOADED]} if held[OFFLOADED] else {}),
@@ -198,7 +198,7 @@ def _worker(dry: Dry, step: PlannedStep, index: int, eager: bool) -> dict[str, A
         "seconds": interval.seconds,
         "link_seconds": max(sum(interval.sent.values()), sum(interval.received.values())) / LINK,
     }
-    return found
+    return report
 
 
 def _scheduled(body: dict[str, Any], pipe: dict[str, Any], dry: Dry) -> None:

@@ -210,7 +210,7 @@ class SimulatedWorker:
     # ---- offloaded tensors
 
     def _host_op(self, define: Define, operands: Sequence) -> None:
-        """An op in host memory: what rests there stays, and so does what the op makes."""
+        """An op in host memory: operands that rest there stay, and so do the op's results."""
         self._touch([held for i in operands[define.effects.reads] if not (held := self.tensors[i]).away])
         for name, (shape, itemsize, _) in zip(operands[define.effects.makes], _outs(define.payload["outs"])):
             self._add(name, SimulatedTensor(Block(0, self.now.rows), shape, itemsize, away=True))

@@ -103,10 +103,10 @@ def _workers(workers: Sequence[Row], hosts: bool, width: int) -> list[str]:
     return [head, *rows]
 
 
-def _narrow_worker(w: Row, hosts: bool, width: int) -> list[str]:
-    at = f"on {w['host']}" if hosts else ""
-    now = f"at {_op(w['current']['op'])} {_place(w['current'])}" if w["current"] else w["reason"]
-    first = f"{column(w['name'], 8)}{w['state']:11}{_share(w['busy_share']):>5}{_tensors(w):>9}"
+def _narrow_worker(worker: Row, hosts: bool, width: int) -> list[str]:
+    at = f"on {worker['host']}" if hosts else ""
+    now = f"at {_op(worker['current']['op'])} {_place(worker['current'])}" if worker["current"] else worker["reason"]
+    first = f"{column(worker['name'], 8)}{worker['state']:11}{_share(worker['busy_share']):>5}{_tensors(worker):>9}"
     return [first, *_under(", ".join(filter(None, (at, now))), width)]
 
 
@@ -115,13 +115,14 @@ def _under(text: str, width: int) -> list[str]:
     return wrapped(text, width, 8, 8)
 
 
-def _worker(w: Row, hosts: bool) -> str:
-    taken = w["memory"].get("process", w["memory"].get("peak"))
-    now = f"{_place(w['current'])} {_op(w['current']['op'])}" if w["current"] else ""  # the line first: the end may be cut
-    host = column(w["host"], 8) if hosts else ""
+def _worker(worker: Row, hosts: bool) -> str:
+    taken = worker["memory"].get("process", worker["memory"].get("peak"))
+    # The line comes first, since the end may be cut.
+    now = f"{_place(worker['current'])} {_op(worker['current']['op'])}" if worker["current"] else ""
+    head = column(worker["name"], 8) + (column(worker["host"], 8) if hosts else "")
     return (
-        f"{column(w['name'], 8)}{host}{w['state']:11}{_share(w['busy_share']):>5}{_rate(w['ops_per_second']):>8}"
-        f"{_tensors(w):>9}{UNKNOWN if taken is None else _size(taken):>9}{_limit(w):>9}  {now}"
+        f"{head}{worker['state']:11}{_share(worker['busy_share']):>5}{_rate(worker['ops_per_second']):>8}"
+        f"{_tensors(worker):>9}{UNKNOWN if taken is None else _size(taken):>9}{_limit(worker):>9}  {now}"
     )
 
 

@@ -24,7 +24,7 @@ SMALL_BYTES = 32 << 10  # bytes of a body that unpacks within milliseconds, what
 MAX_ASKED_BYTES = 3 << 19  # bytes of a body from a peer to the dispatcher, at most
 MAX_CODE_BYTES = 9  # bytes of the longest number
 MAX_CONTAINERS = 96 << 10  # lists and maps in one field
-# Of a field in a body that is not small: a byte may become a number or a text, 20 ns each, and 10 bytes a key, 1000 ns
+# Bounds of a field in a body that is not small. A byte may become a number or a text, 20 ns each; 10 bytes a key, 1000 ns
 MAX_STREAM_NUMBERS = 1 << 18
 MAX_LIST_BYTES, MAX_MAP_BYTES = 3 << 18, 1 << 17
 _CONTAINERS = bytes([*range(0x80, 0xA0), 0xDC, 0xDD, 0xDE, 0xDF])  # first bytes of lists and maps in msgpack

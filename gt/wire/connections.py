@@ -71,8 +71,8 @@ class Connection:
         return None
 
 
-# Why tickets: ROUTER tells the descriptor of a message's connection, but by the time the message is read, the connection may
-# have ended and another may have its descriptor. Example, `_place` growing with each accept and end:
+# Why tickets: ROUTER has the descriptor of a message's connection. When the message is read, that connection may have ended,
+# and another may have its descriptor. Example, `_place` growing with each accept and end:
 #   accepted(7) -> opened 1; ticket "1" -> place 1; ended(7) -> closed 2; accepted(7) -> opened 3
 # A message with ticket "1" from descriptor 7 is of the first connection: opened 1 <= 1 < closed 2.
 class Connections:
@@ -204,11 +204,11 @@ class Connections:
         return out
 
     def unread(self, acked: dict[Connection, int], most: int) -> dict[Connection, str]:
-        """Connections whose peers do not read what is sent to them, while all together have more than `most` bytes to read.
+        """Connections whose peers do not read their messages, while all together have more than `most` bytes to read.
 
         acked: bytes that each peer's host has taken, 0 where unknown.
         """
-        # What a peer has not read is in this process's memory. Who reads may be slow, so those with most to read go first.
+        # Bytes that a peer has not read are in this process's memory. A reader may be slow: those with most to read go first.
         left = {connection: connection.queued - nbytes for connection, nbytes in acked.items() if nbytes}
         out, total = {}, sum(nbytes for nbytes in left.values() if nbytes > 0)
         for connection in sorted(left, key=lambda connection: -left[connection]) if total > most else ():

@@ -132,7 +132,7 @@ class Gate:
 
     def admit(self, message: Message, frames: int = 0, longest: int = 0) -> None:
         """Raise ProtocolError if the message is out of place. longest: bytes of its longest frame."""
-        # Each check is of one message and the state of this peer; the core checks what needs more, such as ids.
+        # Each check is of one message and the state of this peer; the core checks the rest, such as ids.
         name = type(message).__name__
         if frames > (most := CARRIES.get(type(message), 0)):
             raise ProtocolError(f"{name} came with {frames} frames, it has {f'at most {most}' if most else 'none'}")

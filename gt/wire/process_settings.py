@@ -58,7 +58,7 @@ def program_froze() -> bool:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without passes of the collector inside, for imports: what these make stays, and passes take an eighth of their time.
+    """Without passes of the collector inside, for imports: their objects stay, and passes take an eighth of their time.
 
     All objects count as old afterwards, so that the next pass over the youngest does not meet the new ones.
     """

@@ -34,7 +34,7 @@ def traffic(fd: int) -> Traffic:
             info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED + 8)
         finally:
             sock.detach()
-        # The kernel counts bytes whether they are read or not, so the difference is what libzmq has taken.
+        # The kernel counts bytes whether they are read or not, so the difference is the bytes that libzmq has taken.
         unread = array.array("i", [0])
         fcntl.ioctl(fd, termios.FIONREAD, unread)
         acked, came = struct.unpack_from("=QQ", info, _ACKED)

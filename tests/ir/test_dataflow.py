@@ -129,6 +129,12 @@ def test_bytes_alive_are_those_of_a_count_row_by_row() -> None:
         assert dataflow.bytes_alive(length, spans) == alive
 
 
+def test_a_write_to_memory_from_before_reaches_all_that_share_it() -> None:
+    rows = [Instruction(0, ADD_, [7, 1, 1.0]), Instruction(1, RELU, [8, 9])]
+    assert dataflow.accesses(rows, shared={8: 7})[1].reads == [7]
+    assert dataflow.reaching_definitions(rows, shared={8: 7})[1] == ((None,), (7,), (1,))
+
+
 # ---- legality of an order
 
 
@@ -139,6 +145,13 @@ def test_independent_rows_may_change_places_and_others_may_not() -> None:
     for order in ([a, b, late, c, d], [a, b, d, late], [b, a, c, d, late]):  # read too early; a write is lost; no maker
         with pytest.raises(CannotReorder, match="the order matters"):
             check_same_dataflow(0, DataFlow.of([a, b, c, d, late]), order, {})
+
+
+def test_a_write_from_before_and_a_read_of_its_view_stay_in_order() -> None:
+    write, read = Instruction(0, ADD_, [7, 1, 1.0]), Instruction(1, RELU, [8, 9])
+    check_same_dataflow(0, DataFlow.of([write, read]), [read, write], {})  # other memory
+    with pytest.raises(CannotReorder, match="the order matters"):
+        check_same_dataflow(0, DataFlow.of([write, read], {8: 7}), [read, write], {})
 
 
 def test_a_repeated_row_reads_what_the_first_one_read() -> None:

@@ -26,8 +26,8 @@ from gt.dispatcher.core import Core
 from gt.dispatcher.events import Malformed, PeerLost, Received, Send, Turn, TurnWanted
 from gt.dispatcher.fairness.background import Background
 from gt.dispatcher.fairness.time_slices import Pace
-from gt.dispatcher.programs.fragment_pattern import MAX_NUMBERS
-from gt.dispatcher.programs.fragments import MAX_ALIKE, MAX_FRAGMENTS
+from gt.dispatcher.programs.fragments.fragment_pattern import MAX_NUMBERS
+from gt.dispatcher.programs.fragments.fragment_table import MAX_ALIKE, MAX_FRAGMENTS
 from gt.errors import ProtocolError
 from gt.ir import check
 from gt.ir.instr import DISCARD, DROP, END_FRAGMENT, FRAGMENT, FREE, LAUNCH, PARAM, RECORD

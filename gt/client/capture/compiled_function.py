@@ -11,28 +11,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
-import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec
 
 from gt.client import current_session
-from gt.client.capture import explain
 from gt.client.capture.aliasing import (
     ContainerArgument,
     Containers,
-    argument_view,
     call_memory,
     flatten_call,
     identities,
     in_arguments,
-    one_of,
-    sharing_arguments,
     write_back,
     written_inputs,
 )
@@ -43,8 +37,6 @@ from gt.client.capture.boundary import (
     HostRngState,
     RecordedCall,
     detached,
-    gradients,
-    hint,
     key_of,
     leaf_arguments,
     loop_carried,
@@ -57,29 +49,26 @@ from gt.client.capture.boundary import (
     returned_objects,
     schedules_rates,
     seems_to_read,
-    side_effect,
     why_key_differs,
 )
-from gt.client.capture.captured_program import CapturedProgram, ProgramResult
 from gt.client.capture.constants import argument_values
 from gt.client.capture.fragment_tape import FragmentTape, end_fragments
+from gt.client.capture.futile_calls import Reasons, RecordingPauses
 from gt.client.capture.gradients import (
     VIEWED,
     DifferentiatedArguments,
-    LeafGradients,
-    find_memory,
     grad_arguments,
     leave_entries,
     made_paths,
-    take_made,
 )
-from gt.client.capture.guards import Guard
-from gt.client.capture.host_draws import LEADS_ELSEWHERE, UPLOADED, HostDraws
+from gt.client.capture.host_draws import UPLOADED, HostDraws
 from gt.client.capture.output_watch import OutputWatch
-from gt.client.capture.recording import SAME, CallRecording, Difference, difference, reads_differ
+from gt.client.capture.program import explain
+from gt.client.capture.program.captured_program import CapturedProgram
+from gt.client.capture.program.sealing import SealedCall, captured_program, disagreement, own_obstacle
+from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.device import random
-from gt.client.device.remote_tensor import RemoteTensor, make, memory_id
 from gt.client.reports import progress, spans
 from gt.client.reports.html import TextReport
 from gt.client.trace.recorder import Recorder
@@ -90,20 +79,11 @@ from gt.ir.instr import BACKENDS, DISCARD, FREE, RECORD
 from gt.ir.schedules import asked
 from gt.wire.process_settings import cycles_collected
 
-log = logging.getLogger("gt")
-ARGUMENTS_DIFFER = "the function reads a value of its arguments, which differs from the call before"
-REBOUND = "the function changes memory, shape, requires_grad, hooks or .grad of argument"
 CHANGED = "the function changes a list or dictionary that it gets"
 OTHER_ARGUMENTS = "no two calls in a row have had the same kind of arguments; the last differed in "
 BESIDE = "a call of another thread was recorded or run in parts at that time: that is done to one call at a time"
-_CHANGE = re.compile(r" from \S+ to \S+|; the last differed in .*")
-_NUMBER = re.compile(r"-?\d[\d.e+-]*")
 
 MAX_PROGRAMS_PER_FUNCTION = 8  # the least recently used one is dropped beyond that
-MAX_FUTILE_CALLS = 4  # recorded calls in a row without a program; the function then runs eagerly for some calls
-MAX_EAGER_CALLS = 64  # calls that run eagerly before the next recording; the number doubles up to this
-MAX_REASONS = 20  # that explain() shows of one function
-MAX_WARNINGS_PER_FUNCTION = 100
 _numbers, _slots = itertools.count(1), itertools.count(1)
 
 
@@ -162,11 +142,8 @@ class CompiledFunction(Generic[P, R]):
         self._programs: list[CapturedProgram] = []  # most recently used first
         self._last: RecordedCall | None = None
         self._slot = next(_slots)
-        self._reasons: list[str] = []  # why calls were not replayed, newest last
-        self._warned: set[str] = set()
-        self._futile_calls = 0  # recorded calls in a row without a program
-        self._eager_calls = 0  # calls left that are not recorded
-        self._next_eager_calls = MAX_FUTILE_CALLS
+        self._reasons = Reasons(getattr(fn, "__qualname__", "a compiled function"))
+        self._pauses = RecordingPauses()
         self._why = "the first call"
         self._strict = False  # True if libraries are told that values cannot be read
         self._sealed = 0  # programs made so far
@@ -221,11 +198,11 @@ class CompiledFunction(Generic[P, R]):
             in_parts = viewed or key[-1] or self._differentiated.obstacle(leaves)  # key[-1]: observer()
             if in_parts:
                 self._last = None
-                self._add_reason(in_parts)
+                self._reasons.add(in_parts)
                 if not viewed:
-                    self._warn(f"runs in parts: {in_parts}")
-            if in_parts or self._eager_calls:
-                self._eager_calls -= bool(self._eager_calls)
+                    self._reasons.warn(f"runs in parts: {in_parts}")
+            if in_parts or self._pauses.calls_left:
+                self._pauses.take()
                 with spans.span(f"call {self._name}"):
                     return self._run_in_fragments(recorder, leaves, tree, (args, kwargs))
             with spans.span(f"record {self._name}", why=self._why):
@@ -252,9 +229,7 @@ class CompiledFunction(Generic[P, R]):
         lines = [f"{name}: {count} program{'' if count == 1 else 's'}", *parts]
         for program in self._programs:
             lines += explain.program_lines(program)
-        label = "an earlier call was not kept" if self._programs else "a call was not kept"
-        for reason in self._reasons:
-            lines.append(f"  {label}: {reason.replace(OUTSIDE, '').replace(SAME, '') if self._programs else reason}")
+        lines += self._reasons.lines(bool(self._programs))
         return TextReport("\n".join(lines))
 
     # ---- calls whose Python runs
@@ -265,7 +240,7 @@ class CompiledFunction(Generic[P, R]):
         containers = Containers(given, tree, leaves, prepared)
         own = recorder.own_tape() is not None
         if not own:
-            self._add_reason(BESIDE)
+            self._reasons.add(BESIDE)
         try:
             results = self.fn(*containers.args, **containers.kwargs)
             return containers.originals(results if own else self._without_graph(results, leaves, containers))
@@ -338,8 +313,7 @@ class CompiledFunction(Generic[P, R]):
             now.made = made_paths(entry, leaving, tape.first)
             program = self._seal(last, now, entry, leaving, results, rng)
             kept = program is not None
-            self._count(kept, tape.cut)
-            self._last = None if kept or self._eager_calls else now.kept()
+            self._last = None if self._pauses_after(kept, tape.cut) or kept else now.kept()
         except Exception:  # what the call has changed until here stays
             recorder.flush()
             memory = memory or call_memory(tape, entry, prepared, before)
@@ -358,6 +332,12 @@ class CompiledFunction(Generic[P, R]):
             return program.copy_results(leaves, given)
         return containers.originals(in_arguments(results, leaves, inputs, memory, whole))
 
+    def _pauses_after(self, kept: bool, cut: bool) -> bool:
+        """True if calls run in parts for a while after this recorded one. kept, cut: see RecordingPauses.count."""
+        if self._pauses.count(kept, cut):
+            self._reasons.warn(f"runs in parts: {self._reasons.last}")
+        return self._pauses.calls_left > 0
+
     def _bar(self) -> AbstractContextManager[progress.Tick]:
         return progress.bar(f"recording {self._name}", unit=" ops")
 
@@ -374,11 +354,11 @@ class CompiledFunction(Generic[P, R]):
         self._recorded = True
         last, self._last = self._last, None
         if last is not None and (last.key != key or last.tape.recorder is not recorder or last.ended()):
-            self._add_reason(OTHER_ARGUMENTS + why_key_differs(last.key, key))
+            self._reasons.add(OTHER_ARGUMENTS + why_key_differs(last.key, key))
             last = None
         if last is not None and last.made:
             if why := leave_entries(entry, last.made):
-                self._add_reason(why)
+                self._reasons.add(why)
                 last = None
             entry = snapshot(roots)
         return entry, last
@@ -400,7 +380,8 @@ class CompiledFunction(Generic[P, R]):
         """The call has made output. With a schedule it is captured all the same, since a part of it could not have one."""
         schedule = self.schedule or current_session.Current.schedule
         if schedule:
-            self._warn(f"{watch.place}: the function {watch.what}, and a replay in schedule {schedule} does not: do it outside")
+            what = f"the function {watch.what}, and a replay in schedule {schedule} does not: do it outside"
+            self._reasons.warn(f"{watch.place}: {what}")
         else:
             tape.cut = True
             tape.prevents.append(Difference(watch.place, f"the function {watch.what}"))
@@ -440,23 +421,16 @@ class CompiledFunction(Generic[P, R]):
         self._returns_state |= any(type(place) is not ContainerArgument for place in now.whole.values())
         places = grad_arguments(now.leaves)
         if now.tape.loses_graph() and not places:
-            self._warn(DETACHED)
+            self._reasons.warn(DETACHED)
         obstacle = self._obstacle(now, entry, leaving, rng)
-        if obstacle is None and last is None:
-            return None
-        if obstacle is None and last is not None and reads_differ(last.tape, now.tape):
-            now.tape.strict_next = True
-            obstacle = Difference("", ARGUMENTS_DIFFER)
-        if obstacle is None and last is not None:
-            obstacle = difference(last.tape, now.tape, last.names, now.names) or self._varies(last, now)
-            if obstacle is not None:
-                obstacle.what += hint(last, now)
-            elif (last.draws and last.draws.identity()) != (now.draws and now.draws.identity()):
-                obstacle = Difference("", LEADS_ELSEWHERE)
+        if obstacle is None:
+            if last is None:
+                return None
+            obstacle = disagreement(last, now)
         if obstacle is None:
             carried, obstacle = loop_carried(now, entry, leaving)
         if obstacle is not None:
-            self._add_reason(str(obstacle))
+            self._reasons.add(str(obstacle))
             return None
         tape, recorder = now.tape, now.tape.recorder
         number = next(_numbers)
@@ -464,12 +438,12 @@ class CompiledFunction(Generic[P, R]):
         pairs = [list(pair) for pair in carried]
         answer = recorder.session.seal(number, schedule, backend, pairs, tape.seed, tape.counter, self._recompute_mode())
         if answer["why"]:
-            self._add_reason(answer["why"])
+            self._reasons.add(answer["why"])
             return None
         order, answer["backend"] = answer["schedule"], backend
         if order and order["why"] and (self.schedule or order["pipeline"]):  # the config's is for steps that can have it
-            self._warn(f"schedule {order['name']} is not used: {order['why']}")
-        program = self._program(number, now, entry, leaving, results, (answer, carried))
+            self._reasons.warn(f"schedule {order['name']} is not used: {order['why']}")
+        program = captured_program(SealedCall(number, answer, carried, self._why), now, entry, leaving, results)
         self._programs.insert(0, program)
         del self._programs[MAX_PROGRAMS_PER_FUNCTION:]
         self._sealed += 1
@@ -478,123 +452,17 @@ class CompiledFunction(Generic[P, R]):
                 "; with lr=torch.tensor(..., device='remote') one program serves all rates" if "['lr']" in self._why else ""
             )
             cost = "each at the cost of two eager calls"
-            self._warn(f"{self._sealed} programs were recorded, {cost}; the last for: {self._why}{advice}")
+            self._reasons.warn(f"{self._sealed} programs were recorded, {cost}; the last for: {self._why}{advice}")
         return program
-
-    def _varies(self, last: RecordedCall, now: RecordedCall) -> Difference | None:
-        """The reason why no program can serve the next call: an argument differs at each call, and no copy can replace it."""
-        for place in sorted(now.memory.required - now.inputs.keys()):
-            return Difference("", f"{REBOUND} {place}{OUTSIDE}")
-        for place in sorted(sharing_arguments(now.leaves, now.memory) - now.inputs.keys()):
-            if not last.had(place, now.leaves[place]):
-                what = "shares memory that the function changes, and is another tensor at each call"
-                return Difference("", f"argument {place} {what}; pass a clone()")
-        return None
-
-    def _program(
-        self, number: int, now: RecordedCall, entry: StateSnapshot, leaving: StateSnapshot, results: Any, sealed: tuple
-    ) -> CapturedProgram:
-        """The client's side of a program. sealed: the dispatcher's answer, and ids of loop-carried tensors, read and made."""
-        answer, carried = sealed
-        tape = now.tape
-        reads, first = tape.reads(), tape.first
-        leaves, tree = tree_flatten(results, is_leaf=one_of(now.whole))
-        inputs = {tensor._ref.id for tensor in [*now.inputs.values(), *(now.draws.inputs if now.draws else ())]}
-        lasting = {memory_id(tensor) for _, tensor in entry.tensors()} - {old for old, _ in carried}
-        copied: dict[int, ProgramResult] = {}  # by id: a tensor that is returned twice is one tensor
-
-        def result(leaf: Any) -> Any:
-            if id(leaf) in now.whole:
-                return now.whole[id(leaf)]
-            if view := argument_view(leaf, now.leaves, now.inputs, now.memory):
-                return view
-            if not isinstance(leaf, RemoteTensor) or (leaf._ref.id < first and leaf._ref.id not in inputs):
-                return leaf
-            lasts = now.memory.owner(leaf) in lasting
-            source = find_memory(leaf) or (leaf if lasts else make(leaf._ref.meta, leaf._ref))
-            return copied.setdefault(leaf._ref.id, ProgramResult(source, lasts))
-
-        keep = [t for state in (entry, leaving) for _, t in state.tensors() if t._ref.id in reads or t._ref.id >= first]
-        grads, made = gradients(entry, leaving, reads), take_made(leaving, first)
-        leaving.grads.clear()  # nothing else of GT holds the objects of such memory
-        return CapturedProgram(
-            number=number,
-            recorder=tape.recorder,
-            key=now.key,
-            guard=Guard(leaving),
-            inputs=now.inputs,
-            same={k: (t, t._ref.id) for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs},
-            grads=LeafGradients(grads),
-            made=made,
-            results=list(map(result, leaves)),
-            tree=tree,
-            draws=tape.draws(),
-            host_draws=now.draws if now.draws and now.draws.rows else None,
-            argument_reads=tape.argument_reads,
-            why=self._why,
-            answer=answer,
-            written=written_inputs(now.leaves, now.inputs, now.memory),
-            memory=now.memory,
-            keep=[find_memory(t) or t for t in keep],
-        )
 
     def _obstacle(
         self, now: RecordedCall, entry: StateSnapshot, leaving: StateSnapshot, rng: HostRngState
     ) -> Difference | None:
-        """The reason why this call alone can be no program: it did something that a replay would not do, or could not see."""
-        tape, drawn = now.tape, rng.changed()
+        """The reason why this call alone can be no program."""
+        drawn = rng.changed()
         self._draws_on_host |= drawn == TORCH_GENERATOR
-        if not tape.ops:
+        if not now.tape.ops:
             return Difference("", "the function does nothing with remote tensors")
         if self._drawn is not None and not self._drawn.fills_inputs:
             return Difference("", UPLOADED)
-        if tape.prevents:
-            return tape.prevents[0]
-        for k in sorted(now.memory.rebound):
-            return Difference("", f"{REBOUND} {k}{OUTSIDE}")
-        if entry.overflow or leaving.overflow:
-            return Difference("", "the function reaches too many Python objects to compare at each call; have it use fewer")
-        if entry.opaque or leaving.opaque:
-            return Difference("", f"{(entry.opaque or leaving.opaque)[0]}; pass the part that is needed as an argument")
-        if drawn:
-            if drawn != TORCH_GENERATOR or now.draws is None:
-                return Difference("", f"the function draws random numbers from {drawn}{OUTSIDE}")
-            if now.draws.obstacle:
-                return Difference("", now.draws.obstacle)
-        for tensor, n in tape.reads().items():
-            if tensor not in now.names:
-                op = tape.ops[n]
-                text = f"{op.name} uses a tensor that is not in arguments, closure or globals; pass it as an argument"
-                return Difference(tape.origins.where(op.origin), text)
-        return side_effect(entry, leaving, tape.first)
-
-    def _count(self, kept: bool, cut: bool) -> None:
-        """Count recorded calls without a program; after some in a row say why, and record again only later.
-
-        cut: the call reads a value or prints, and so will the next ones.
-        """
-        if kept:
-            self._futile_calls, self._next_eager_calls = 0, MAX_FUTILE_CALLS
-            return
-        self._futile_calls += 1
-        if cut:
-            self._futile_calls, self._next_eager_calls = MAX_FUTILE_CALLS, MAX_EAGER_CALLS
-        if self._futile_calls < MAX_FUTILE_CALLS:
-            return
-        # After the pause two more calls are recorded, enough to agree, before the next pause, twice as long
-        self._futile_calls, self._eager_calls = MAX_FUTILE_CALLS - 2, self._next_eager_calls
-        self._next_eager_calls = min(2 * self._next_eager_calls, MAX_EAGER_CALLS)
-        reason = self._reasons[-1] if self._reasons else "no two calls agreed"
-        self._warn(f"runs in parts: {reason}")
-
-    def _warn(self, text: str) -> None:
-        kind = _NUMBER.sub("#", text)  # a learning rate that changes is one reason, not one a step
-        if kind not in self._warned and len(self._warned) < MAX_WARNINGS_PER_FUNCTION:
-            self._warned.add(kind)
-            log.warning("%s: %s", getattr(self.fn, "__qualname__", "a compiled function"), text)
-
-    def _add_reason(self, reason: str) -> None:
-        """Keep a reason, the newest last. Changes of one value are one reason, not one a step."""
-        kind = _CHANGE.sub("", reason)
-        others = [text for text in self._reasons if _CHANGE.sub("", text) != kind]
-        self._reasons = [*others[1 - MAX_REASONS :], reason]
+        return own_obstacle(now, entry, leaving, drawn)

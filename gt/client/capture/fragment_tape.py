@@ -2,7 +2,7 @@
 
 Python runs in such a call, so every branch, print and counter is as in an eager one. A run ends where the program waits for
 something: a value that is read, a shape that depends on values, the end of the call. The dispatcher compares its ops with those
-of earlier calls, and needs no guards (gt/dispatcher/programs/fragments.py).
+of earlier calls, and needs no guards (gt/dispatcher/programs/fragments/fragments.py).
 """
 
 from __future__ import annotations

@@ -122,23 +122,23 @@ _cache: dict[
 ] = {}  # id of a parameter -> the parameter and its cast, until autocast ends
 
 
-def _cast(a: Any, dtype: torch.dtype) -> Any:
-    if isinstance(a, RemoteTensor):
-        return _cast_tensor(a, dtype) if a.dtype in _FLOATS and a.dtype != dtype else a
-    if isinstance(a, (list, tuple)):
-        return type(a)(_cast(x, dtype) for x in a)
-    return a
+def _cast(argument: Any, dtype: torch.dtype) -> Any:
+    if isinstance(argument, RemoteTensor):
+        return _cast_tensor(argument, dtype) if argument.dtype in _FLOATS and argument.dtype != dtype else argument
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(_cast(x, dtype) for x in argument)
+    return argument
 
 
-def _cast_tensor(a: RemoteTensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast_tensor(tensor: RemoteTensor, dtype: torch.dtype) -> torch.Tensor:
     """Cast a tensor; a parameter once within a context, as torch does."""
     # The parameter is kept beside its cast: while it lives, no other object has its id
-    keep = torch.is_autocast_cache_enabled() and a.requires_grad and a.is_leaf and a.dtype == torch.float32
+    keep = torch.is_autocast_cache_enabled() and tensor.requires_grad and tensor.is_leaf and tensor.dtype == torch.float32
     if not keep:
-        return a.to(dtype)
-    cached = _cache.get(id(a))
+        return tensor.to(dtype)
+    cached = _cache.get(id(tensor))
     if cached is None or cached[1].dtype != dtype:
-        cached = _cache[id(a)] = (a, a.to(dtype))
+        cached = _cache[id(tensor)] = (tensor, tensor.to(dtype))
     return cached[1]
 
 

@@ -1,6 +1,6 @@
 """torch.remote.Stream and Event, for libraries that order work by them: there is one order, that of the program.
 
-Workers overlap what they can by themselves. So every stream is the same one, and an event is over once all before it is.
+Workers overlap transfers by themselves. So every stream is the same one, and an event is over once all before it is.
 """
 
 from __future__ import annotations

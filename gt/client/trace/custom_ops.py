@@ -83,16 +83,16 @@ def _template(name: str, args: tuple, outs: tuple[Meta, ...]) -> Template:
     ins: list[Spec] = []
     values = 2 * (name in RANDOM)
 
-    def argument(a: Any) -> Any:
+    def argument(value: Any) -> Any:
         nonlocal values
-        if isinstance(a, RemoteTensor):
-            ins.append(a._ref.meta.spec)
+        if isinstance(value, RemoteTensor):
+            ins.append(value._ref.meta.spec)
             return T(len(ins) - 1)
-        if isinstance(a, float):
+        if isinstance(value, float):
             values += 1
             # `values` begins at 2 for a random op, whose seed and counter are behind the numbers of the call
             return V(values - 1 - 2 * (name in RANDOM))
-        return list(map(argument, a)) if type(a) in (list, tuple) else constant(a)
+        return list(map(argument, value)) if type(value) in (list, tuple) else constant(value)
 
     form = tuple(map(argument, args))
     return Template(name, form, (), tuple(ins), values, tuple(Out("new", m.spec) for m in outs))

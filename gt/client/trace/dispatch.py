@@ -238,26 +238,26 @@ def new_entry(info: OpInfo, signature: tuple, args: tuple, kwargs: dict) -> Entr
     return entry
 
 
-def collect(kind: int, a: Any, key: list, ids: list, values: list) -> None:
+def collect(kind: int, argument: Any, key: list, ids: list, values: list) -> None:
     """Add an argument that is not a mere constant to the key, the operands and the scalars."""
-    if type(a) is RemoteTensor:
-        ref = a._ref
+    if type(argument) is RemoteTensor:
+        ref = argument._ref
         key.append(ref.meta)
         ids.append(ref.id)
-        if ref.pending and a.requires_grad:
-            note_first_use(a, ref)
-    elif a is None:
+        if ref.pending and argument.requires_grad:
+            note_first_use(argument, ref)
+    elif argument is None:
         key.append(None)
     elif kind == LIST:
-        key.append(tuple(a) if isinstance(a, (list, tuple)) else a)
-    elif kind in (VALUE, TENSOR) and isinstance(a, (bool, int, float)):
-        key.append(type(a))
-        values.append(a)
+        key.append(tuple(argument) if isinstance(argument, (list, tuple)) else argument)
+    elif kind in (VALUE, TENSOR) and isinstance(argument, (bool, int, float)):
+        key.append(type(argument))
+        values.append(argument)
     elif kind in (TENSORS, VALUES):
-        key.append(len(a))
+        key.append(len(argument))
         # The length is part of the key, since the template has a hole for each element
         element = TENSOR if kind == TENSORS else VALUE
-        for x in a:
+        for x in argument:
             if type(x) is RemoteTensor:  # as above, without a call per tensor: an optimizer's lists have hundreds
                 ref = x._ref
                 key.append(ref.meta)
@@ -266,12 +266,12 @@ def collect(kind: int, a: Any, key: list, ids: list, values: list) -> None:
                     note_first_use(x, ref)
             else:
                 collect(element, x, key, ids, values)
-    elif isinstance(a, torch.Tensor):
+    elif isinstance(argument, torch.Tensor):
         raise HostOperand
     elif kind == TYPED:
-        key.append((type(a), a))
+        key.append((type(argument), argument))
     else:
-        key.append(a)
+        key.append(argument)
 
 
 def note_first_use(tensor: RemoteTensor, ref: Ref | Alias) -> None:

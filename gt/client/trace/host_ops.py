@@ -28,7 +28,7 @@ def fetch(tensor: RemoteTensor) -> torch.Tensor:
     known = recorder.known_value(tensor) if tape is None or not tape.records else None
     if known is None and tape is not None:
         constant = tape.constant(tensor)
-        # A recorded call that reads what its arguments do not decide becomes no program, and goes on as an eager one
+        # A recorded call that reads a value which its arguments do not decide becomes no program, and goes on as an eager one
         known = constant.clone() if constant is not None else recorder.known_value(tensor) if tape.records else None
     if known is not None:
         return known

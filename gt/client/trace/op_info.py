@@ -24,8 +24,8 @@ _KINDS = {
     "Tensor": TENSOR, "Optional[Tensor]": TENSOR, "number": VALUE, "Optional[number]": VALUE, "float": VALUE,
     "Optional[float]": VALUE, "List[Tensor]": TENSORS, "List[Optional[Tensor]]": TENSORS, "List[number]": VALUES,
 }  # fmt: skip
-# Modes of an entry, by its result: one new tensor; the first argument; several tensors; out=; a shape that only the dispatcher
-# learns; chunks; torch's default dtype, which workers would not give it; numbers that are checked first
+# Modes of an entry, by its result: ONE new tensor, the FIRST argument, MANY tensors, INTO out=, ASK: a shape that only the
+# dispatcher learns. LONG: in chunks. DEFAULTED: torch's default dtype, which workers would not give it. NUMBERS: checked first
 ONE, FIRST, MANY, INTO, ASK, LONG, DEFAULTED, NUMBERS = range(8)
 # Ops whose results share memory with an operand although their schemas do not say so
 _UNSAID_VIEWS = ("aten._unsafe_view.", "aten.unsafe_")

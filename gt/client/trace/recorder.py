@@ -153,7 +153,7 @@ class Recorder:
             self.when_watched()
 
     def pass_on(self) -> None:
-        """Hand over what a call has recorded: at once, unless workers are busy with calls that take little time.
+        """Hand over the ops of a call: at once, unless workers are busy with calls that take little time.
 
         Then several calls go in one batch, or what is there goes as soon as workers have less to do (`flush_stale`).
         """
@@ -264,7 +264,7 @@ class Recorder:
         # Without a wait for the lock: this thread serves the link, and another hand-over does the same
         if not (self.code or self._ready or ended):
             return
-        # Not for long: the dispatcher may wait for what follows
+        # Not for long: the dispatcher may wait for later ops
         if getattr(self.session, "busy", False) and self._looks < MAX_BUSY_LOOKS:
             self._looks += 1
             return
@@ -295,7 +295,7 @@ class Recorder:
         return freed
 
     def _hold(self) -> None:
-        """Seal the buffer, and leave it to what follows."""
+        """Seal the buffer, and leave it to later ops."""
         freed = self._seal()
         for start in range(0, len(freed), MAX_FREED_PER_BATCH):
             ids = freed[start : start + MAX_FREED_PER_BATCH]

@@ -87,7 +87,10 @@ def as_on_cpu(info: Any, args: list, kwargs: dict, error: Exception) -> Exceptio
 
 
 def accepted_by_cpu(info: Any, args: list, kwargs: dict) -> Any:
-    """The op's result as meta tensors if the CPU accepts what a meta kernel refused, else None. Arguments as of as_on_cpu."""
+    """The op's result as meta tensors if the CPU accepts a call that a meta kernel refused, else None.
+
+    Arguments as of as_on_cpu.
+    """
     if _trusts_callers(info) or info.outs or _elements(args, kwargs) > MAX_TRIED_ELEMENTS:
         return None
     try:

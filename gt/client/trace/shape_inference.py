@@ -87,37 +87,37 @@ class _Encoder:
         self.stand_ins: list[torch.Tensor] = []
         self.values = 0
 
-    def encode(self, kind: int, a: Any) -> tuple[Arg, Any]:
-        if isinstance(a, RemoteTensor):
-            self.tensors.append(a)
-            self.metas.append(a._ref.meta if self._with_offsets else a._ref.meta.without_offset())
+    def encode(self, kind: int, argument: Any) -> tuple[Arg, Any]:
+        if isinstance(argument, RemoteTensor):
+            self.tensors.append(argument)
+            self.metas.append(argument._ref.meta if self._with_offsets else argument._ref.meta.without_offset())
             self.stand_ins.append(self.metas[-1].stand_in())
             return T(len(self.tensors) - 1), self.stand_ins[-1]
-        if isinstance(a, (list, tuple)):
+        if isinstance(argument, (list, tuple)):
             element = {TENSORS: TENSOR, VALUES: VALUE}.get(kind, CONST)
-            pairs = [self.encode(element, x) for x in a]
+            pairs = [self.encode(element, x) for x in argument]
             return [p[0] for p in pairs], [p[1] for p in pairs]
-        if kind in (TENSOR, VALUE) and isinstance(a, (bool, int, float)):
+        if kind in (TENSOR, VALUE) and isinstance(argument, (bool, int, float)):
             self.values += 1
-            return V(self.values - 1), a
-        return constant(a), torch.device("meta") if isinstance(a, torch.device) else a
+            return V(self.values - 1), argument
+        return constant(argument), torch.device("meta") if isinstance(argument, torch.device) else argument
 
 
-def constant(a: Any) -> Arg:
+def constant(argument: Any) -> Arg:
     """A constant argument in the template's form."""
-    if a is None or isinstance(a, (bool, int, float, str)):
-        return a
-    if isinstance(a, torch.dtype):
-        return Const("dtype", dtype_name(a))
-    if isinstance(a, torch.device):
+    if argument is None or isinstance(argument, (bool, int, float, str)):
+        return argument
+    if isinstance(argument, torch.dtype):
+        return Const("dtype", dtype_name(argument))
+    if isinstance(argument, torch.device):
         return DEVICE
-    if isinstance(a, torch.layout):
-        return Const("layout", str(a)[6:])
-    if isinstance(a, torch.memory_format):
-        return Const("memory_format", str(a)[6:])
-    if isinstance(a, complex):
-        return Const("complex", (a.real, a.imag))
-    raise UnsupportedOp(f"argument {a!r} of type {type(a).__name__} cannot be sent to a worker")
+    if isinstance(argument, torch.layout):
+        return Const("layout", str(argument)[6:])
+    if isinstance(argument, torch.memory_format):
+        return Const("memory_format", str(argument)[6:])
+    if isinstance(argument, complex):
+        return Const("complex", (argument.real, argument.imag))
+    raise UnsupportedOp(f"argument {argument!r} of type {type(argument).__name__} cannot be sent to a worker")
 
 
 def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
@@ -278,7 +278,7 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
 
 
 def _check_cast(info: OpInfo, args: list, kwargs: dict) -> None:
-    """Raise if an op in place computes what its tensor cannot hold, such as half of an integer: some meta kernels do not."""
+    """Raise if an op in place computes values that its tensor cannot hold, such as halves: some meta kernels do not."""
     kind, _, overload = info.name.removeprefix("aten.").partition(".")
     if not info.pointwise or not info.writes or not kind.endswith("_") or args[0].dtype.is_floating_point:
         return

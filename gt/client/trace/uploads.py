@@ -93,20 +93,20 @@ def upload_operands(info: OpInfo, args: tuple, kwargs: dict) -> tuple[tuple, dic
     RuntimeError in torch's words for any other host tensor.
     """
 
-    def convert(kind: int, a: Any, index: bool) -> Any:
-        if isinstance(a, (list, tuple)) and kind == TENSORS:
-            return [convert(0, x, index) for x in a]
-        if not isinstance(a, torch.Tensor) or isinstance(a, RemoteTensor):
-            return a
-        if a.device.type != "cpu" or not (a.dim() == 0 or index):
-            raise mixed_devices(info, a) from None
+    def convert(kind: int, argument: Any, index: bool) -> Any:
+        if isinstance(argument, (list, tuple)) and kind == TENSORS:
+            return [convert(0, x, index) for x in argument]
+        if not isinstance(argument, torch.Tensor) or isinstance(argument, RemoteTensor):
+            return argument
+        if argument.device.type != "cpu" or not (argument.dim() == 0 or index):
+            raise mixed_devices(info, argument) from None
         # A CPU scalar is read here, with no upload. A recorded call notes it, since it may have another value at the next one
-        if a.dim() == 0 and info.name in _TAKES_NUMBER and not a.is_complex():
+        if argument.dim() == 0 and info.name in _TAKES_NUMBER and not argument.is_complex():
             tape = current_session.current().own_tape()
             if tape is not None:
-                tape.source(a)
-            return a.item()
-        return upload(a)
+                tape.source(argument)
+            return argument.item()
+        return upload(argument)
 
     converted = [convert(kind, a, name == "indices") for kind, name, a in zip(info.kinds, info.names, args, strict=False)]
     named = {k: convert(info.named[k], a, k == "indices") for k, a in kwargs.items()}

@@ -196,8 +196,8 @@ class KnownValues:
         """
         needed: set[Memory] = {memory}
         written: set[Memory] = set()
-        # Backward from the read. A row is needed if it makes or writes a needed memory; and a row that reads a
-        # memory which a needed row will write has to be executed before that, or it would see the later value
+        # Backward from the read. A row is needed if it makes or writes a needed memory. A row that reads a memory
+        # which a needed row will write has to be executed before that: else it would see the later value
         rows, rest = [], []
         for row in reversed(self._rows):
             makes = {cell.memory for cell in row.outs}.union(row.writes)

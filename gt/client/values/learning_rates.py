@@ -16,8 +16,8 @@ import torch
 from gt.client import current_session
 from gt.client.device.remote_tensor import RemoteTensor
 
-# Optimizers whose steps take a rate as a tensor, and read no value of it: where they keep all their state on the device, or
-# where they are fused. Their subclasses may read it
+# Optimizers whose steps take a rate as a tensor, and read no value of it. The first do so where they keep all their state on
+# the device, the second where they are fused. Their subclasses may read it
 _IF_CAPTURABLE = frozenset(
     getattr(torch.optim, name) for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "ASGD")
 )
@@ -47,7 +47,7 @@ class LearningRates:
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
         self._rates: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, _Rate]] = weakref.WeakKeyDictionary()
         self._recorder: Any = None  # whose tensors these are
-        self._placed: list[tuple[dict, _Rate, float, Any]] = []  # groups that hold a tensor now, and what they held
+        self._placed: list[tuple[dict, _Rate, float, Any]] = []  # groups that hold a tensor now, and the number that they held
 
     def changed(self, optimizers: list[torch.optim.Optimizer], names: set[str]) -> bool:
         """Note the rates of a call that will be recorded; True if some have become tensors, since they have changed.

@@ -129,7 +129,7 @@ class Watch:
         if now - self._ticked > JUMP_SECONDS:
             self.awake = now
         self._ticked = now
-        asked: list[tuple[bytes, Query]] = []
+        queries: list[tuple[bytes, Query]] = []
         for worker in self.cluster.workers:
             # Only busy workers have a place. It begins anew when the worker has finished another Run, or is another process.
             place = self.places.get(worker.index)
@@ -140,8 +140,8 @@ class Watch:
                 self.places[worker.index] = WorkerPosition(worker.lives, worker.done, now, now, soon, now)
             elif now - place.asked >= self.heartbeat / POLLS_PER_HEARTBEAT:
                 place.asked = now
-                asked.append((worker.peer, Query(self.cluster.key(), False)))
-        return asked, self._examine(now)
+                queries.append((worker.peer, Query(self.cluster.key(), False)))
+        return queries, self._examine(now)
 
     def _examine(self, now: float) -> list[Examine]:
         # A restarted worker has another process: what was seen of the old one does not count.

@@ -132,28 +132,28 @@ def ways(
     known: the candidates of pairs of hosts, from earlier calls, to which this one adds.
     """
     way_of: dict[tuple[str, str], Way] = {}
-    speeds: dict[str, dict[str, int]] = {one.home: {} for one in hosts}
+    speeds: dict[str, dict[str, int]] = {host.home: {} for host in hosts}
     known = {} if known is None else known
 
     # 1. Pairs that connect directly, by the first candidate that has not failed. Their speeds are the graph of step 2.
-    for place, one in enumerate(hosts):
+    for place, host in enumerate(hosts):
         for other in hosts[place + 1 :]:
-            if (pairs := known.get((one, other))) is None:
-                pairs = known[one, other] = candidates(one, other)
-            direct = next((pair for pair in pairs if failure(one.home, other.home, pair) not in failed), None)
+            if (pairs := known.get((host, other))) is None:
+                pairs = known[host, other] = candidates(host, other)
+            direct = next((pair for pair in pairs if failure(host.home, other.home, pair) not in failed), None)
             if direct is not None:
                 source, target = direct
                 kind: Literal["tcp", "routed"] = "tcp" if _joined(direct) else "routed"
-                way_of[one.home, other.home] = Way(kind, source.address, target.address)
-                speeds[one.home][other.home] = speeds[other.home][one.home] = min(source.mbps, target.mbps)
+                way_of[host.home, other.home] = Way(kind, source.address, target.address)
+                speeds[host.home][other.home] = speeds[other.home][host.home] = min(source.mbps, target.mbps)
 
     # 2. The others go through hosts that relay, if any path exists.
-    for place, one in enumerate(hosts):
-        others = [other.home for other in hosts[place + 1 :] if (one.home, other.home) not in way_of]
-        paths = widest(one.home, speeds) if any(speeds[home] for home in others) else {}
+    for place, host in enumerate(hosts):
+        others = [other.home for other in hosts[place + 1 :] if (host.home, other.home) not in way_of]
+        paths = widest(host.home, speeds) if any(speeds[home] for home in others) else {}
         for home in others:
             path = paths.get(home)
-            way_of[one.home, home] = Way("none") if path is None else Way("via", via=path[1:-1])
+            way_of[host.home, home] = Way("none") if path is None else Way("via", via=path[1:-1])
     return {**way_of, **{(b, a): way.back() for (a, b), way in way_of.items()}}
 
 
@@ -168,10 +168,10 @@ def within(one: Host) -> Way:
     return Way("shm", address, address)
 
 
-def failure(a: str, b: str, pair: Sequence[Link]) -> Failure:
+def failure(host: str, peer: str, pair: Sequence[Link]) -> Failure:
     """The name of a failed connection between two links, the same from both ends."""
     source, target = pair[0].address, pair[1].address
-    return (a, b, source, target) if a <= b else (b, a, target, source)
+    return (host, peer, source, target) if host <= peer else (peer, host, target, source)
 
 
 def candidates(one: Host, other: Host) -> list[Pair]:

@@ -288,7 +288,7 @@ class Membership:
         for index, halt in lease.watch.halted(1.0).items():
             self._give_up(lease.cluster.workers[index], f"for {self._core.heartbeat:g} s {halt.how}")
         lease.stragglers.report(lease.sessions.values(), self._core.now)
-        for session in [session for session in lease.sessions.values() if session.inbox]:  # what it waited for may have ended
+        for session in [session for session in lease.sessions.values() if session.inbox]:  # its peer may have gone
             self._round_robin.resume(session.peer)
 
     def examined(self, event: Examined) -> None:

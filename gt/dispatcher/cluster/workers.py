@@ -49,7 +49,7 @@ class Worker:
     shared: bool = False  # the same
     weight: int = 0  # total weight of `defines`
     seconds: float = 0.0  # estimated seconds of `code` and `cuts`
-    told: list = field(default_factory=list)  # definitions that go with whatever is sent next
+    told: list = field(default_factory=list)  # definitions that are sent with the next instructions
     cuts: list = field(default_factory=list)  # (defines, code) before these
     _host: Host | None = None
 
@@ -61,7 +61,7 @@ class Worker:
         return self._host
 
     def revive(self, peer: bytes, info: dict) -> None:
-        """A new process, which knows and holds nothing; numbers go on, and what its predecessor left undone is done."""
+        """A new process, which knows and holds nothing; numbers go on, and its predecessor's unfinished work counts as done."""
         self.peer, self.info, self.lost, self.switches, self.session, self._host = peer, info, "", None, -1, None
         self.known, self.done = set(), self.runs
         self.told, self.defines, self.code, self.cuts, self.weight, self.seconds = [], [], [], [], 0, 0.0
@@ -220,22 +220,22 @@ class Cluster:
 
     def ways(self) -> dict[tuple[str, str], Way]:
         """The way of each pair of hosts."""
-        # A search among two hosts' addresses takes up to some milliseconds: a worker that joins, a link that fails and a
-        # client each ask, so what is known of hosts that are still there is kept.
+        # A search among two hosts' addresses takes up to some milliseconds. A worker that joins, a link that fails and a
+        # client each ask. So the ways between hosts that are still there are kept.
         hosts = self.hosts_of(self.workers)
         if hosts != self._hosts:
             self._hosts, living = hosts, set(hosts)
             self._known = {pair: found for pair, found in self._known.items() if living.issuperset(pair)}
         return links.ways(hosts, frozenset(self._failed), self._known)
 
-    def fail_link(self, a: Worker, b: Worker, epoch: int, source: str, target: str, now: float) -> bool:
+    def fail_link(self, worker: Worker, peer: Worker, epoch: int, source: str, target: str, now: float) -> bool:
         """No connection between these addresses was made, or it broke. True if it was the way of the two in this epoch."""
         # Both ends report the same failure, and late ones concern a way that is no longer in use: only the first one counts.
-        one, other = links.home(a.info), links.home(b.info)
-        way = self.ways().get((one, other)) if not (a.lost or b.lost) else None
+        one, other = links.home(worker.info), links.home(peer.info)
+        way = self.ways().get((one, other)) if not (worker.lost or peer.lost) else None
         if way is None or not way.connected or (way.source, way.target) != (source, target):
             return False
-        if self._epochs.get((min(a.index, b.index), max(a.index, b.index))) != epoch:
+        if self._epochs.get((min(worker.index, peer.index), max(worker.index, peer.index))) != epoch:
             return False
         self._failed[(one, other, source, target) if one <= other else (other, one, target, source)] = now
         return True
@@ -267,23 +267,23 @@ class Cluster:
         # Pairs with direct ways first: the epoch of a relayed way names the epochs of its legs, so it changes with them.
         ways, rows = self.ways(), []
         direct: dict[tuple[int, int], int] = {}
-        ways |= {(one.home, one.home): links.within(one) for one in self.hosts_of(living)}
+        ways |= {(host.home, host.home): links.within(host) for host in self.hosts_of(living)}
         pairs = [(a, b) for a in living for b in living if a.index < b.index]
         pairs.sort(key=lambda pair: len(ways[links.home(pair[0].info), links.home(pair[1].info)].via))
         for a, b in pairs:
             way = ways[links.home(a.info), links.home(b.info)]
             # Pairs share out the relaying among the workers of the host between.
-            relays = [hosts[one][(a.index + b.index) % len(hosts[one])] for one in way.via]
+            relays = [hosts[home][(a.index + b.index) % len(hosts[home])] for home in way.via]
             path = [a, *relays, b]
             legs = [direct[min(x.index, y.index), max(x.index, y.index)] for x, y in pairwise(path)] if relays else []
 
             # Peers are part of the way: a restarted process has none of the old connections.
-            now = (way, [(one.index, one.lives, one.peer) for one in path], legs)
+            now = (way, [(worker.index, worker.lives, worker.peer) for worker in path], legs)
             key = a.index, b.index
             if self._routes.get(key) != now:
                 self._routes[key], self._epochs[key] = now, self._epochs.get(key, 0) + 1
             direct[key] = self._epochs[key]
-            rows.append([*key, self._epochs[key], way.kind, way.source, way.target, [one.index for one in relays]])
+            rows.append([*key, self._epochs[key], way.kind, way.source, way.target, [worker.index for worker in relays]])
             if links.by_nccl(a.info, b.info, way):
                 self.nccl.append([*key])
         self.relayed = [row for row in rows if row[6]]

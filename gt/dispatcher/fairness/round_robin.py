@@ -1,6 +1,6 @@
 """Round robin of sessions: messages that wait for their session, and sessions that have more to do than fits one turn.
 
-A session's messages are taken in order. While it is stalled they wait; what takes long is cut into slices, and between two of
+A session's messages are taken in order. While it is stalled they wait. Long work is cut into slices, and between two of
 them every other peer is heard.
 """
 

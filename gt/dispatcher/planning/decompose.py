@@ -70,8 +70,8 @@ class Decompose:
 
     def _table_layout(self, known: OpSchema, starts: Starts, mesh: Mesh) -> Layout | None:
         """Layout of the table that is looked up, or whose gradient this is, as far as it is known."""
-        # The backward op has no operand that is the table. A table of the same shape on the same mesh was looked up before it;
-        # if that was another table, the gradient is split as that one, which costs time and changes no value.
+        # The backward op has no operand that is the table. A table of the same shape on the same mesh was looked up before it.
+        # If that was another table, the gradient is split as that one, which costs time and changes no value.
         if known.name == "embedding":
             layout = Layout(mesh, tuple(R if p is None else p for p in starts[0]))
             self._tables[mesh, known.template.ins[0].shape] = layout

@@ -75,7 +75,7 @@ def split_by_parts(redistributor: Redistributor, base: Tensor, parts: int) -> bo
 
 
 def needs_lookahead(context: SessionContext, known: OpSchema, origin: Origin, ins: list[Tensor], outs: list[int]) -> bool:
-    """True if this is the first use of a weight that is split by its columns, and what follows is still to come."""
+    """True if this is the first use of a weight that is split by its columns, and the ops behind it have not arrived."""
     meaning = origin.meaning
     if meaning is None or meaning.kind != COLUMN or meaning.parts or known.name not in WEIGHTS:
         return False
@@ -124,7 +124,7 @@ def count_split_parts(context: SessionContext, outs: list[int]) -> int:
 def _follow(known: OpSchema, ids: list, followed: set[int]) -> int:
     """The number of parts into which an op splits a followed tensor, 0 for no split. Its view or sum is followed too."""
     if known.name in VIEWS and known.tensors == 1 and ids[:1] and ids[0] in followed:
-        # A split of the last dim, or a view that makes a leading factor of it. Of views only 3 parts count as fused (QKV): any
+        # A split of the last dim, or a view that makes a leading factor of it. Of views only 3 parts count as fused (QKV). Any
         # other factor is a number of heads, along which a plain split is the right one.
         wanted = wanted_parts(known)
         last = len(known.template.ins[0].shape) - 1

@@ -27,8 +27,8 @@ class SessionHostCopies:
 
     def __init__(self, context: SessionContext) -> None:
         self._context, self._emitter = context, context.emitter
-        # A storage's host_copy is (id, version, epoch, recording) of its last copy: the copy is of this version, and was made
-        # in this recording, or in none. A new epoch makes all copies stale at once.
+        # A storage's host_copy is (id, version, epoch, recording) of its last copy. The copy has the value of this version, and
+        # was made in this recording, or in none. A new epoch makes all copies stale at once.
         self._epoch = 0
         self._used: list[Tensor] = []  # by the op that is planned
 
@@ -61,17 +61,17 @@ class SessionHostCopies:
             t.storage.host_copy = (t.id, t.storage.version, self._epoch, self._recording())
         self._used.clear()
 
-    def _current(self, t: Tensor) -> bool:
+    def _current(self, tensor: Tensor) -> bool:
         """True if workers have a copy of this value. In a recording, one from before counts of a parameter only."""
-        storage, tape = t.storage, self._context.tape
-        if storage.host_copy is None or storage.host_copy[:3] != (t.id, storage.version, self._epoch):
+        storage, tape = tensor.storage, self._context.tape
+        if storage.host_copy is None or storage.host_copy[:3] != (tensor.id, storage.version, self._epoch):
             return False
         if storage.host_copy[3] is self._recording():
             return True
         if not storage.param or self._context.failures.troubled:
             return False
         if tape is not None:
-            tape.host_copies[storage] = t.id
+            tape.host_copies[storage] = tensor.id
         return True
 
     def _recording(self) -> object:
@@ -97,14 +97,14 @@ class SessionHostCopies:
     def before_launch(self, copies: LaunchedCopies) -> None:
         """Have workers make copies anew that the program uses, and whose tensors have been changed since."""
         emitter, rows = self._emitter, self._context.table.rows
-        for storage, tensor in copies.uses.items():
-            t = rows.get(tensor)
-            if t is None or t.layout is None or storage.host_copy == (tensor, storage.version, self._epoch, None):
+        for storage, tensor_id in copies.uses.items():
+            tensor = rows.get(tensor_id)
+            if tensor is None or tensor.layout is None or storage.host_copy == (tensor_id, storage.version, self._epoch, None):
                 continue
-            for index in t.layout.mesh.workers:
+            for index in tensor.layout.mesh.workers:
                 worker = emitter.cluster.workers[index]
                 if not worker.lost:
-                    emitter.write(worker, emitter.common("stale"), emitter.ids([tensor]))
+                    emitter.write(worker, emitter.common("stale"), emitter.ids([tensor_id]))
 
     def after_launch(self, copies: LaunchedCopies) -> None:
         for storage, tensor in copies.leaves.items():

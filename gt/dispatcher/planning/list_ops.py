@@ -67,7 +67,7 @@ class ListOps:
     def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Cut, bring and emit; or only emit, where all layouts are those for which nothing had to be brought."""
         # The plan of a list op is a list of parts, one for each layout of a leader. It is kept under the layouts of all
-        # operands if nothing was moved for it: then the same layouts need the same parts, and no tensor has to be brought.
+        # operands if nothing was moved for it. Then the same layouts need the same parts, and no tensor has to be brought.
         combined = list_rules.combination(known, values)
         key = ("list", combined, *[id(t.layout) for t in ins])
         cuts = None if self._failures.troubled else known.plans.get(key)
@@ -107,17 +107,17 @@ class ListOps:
         in_parts, whole = list_rules.runs_in_parts(known), None
         buckets: dict[Layout, list[int]] = {}
         for place, index in enumerate(lead):
-            t = ins[index]
-            if t.layout is None:
+            leader = ins[index]
+            if leader.layout is None:
                 home, rests = self._home(known, origin, ins, place)
-                self._redistributor.place(t.storage, home or replicated(self._context.default_mesh()))
-                t.storage.note_placed(home is not None)
-                if rests and t.base is None:
-                    t.storage.rest = t.layout
-            assert t.layout is not None
-            if t.layout.partial:
-                self._redistributor.reduce_partial(t.storage)
-            layout = t.layout
+                self._redistributor.place(leader.storage, home or replicated(self._context.default_mesh()))
+                leader.storage.note_placed(home is not None)
+                if rests and leader.base is None:
+                    leader.storage.rest = leader.layout
+            assert leader.layout is not None
+            if leader.layout.partial:
+                self._redistributor.reduce_partial(leader.storage)
+            layout = leader.layout
             if not in_parts:
                 layout = whole = whole or self._context.intern(replicated(layout.mesh))
             elif not list_rules.on_pieces(known, place, layout, combined):
@@ -149,7 +149,7 @@ class ListOps:
             self._planner.abandon(known, layout.mesh, ins, [op.outs[i] for i in part.outs])
             return None
         wants = self._wants(known, layout, ins)
-        brought = [self._redistributor.redistribute(t, want) for t, want in zip(ins, wants, strict=True)]
+        operand_ids = [self._redistributor.redistribute(t, want) for t, want in zip(ins, wants, strict=True)]
         result = self._context.intern(list_rules.made(layout, op.combined))
         makes = (result,) * len(known.template.outs)
         key = (layout, result, *map(id, wants))
@@ -157,45 +157,49 @@ class ListOps:
         if bound is None:
             bound = known.plans[key] = self._binder.bind(known, wants or list(makes), makes)
         plan = OpPlan(tuple(wants), makes, bound, all(t.layout is w for t, w in zip(ins, wants, strict=True)))
-        self._emit(part, plan, op.ins, brought, op.values, op.outs)
+        self._emit(part, plan, op.ins, operand_ids, op.values, op.outs)
         for index in known.template.writes:
-            if brought[index] != ins[index].id:  # a view of something laid out otherwise: the copy was written
-                self._redistributor.write_back(brought[index], ins[index], wants[index])
+            if operand_ids[index] != ins[index].id:  # a view of something laid out otherwise: the copy was written
+                self._redistributor.write_back(operand_ids[index], ins[index], wants[index])
         return part, plan
 
     def _wants(self, known: OpSchema, layout: Layout, ins: list[Tensor]) -> list[Layout]:
         """Layout wanted of each operand: the leader's in a list, whole for numbers. Written operands move to it for good."""
-        # 1. By default. 2. What is written: it moves for good, as state to its parameter, and then is wanted where it is.
+        # 1. By default. 2. Written operands move for good, as state to its parameter, and are then wanted where they are.
         # 3. Step counts, which were placed whole by themselves on other workers, follow their parameter once.
         whole, lead = self._context.intern(replicated(layout.mesh)), known.columns[0].indices(T)
-        wants = [layout if i in known.listed and t.spec.shape else whole for i, t in enumerate(ins)]
+        wants = [layout if i in known.listed and operand.spec.shape else whole for i, operand in enumerate(ins)]
         for index in known.template.writes:
-            t = ins[index]
+            operand = ins[index]
             if index not in known.listed and known.name in list_rules.WRITTEN:
-                wants[index] = self._in_terms(t, layout, Partial(list_rules.WRITTEN[known.name]))
-            elif t.layout is not None and t.layout != wants[index] and index not in lead:  # as far as its root can be laid so
-                self._redistributor.relayout(t.storage, root_layout(t, wants[index]))
+                wants[index] = self._in_terms(operand, layout, Partial(list_rules.WRITTEN[known.name]))
+            elif (
+                operand.layout is not None and operand.layout != wants[index] and index not in lead
+            ):  # as far as its root can be laid so
+                self._redistributor.relayout(operand.storage, root_layout(operand, wants[index]))
         for index in known.listed:
-            t = ins[index]
-            if t.storage.default and not t.spec.shape and t.layout != wants[index]:  # a step count that was placed by itself
-                self._redistributor.relayout(t.storage, root_layout(t, wants[index]))
-                t.storage.default = False
+            operand = ins[index]
+            if (
+                operand.storage.default and not operand.spec.shape and operand.layout != wants[index]
+            ):  # a step count that was placed by itself
+                self._redistributor.relayout(operand.storage, root_layout(operand, wants[index]))
+                operand.storage.default = False
         return wants
 
-    def _in_terms(self, t: Tensor, layout: Layout, term: Partial) -> Layout:
-        """The layout that a number gets which workers write by what their pieces are: terms, wherever the leader is split."""
-        # Each worker writes the number for its pieces, so what all of them have are terms (found_inf: their maximum is wanted).
+    def _in_terms(self, number: Tensor, layout: Layout, term: Partial) -> Layout:
+        """Layout of a number that each worker computes from its pieces: terms on each axis on which the leader is split."""
+        # Each worker writes the number for its pieces, so all of them have terms (found_inf: their maximum is wanted).
         # A number that is whole now is the same on all of them, so it counts as equal terms, and nothing moves.
-        views = t.storage.tensors.values()
+        views = number.storage.tensors.values()
         there = all(v.layout is not None and v.layout.mesh == layout.mesh for v in views)
         if not there or any(p not in (R, term) for v in views for p in v.layout.placements):  # type: ignore[union-attr]
-            self._redistributor.relayout(t.storage, replicated(layout.mesh))
+            self._redistributor.relayout(number.storage, replicated(layout.mesh))
         for view in views:
             assert view.layout is not None
             pairs = zip(layout.placements, view.layout.placements, strict=True)
             self._context.set_layout(view, Layout(layout.mesh, tuple(term if isinstance(p, Shard) else q for p, q in pairs)))
-        assert t.layout is not None
-        return t.layout
+        assert number.layout is not None
+        return number.layout
 
     def _part(self, known: OpSchema, indices: tuple[int, ...]) -> ListPart:
         """The op over these indices only, made once."""
@@ -211,8 +215,8 @@ class ListOps:
         return known.plans[key]
 
 
-# The op over some indices is an op of its own: `Chosen` renumbers the tensors and scalars that it takes from the lists, and
-# `where` and `order` do so for outputs and writes.
+# The op over some indices is an op of its own. `Chosen` renumbers the tensors and scalars that it takes from the lists, `where`
+# and `order` renumber outputs and writes.
 def _over(known: OpSchema, indices: tuple[int, ...], count: int) -> ListPart:
     template, chosen = known.template, Chosen(indices, count)
     args = tuple(map(chosen, template.args))

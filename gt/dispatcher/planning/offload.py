@@ -2,7 +2,7 @@
 
 The client declares state after a step; that of a fused op is known at once. A list op on much state is done in parts. Before
 one part is computed, the state of the next begins to come back. After a part its own state is evicted. Others are evicted after
-each use. Workers bring back whatever is used, so this is only about when.
+each use. Workers bring back every tensor that is used; this module decides when.
 
 Where the host computes the step, an op on state in host memory becomes a `host_op`. State and results stay in host memory.
 Other operands take part by copies (host_copies.py).
@@ -79,16 +79,16 @@ class Offload:
         self.host_copies.note_versions()
 
     @staticmethod
-    def _rests(t: Tensor) -> bool:
+    def _rests(tensor: Tensor) -> bool:
         """True if a tensor was evicted. A use since may have brought it back, which the dispatcher does not know."""
-        storage = t.storage
-        return storage.space is not None and storage.evicted and t.base is None and len(storage.tensors) == 1
+        storage = tensor.storage
+        return storage.space is not None and storage.evicted and tensor.base is None and len(storage.tensors) == 1
 
     # ---- when state is evicted, and comes back
 
     def parts(self, indices: Sequence[int], columns: Iterable[Sequence[Tensor]]) -> list[list[int]]:
         """Indices of a list op's columns in parts of about PART_BYTES of tensors that rest elsewhere."""
-        # PART_BYTES of what moves, not of all operands. A single index with more is a part by itself.
+        # PART_BYTES of the tensors that move, not of all operands. A single index with more is a part by itself.
         listed, parts, total = list(columns), [[]], 0  # type: ignore[var-annotated]
         for index in indices:
             nbytes = sum(_bytes(row[index]) for row in listed if index < len(row) and self.space(row[index]))
@@ -99,10 +99,10 @@ class Offload:
             total += nbytes
         return parts
 
-    def space(self, t: Tensor) -> str | None:
+    def space(self, tensor: Tensor) -> str | None:
         """The space in which a tensor rests, or will after its first step."""
-        storage = t.storage
-        if storage.gradient or t.base is not None:
+        storage = tensor.storage
+        if storage.gradient or tensor.base is not None:
             return None
         return self._params if storage.param else self._optimizer
 
@@ -113,11 +113,11 @@ class Offload:
             storages = [storage for storage in storages if storage.space == "nvme"]
         self._write(storages, self._emitter.common("restore"))
 
-    def declare(self, t: Tensor) -> None:
+    def declare(self, tensor: Tensor) -> None:
         """The client says that a tensor is state of an optimizer: from now on it rests elsewhere."""
-        storage = t.storage
-        if storage.space is None and t.layout is not None and _bytes(t) >= self._least(storage):
-            storage.space = self.space(t)
+        storage = tensor.storage
+        if storage.space is None and tensor.layout is not None and _bytes(tensor) >= self._least(storage):
+            storage.space = self.space(tensor)
             self._emitter.begin_op()
             self.evict((storage,))
 
@@ -126,12 +126,12 @@ class Offload:
         # What a fused op writes beside parameters (and gradients, which have no space) is state. The client declares the state
         # of other optimizers.
         fused = known.name.startswith("_fused_")
-        for index, t in enumerate(ins):
-            storage = t.storage
+        for index, tensor in enumerate(ins):
+            storage = tensor.storage
             state = fused and index in known.template.writes and not storage.param
-            if storage.space is None and (state or storage.sharded) and _bytes(t) >= self._least(storage):
-                storage.space = self.space(t)
-            if not (self._op_on_host and self._rests(t)):
+            if storage.space is None and (state or storage.sharded) and _bytes(tensor) >= self._least(storage):
+                storage.space = self.space(tensor)
+            if not (self._op_on_host and self._rests(tensor)):
                 self.evict((storage,))
 
     def _least(self, storage: Storage) -> int:
@@ -189,11 +189,11 @@ def _rates(info: dict) -> HostRates | None:
     return HostRates(measured[0], measured[1], True) if measured else HostRates()
 
 
-def _bytes(t: Tensor) -> int:
+def _bytes(tensor: Tensor) -> int:
     """Bytes of a tensor on its first worker."""
-    if t.layout is None:
-        return t.spec.nbytes
+    if tensor.layout is None:
+        return tensor.spec.nbytes
     elements = 1
-    for extent in local_shape(t.layout, t.spec.shape, 0):
+    for extent in local_shape(tensor.layout, tensor.spec.shape, 0):
         elements *= extent
-    return elements * t.spec.nbytes // max(t.spec.numel, 1)
+    return elements * tensor.spec.nbytes // max(tensor.spec.numel, 1)

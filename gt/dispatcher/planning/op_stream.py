@@ -15,7 +15,7 @@ from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.fairness.run_queue import OPS_PER_UNIT, SHARED_DIVISOR, UNIT_SECONDS
 from gt.dispatcher.planning.planner import Planner
 from gt.dispatcher.planning.redistributor import Redistributor
-from gt.dispatcher.programs.fragments import Fragments
+from gt.dispatcher.programs.fragments.fragments import Fragments
 from gt.dispatcher.programs.programs import Programs
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.state.context import SessionContext
@@ -72,7 +72,7 @@ class OpStream:
 
     @property
     def long(self) -> bool:
-        """True if what follows takes long: the end of a recording that was held back, or of a fragment's."""
+        """True if the next row takes long: the end of a recording that was held back, or of a fragment's."""
         batch = self.coming[0] if self.coming else None
         return batch is not None and batch.at < len(batch.code) and self._takes_long(batch.code[batch.at])
 
@@ -94,7 +94,7 @@ class OpStream:
 
     @contextmanager
     def asked(self) -> Iterator[None]:
-        """A batch and a fetch follow: the last that the batch writes is sent with what the fetch writes, as one Run."""
+        """A batch and a fetch follow: the batch's last instructions are sent with those of the fetch, as one Run."""
         self._asked = not (self.busy or self.in_thread)
         try:
             yield
@@ -104,7 +104,7 @@ class OpStream:
                 self._outbox.flush(self._emitter.base)
 
     def awaits(self, message: Message) -> bool:
-        """True for what came after an interrupt, until all before it is through. Messages are asked about in order.
+        """True for a message behind an interrupt, until everything before it is done. Messages are asked about in order.
 
         Also for ops while workers write tensors into files, which ops may change.
         """
@@ -121,8 +121,8 @@ class OpStream:
             return
         if not self.pending or self.pending[0].seq > upto:
             return
-        # All workers have to skip the same ops. So each stops and says which op it has begun last. The largest answer is where
-        # all of them stop (`_answered`): workers that are behind go on to there, since a collective that one has begun needs
+        # All workers have to skip the same ops. So each stops and reports the last op that it has begun. All of them stop at
+        # the largest answer (`_answered`). Workers that are behind go on to there, since a collective that one has begun needs
         # all of its members.
         begins, self.interrupted = self.interrupted < 0, max(self.interrupted, upto)
         self._host_copies.forget()  # ops that make them may be skipped
@@ -171,7 +171,7 @@ class OpStream:
         since, failures.first_dropped = failures.first_dropped, UNDROPPED
         if since < UNDROPPED:
             self._planner.take_back(since)
-        if self._pausing:  # the session ends: nobody knows what all may skip
+        if self._pausing:  # the session ends: no common set of ops to skip is known
             self._pausing = set()
             self._tell(Skip(self._context.number, True, NEVER))
         self._tell(Skip(self._context.number, False))
@@ -217,7 +217,7 @@ class OpStream:
         numbers = [row[0] for row in message.templates if type(row) is list and row]
         if any(type(number) is int and number in self._context.templates for number in numbers):
             if self.coming:
-                yield from self._advance(True)  # the client's table has started again: what waits is by the old one
+                yield from self._advance(True)  # the client's table has started again: waiting batches are by the old one
             self.fragments.clear()
 
         # 2. Definitions, then the stream; in between others have their turns.
@@ -230,7 +230,7 @@ class OpStream:
         yield from self._advance(self._asked or len(self.coming) > MAX_WAITING_BATCHES)
 
     def acknowledge(self) -> None:
-        """Acknowledge the batches that all workers have executed, forget their journal, and answer what waited for them."""
+        """Acknowledge the batches that all workers have executed, forget their journal, and answer requests that waited."""
         # Workers execute in order, so a batch is through if its last Run is through on each worker. Only then is it known which
         # of its ops have failed.
         last, pending = None, self.pending
@@ -251,7 +251,7 @@ class OpStream:
             self._context.send(Ack(last.seq))
 
     def _advance(self, final: bool) -> Iterator[None]:
-        """Plan batches in order; between two slices what is written is sent."""
+        """Plan batches in order; written instructions are sent between two slices."""
         emitter, queue, pace = self._emitter, self._queue, self._pace
         while self.coming:
             batch, queue.final = self.coming[0], final or self.interrupted >= 0
@@ -390,7 +390,7 @@ class OpStream:
             programs.launch(*code[at + 1 : at + 4])
             return at + 4
         if number == RECORD and at + 4 <= len(code) and type(code[at + 3]) is int and 0 <= code[at + 3] <= len(code) - at - 4:
-            # What is deferred would be awaited by the interrupt, and its end waits for the interrupt
+            # The interrupt would wait for deferred instructions, whose end waits for the interrupt
             how = 0 if self.interrupted >= 0 and code[at + 2] in (1, 2, 3) else code[at + 2]
             programs.record(code[at + 1], how, code[at + 4 : at + 4 + code[at + 3]])
             return at + 4 + code[at + 3]

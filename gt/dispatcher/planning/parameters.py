@@ -38,10 +38,10 @@ def place_weights(
 
     # parts: of a fused projection that is placed only now, or may still move. Later uses find it in the split that it has.
     index, dim = operand
-    t, parts = ins[index], 1
-    if meaning.kind == COLUMN and known.name != "embedding" and (not t.placed or t.movable):
+    parameter, parts = ins[index], 1
+    if meaning.kind == COLUMN and known.name != "embedding" and (not parameter.placed or parameter.movable):
         parts = meaning.parts or count_split_parts(context, outs)
-    _move_home(redistributor, t, split(meaning, len(t.spec.shape), dim, parts, t))
+    _move_home(redistributor, parameter, split(meaning, len(parameter.spec.shape), dim, parts, parameter))
     # Columns are output features, and a bias has one element for each. In a row parallel group it stays whole.
     if known.name == "addmm" and meaning.kind == COLUMN and ins[0].storage.param:
         bias = ins[0]
@@ -73,38 +73,43 @@ def declare_frozen(known: OpSchema, meaning: Meaning, ins: list[Tensor]) -> None
     left, right = WEIGHTS[known.name]
     if any(ins[i].storage.param for i in (left, right) if i >= 0):
         return
-    t = ins[max(right, 0)]
-    if not t.placed and not any(runs_whole(step) for i in ins for step in i.storage.recipe or ()):
-        t.storage.declare_parameter()
+    factor = ins[max(right, 0)]
+    if not factor.placed and not any(runs_whole(step) for i in ins for step in i.storage.recipe or ()):
+        factor.storage.declare_parameter()
         if known.name == "addmm" and not ins[0].placed:
             ins[0].storage.declare_parameter()
 
 
-def split(meaning: Meaning, rank: int, dim: int, parts: int, t: Tensor) -> Layout:
+def split(meaning: Meaning, rank: int, dim: int, parts: int, parameter: Tensor) -> Layout:
     """Layout of a parameter whose dim is split over its group, each of so many equal parts by itself; dim -1: of none."""
     layout = meaning.parameter(rank, dim if dim >= 0 else None)
-    if dim < 0 or parts == 1 or t.spec.shape[dim] % parts:
+    if dim < 0 or parts == 1 or parameter.spec.shape[dim] % parts:
         return layout
     return Layout(layout.mesh, tuple(Shard(p.dim, parts) if isinstance(p, Shard) else p for p in layout.placements))
 
 
 def _bring_home(redistributor: Redistributor, known: OpSchema, meaning: Meaning, ins: list[Tensor]) -> None:
     """Bring the parameters that were placed for want of a group to this one. A view is no use, nor is writing in place."""
-    for index, t in enumerate(ins):
-        if t.storage.param and t.storage.default and known.name not in VIEWS and index not in known.template.writes:
-            want = root_layout(t, meaning.parameter(len(t.spec.shape), None))
-            redistributor.move_home(t.storage, want)
-            t.storage.default = False
-            t.storage.declare_parameter()  # now it is whole here, and this use may cut it
+    for index, parameter in enumerate(ins):
+        if (
+            parameter.storage.param
+            and parameter.storage.default
+            and known.name not in VIEWS
+            and index not in known.template.writes
+        ):
+            want = root_layout(parameter, meaning.parameter(len(parameter.spec.shape), None))
+            redistributor.move_home(parameter.storage, want)
+            parameter.storage.default = False
+            parameter.storage.declare_parameter()  # now it is whole here, and this use may cut it
 
 
-def _move_home(redistributor: Redistributor, t: Tensor, want: Layout) -> None:
+def _move_home(redistributor: Redistributor, parameter: Tensor, want: Layout) -> None:
     """Place a parameter, or move one that was only placed for want of a group or of a use in one."""
-    storage = t.storage
-    if t.layout is None:
-        redistributor.place(storage, root_layout(t, want))
-    elif storage.default or t.may_choose(want.mesh):
-        redistributor.move_home(storage, root_layout(t, want))
+    storage = parameter.storage
+    if parameter.layout is None:
+        redistributor.place(storage, root_layout(parameter, want))
+    elif storage.default or parameter.may_choose(want.mesh):
+        redistributor.move_home(storage, root_layout(parameter, want))
     storage.default = storage.undecided = False
 
 

@@ -73,7 +73,7 @@ class Planner:
         self.hits = 0
 
     def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
-        """Plan and emit one op; NeedsLookahead, and nothing is done, if it has to wait for what follows."""
+        """Plan and emit one op; NeedsLookahead, and nothing is done, if it has to wait for later ops."""
         if self._shards:
             known, values = self.sharded.before(known, ins, values)
         # The hot path: the op was planned for inputs in these layouts before, none has to be brought, and nothing has failed.
@@ -115,7 +115,7 @@ class Planner:
         return origin.meaning is not None and ins[0].storage.param
 
     # Stages of `_planned`:
-    # 1. What has to be settled before a plan can be looked up or made: places of targets, ops that are done as several.
+    # 1. Before a plan can be looked up or made: places of targets, and ops that are executed as several.
     # 2. A new plan, where none is known for these layouts or a parameter may still move; it is kept under both of its keys.
     # 3. The inputs are brought to where the plan wants them, and the op is written for the workers.
     def _planned(
@@ -208,7 +208,7 @@ class Planner:
             self.offload.note_results([table.rows[i].storage for i in outs])
 
     def _after(self, known: OpSchema, origin: Origin, ins: list[Tensor], outs: list[int]) -> None:
-        """Versions, the journal, and what a failed input means."""
+        """Versions, the journal, and the consequences of a failed input."""
         rows = self._table.rows
         reads = tuple([t.storage for t in ins])
         writes = tuple([reads[i] for i in known.template.writes])
@@ -253,8 +253,8 @@ class Planner:
 
     def _mesh(self, known: OpSchema, origin: Origin, ins: list[Tensor]) -> Mesh:
         """An in-place op and a view run where their target is, a grouped op on its group's mesh, others with most bytes."""
-        # The cases in the order of their claims: a write and a view have no choice, a group says where its ops run, and other
-        # ops go where least has to be moved.
+        # The cases in the order of their claims. A write and a view have no choice, a group has a mesh for its ops, and other
+        # ops run where least has to be moved.
         placed = [t for t in ins if t.layout is not None]
         writes = known.template.writes
         if writes and ins[writes[0]].layout is not None:
@@ -301,8 +301,8 @@ class Planner:
         return self._starts(known, ins, mesh, meaning, False)
 
     def _plan(self, known: OpSchema, origin: Origin, ins: list[Tensor], outs: list[int], mesh: Mesh) -> OpPlan:
-        # 1. Operands that the op's group or the op itself moves for good: weights go home, and terms that are written are added
-        #    up, unless the same terms are added to them.
+        # 1. Operands that the op's group or the op itself moves for good. Weights move to their group's mesh. Terms that are
+        #    written are added up, unless the same terms are added to them.
         meaning = _own(origin, mesh)
         if meaning is not None:
             place_weights(self._context, self._redistributor, known, meaning, ins, outs)
@@ -310,8 +310,8 @@ class Planner:
             target = ins[index]
             if target.layout is not None and target.layout.partial and not self._terms_stay(known, ins):
                 self._redistributor.reduce_partial(target.storage)
-        # 2. The rule's answer for the layouts that the inputs start from. A view's base and a written operand cannot be copies,
-        #    so where the rule wants another layout of them, they move there, and the op is planned again.
+        # 2. The rule's answer for the layouts that the inputs start from. A view's base and a written operand cannot be copies.
+        #    So where the rule wants another layout of them, they move there, and the op is planned again.
         stays = bool(known.template.writes) or known.name in VIEWS
         starts = self._starts(known, ins, mesh, meaning, stays)
         wants, makes = self._at_rest(known, ins, starts) or self._decide(known, ins, starts, mesh)
@@ -390,7 +390,7 @@ class Planner:
             free = meaning is not None and meaning.kind in (COLUMN, ROW)
             return [None if free and name == "tp" else R for name, _ in mesh.axes]
 
-        # From another mesh, or not placed yet: as the group splits what enters, parameters whole.
+        # From another mesh, or not placed yet: as the group splits its inputs, parameters whole.
         if meaning is None and tensor.layout is None and tensor.storage.home is not None and tensor.storage.home.mesh == mesh:
             meaning = tensor.storage.home
         if meaning is None or tensor.storage.param:

@@ -279,7 +279,7 @@ class Redistributor:
         emitter.free(layout.mesh.workers, [source])
 
     def write_back(self, copy: int, tensor: Tensor, have: Layout) -> None:
-        """Bring what was written into a copy home to the tensor it is a copy of."""
+        """Write a copy that an op has changed back to the tensor that it is a copy of."""
         assert tensor.layout is not None
         layout, emitter = tensor.layout, self._emitter
         back = self.convert(copy, tensor, have, layout)
@@ -365,7 +365,7 @@ class Redistributor:
             if tensor.copies or tensor.sums:
                 self.drop_copies(tensor)
             tensor.released = True
-            # A released base lives as long as a view of it does, which may have to be made again on it; then it goes, and
+            # A released base lives as long as a view of it, which may have to be made again on it. Then it is freed, and
             # perhaps its own base.
             while tensor is not None and tensor.released and not tensor.children:
                 if tensor.layout is not None:

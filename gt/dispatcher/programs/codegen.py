@@ -58,9 +58,9 @@ class ProgramWriter:
         """Write rows. owned: tensors from before that are freed at their last use too; with them results have new names."""
         # 1. The tensors that die behind each row: those made here and those handed over, unless they outlive the program.
         self._channels = sorted({use for row in rows for use in _channels(row.define)})
-        made, last = last_uses(rows)
+        results, last = last_uses(rows)
         ends = defaultdict(list)
-        for i in made:
+        for i in results:
             if i not in self.lasting:
                 ends[last[i]].append(i)
         for i in owned or ():
@@ -70,7 +70,7 @@ class ProgramWriter:
         #    not alive at once; but not what this replay reads first, as a tensor that gets another layout here.
         if owned is None:
             read = _read_before_made(rows)
-            self._free([i for i in made if i in self.lasting and i not in read])
+            self._free([i for i in results if i in self.lasting and i not in read])
 
         # 3. The rows, with frees between.
         for n, row in enumerate(rows):

@@ -83,7 +83,7 @@ class DeferredRuns:
         ends = {worker.index: StreamEnds() for worker in self._cluster.workers}
         with self._context.apart():
             tape = replace(tape, code=_with_unique_names(tape.code, self._fresh))
-            sent = [self._only_uploads(one, tape, ends) for one in held if tape.code]
+            sent = [self._only_uploads(buffered, tape, ends) for buffered in held if tape.code]
             parts = self._parts(tape, held[0].base, ends)
         if self._outbox.deferred is not held:  # a worker was lost meanwhile, and the buffered instructions are sent
             return
@@ -94,19 +94,19 @@ class DeferredRuns:
 
         # 2. Uploads go ahead as they were written, then one run has the programs, and the frees that are left.
         self._outbox.deferred = None
-        for one in sent:
-            self._outbox.dispatch(one)
+        for buffered in sent:
+            self._outbox.dispatch(buffered)
         last = self._program(tape, held[0].base, ends, parts)
-        last.also = [one.runs for one in held]
+        last.also = [buffered.runs for buffered in held]
         self._outbox.dispatch(last)
 
     def _fresh(self) -> int:
         return self._emitter.offset + self._emitter.temporary()
 
     @staticmethod
-    def _only_uploads(one: BufferedInstructions, tape: Recording, ends: dict[int, StreamEnds]) -> BufferedInstructions:
-        rows = [(w, life, defines, ends[w.index].follow(code, tape.defines)) for w, life, defines, code in one.rows]
-        return replace(one, rows=[row for row in rows if row[2] or row[3]], runs={})
+    def _only_uploads(buffered: BufferedInstructions, tape: Recording, ends: dict[int, StreamEnds]) -> BufferedInstructions:
+        rows = [(w, life, defines, ends[w.index].follow(code, tape.defines)) for w, life, defines, code in buffered.rows]
+        return replace(buffered, rows=[row for row in rows if row[2] or row[3]], runs={})
 
     def _parts(self, tape: Recording, base: int, ends: dict[int, StreamEnds]) -> dict[int, tuple[list[dict], list[int]]]:
         """Each worker's part: programs that are executed once, the one that places weights first; and ids to free then."""

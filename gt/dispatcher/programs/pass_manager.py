@@ -31,7 +31,7 @@ PASSES: tuple[Pass, ...] = (
 
 def run_passes(recording: Recording, context: PassContext, passes: Sequence[Pass]) -> Recording:
     """The recording that the passes make, each verified; `context` has their reports."""
-    verifier = Verifier({row.seq: row for row in recording.journal})
+    verifier = Verifier({row.seq: row for row in recording.journal}, context.shared)
     for apply in passes:
         result = apply(recording, context)
         if result is recording:

@@ -97,7 +97,7 @@ class Program:
         emptied = partial(Storage.forget, program=self.count) if forget else None
         for part in (self.writes, self.makes):
             leavings.add(part, emptied)
-        # A trace may hold the journal, as that of a replay: what is emptied is a copy
+        # A trace may hold the journal, as that of a replay: a copy is emptied
         for rest in ([*self.journal], self.reads, self.layouts.tensors, self.made.tensors, self.uses):
             leavings.add(rest)
 
@@ -163,7 +163,7 @@ class Programs:
         return [tensor for tensor in self._table.rows.values() if tensor.copies or tensor.sums]
 
     def _pause(self) -> None:
-        """Send what is written, and let other sessions have a turn."""
+        """Send the written instructions, and let other sessions have a turn."""
         self._outbox.cut()
         with self._context.apart():
             pass
@@ -344,7 +344,7 @@ class Programs:
 
         A scalar's terms are added up, since a loss is read after most replays. Gradients may go on being accumulated.
         """
-        # Recipes would not run in a replay: what the call has only described is placed at its end.
+        # Recipes would not run in a replay: tensors that the call has only described are placed at its end.
         tape = self._context.tape
         if tape is None or self._failures.missing:
             return
@@ -375,8 +375,8 @@ class Programs:
 
     def obstacle(self, tape: Recording, pairs: list[tuple[int, int]], inputs: Collection[int] = ()) -> str:
         """The reason why this recording cannot be a program, or "" if it can. inputs: tensors that may change their layout."""
-        # Limits; ops that a replay would not do, or that failed; then what differs before and after the call: a replay starts
-        # from the layouts that the recording started from, and has to leave the same for the next one.
+        # 1. Limits. 2. Ops that a replay would not do, or that failed. 3. Layouts that differ before and after the call: a
+        # replay starts from those that the recording started from, and has to leave the same for the next one.
         if tape.size > tape.room:
             most = MAX_INSTRUCTIONS_PER_SESSION
             return f"it has too many instructions: {tape.size}, and {most - tape.room} of at most {most} are in other programs"
@@ -519,7 +519,7 @@ class Programs:
             if cause is not None:
                 mark(seq, storage, cause)
             elif storage.failed is not None and storage.failed.lost < 0:
-                mark(seq, storage, None)  # made anew, from what is good
+                mark(seq, storage, None)  # made anew, from good tensors
                 storage.unallocated = False
         if cause is not None:
             for storage in program.writes:
@@ -554,7 +554,7 @@ class Programs:
             self._dropped.popleft()[1].leave(self._context.pace.leavings, forget=True)
 
     def check(self) -> None:
-        """Assert what must hold between events."""
+        """Assert the invariants between events."""
         for program in self.all.values():
             if program.compared == self._table.relaid:
                 assert program.layouts.hold() and program.made.hold(), "a layout has changed, and Table.relaid has not"

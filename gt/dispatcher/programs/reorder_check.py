@@ -16,7 +16,7 @@ from itertools import count
 
 from gt.dispatcher.programs.recording import Code, Instruction
 from gt.dispatcher.state.failures import Planned
-from gt.ir.dataflow import Definitions, reaching_definitions
+from gt.ir.dataflow import NONE, Definitions, reaching_definitions
 from gt.ir.instr import COLLECTIVES, RECEIVES
 
 
@@ -26,22 +26,29 @@ class CannotReorder(Exception):
 
 @dataclass(slots=True)
 class DataFlow:
-    """The definitions that reach each row of one worker. numbers: of the rows as makers; no two rows have the same."""
+    """The definitions that reach each row of one worker. numbers: of the rows as makers; no two rows have the same.
+
+    shared: as of `gt.ir.dataflow.accesses`.
+    """
 
     rows: Sequence[Instruction]
     numbers: Sequence[int]
     definitions: list[Definitions]
+    shared: Mapping[int, int]
 
     @classmethod
-    def of(cls, rows: Sequence[Instruction]) -> DataFlow:
-        return cls(rows, range(len(rows)), reaching_definitions(rows))
+    def of(cls, rows: Sequence[Instruction], shared: Mapping[int, int] = NONE) -> DataFlow:
+        return cls(rows, range(len(rows)), reaching_definitions(rows, shared=shared), shared)
 
 
 class Verifier:
-    """Verifies the results of passes, one after the other: the data flow of one is what the next is compared with."""
+    """Verifies the results of passes, one after the other: the data flow of one is what the next is compared with.
 
-    def __init__(self, ops: Mapping[int, Planned]) -> None:
-        self._ops = ops
+    shared: memory from before, as of `gt.ir.dataflow.accesses`.
+    """
+
+    def __init__(self, ops: Mapping[int, Planned], shared: Mapping[int, int]) -> None:
+        self._ops, self._shared = ops, shared
         self._flows: dict[int, DataFlow] = {}  # by worker
 
     def verify(self, old: Code, new: Code) -> None:
@@ -51,7 +58,7 @@ class Verifier:
             if new[worker] is not rows:
                 known = self._flows.get(worker)
                 if known is None or known.rows is not rows:
-                    known = self._flows[worker] = DataFlow.of(rows)
+                    known = self._flows[worker] = DataFlow.of(rows, self._shared)
                 flows[worker] = check_same_dataflow(worker, known, new[worker], self._ops)
         check_no_deadlock(new)
         self._flows.update((worker, flow) for worker, flow in flows.items() if flow is not None)
@@ -67,7 +74,7 @@ def check_same_dataflow(worker: int, old: DataFlow, new: Sequence[Instruction], 
     # Each new row is counted under the old row that it stands for, so the definitions of both are in the same names.
     numbers = dict(zip(old.rows, old.numbers))
     stands = [numbers[row] if row in numbers else _original(row, numbers) for row in new]
-    reached = reaching_definitions(new, stands)
+    reached = reaching_definitions(new, stands, old.shared)
     after: dict[int, list[Definitions]] = {number: [] for number in old.numbers}
     for number, definitions in zip(stands, reached):
         if number >= 0:
@@ -87,7 +94,7 @@ def check_same_dataflow(worker: int, old: DataFlow, new: Sequence[Instruction], 
     if len(after) < len(new) - stands.count(-1):
         return None
     fresh = count(max(old.numbers, default=-1) + 1)  # for rows that replace no old one and make nothing
-    return DataFlow(new, [number if number >= 0 else next(fresh) for number in stands], reached)
+    return DataFlow(new, [number if number >= 0 else next(fresh) for number in stands], reached, old.shared)
 
 
 def _original(row: Instruction, numbers: dict[Instruction, int]) -> int:

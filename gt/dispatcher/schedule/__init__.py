@@ -84,7 +84,7 @@ def make(request: ScheduleRequest, costs: Costs | None = None) -> Schedule:
     return Schedule(name, whole(rows), where)
 
 
-def _shared(name: str, where: Sequence[Members], m: int, costs: Costs, limits: list[float], backward: bool) -> Rows:
+def _shared(name: str, where: Sequence[Members], micro_batches: int, costs: Costs, limits: list[float], backward: bool) -> Rows:
     if name not in shared_stages.NAMES:
         stage = next(stage for stage, members in enumerate(where) if len(members) > 1)
         raise ConfigError(
@@ -93,7 +93,9 @@ def _shared(name: str, where: Sequence[Members], m: int, costs: Costs, limits: l
         )
     # A named schedule that does not fit is an error with its peak. Only `auto` may choose a slower order that fits.
     most = limits if name == "auto" else [float("inf")] * len(limits)
-    rows = auto.best(((name, rows) for rows in shared_stages.orders(name, where, m, costs)), m, costs, most, backward)[1]
+    rows = auto.best(
+        ((name, rows) for rows in shared_stages.orders(name, where, micro_batches, costs)), micro_batches, costs, most, backward
+    )[1]
     _keep_within(name, rows, costs, limits)
     return rows
 

@@ -38,14 +38,19 @@ class NoRoom(ConfigError):
 
 
 def choose(
-    tables: Mapping[str, Table], workers: Placement, m: int, costs: Costs, limits: Sequence[float], backward: bool = True
+    tables: Mapping[str, Table],
+    workers: Placement,
+    micro_batches: int,
+    costs: Costs,
+    limits: Sequence[float],
+    backward: bool = True,
 ) -> tuple[str, Rows]:
     """Name and rows of the best candidate. One that is no table is named `auto`, with the source of its order."""
-    return best(candidates(tables, workers, m, costs, limits), m, costs, limits, backward)
+    return best(candidates(tables, workers, micro_batches, costs, limits), micro_batches, costs, limits, backward)
 
 
 def best(
-    made: Iterable[tuple[str, Rows]], m: int, costs: Costs, limits: Sequence[float], backward: bool = True
+    made: Iterable[tuple[str, Rows]], micro_batches: int, costs: Costs, limits: Sequence[float], backward: bool = True
 ) -> tuple[str, Rows]:
     """The fastest of named rows within the limits, with L, R and O. NoRoom if none fits."""
     shortest: Judged | None = None
@@ -69,7 +74,7 @@ def best(
             shortest = judged
     if shortest is None:
         raise NoRoom(
-            f"no schedule of {m} micro-batches fits {{}} of activations a worker, the smallest needs {{}}: "
+            f"no schedule of {micro_batches} micro-batches fits {{}} of activations a worker, the smallest needs {{}}: "
             "try smaller micro-batches, or other stages",
             min(limits),
             least,
@@ -78,19 +83,19 @@ def best(
 
 
 def candidates(
-    tables: Mapping[str, Table], workers: Placement, m: int, costs: Costs, limits: Sequence[float]
+    tables: Mapping[str, Table], workers: Placement, micro_batches: int, costs: Costs, limits: Sequence[float]
 ) -> Iterator[tuple[str, Rows]]:
     """Named schedules that permit the placement, then their orders filled by costs, then orders that only `auto` has."""
     for name in tables:
         with suppress(ConfigError):  # it does not permit the placement
-            yield name, named(tables, name, workers, m, costs)
+            yield name, named(tables, name, workers, micro_batches, costs)
     # Orders are made with blocks as stages, and with all stages apart: other actions may then come within a block. Each order
     # is filled once, whichever table it is from.
     known: set[tuple] = set()
     runs = blocks(workers)
     for grouping in (runs, single(workers)):
         merged = costs.merged(grouping)
-        for name, rows in orders(tables, [workers[run[0]] for run in grouping], m, merged, limits):
+        for name, rows in orders(tables, [workers[run[0]] for run in grouping], micro_batches, merged, limits):
             # (stage, micro-batch) without the letter: in a row the first of a pair is its F, the second its B or I.
             order = tuple(tuple(action[::2] for action in row if action.kind != "W") for row in rows)
             if order in known:
@@ -107,7 +112,12 @@ def candidates(
         yield (
             "auto, one by one",
             [
-                [Action(stage, kind, i) for i in range(m) for kind, order in (("F", own), ("B", own[::-1])) for stage in order]
+                [
+                    Action(stage, kind, i)
+                    for i in range(micro_batches)
+                    for kind, order in (("F", own), ("B", own[::-1]))
+                    for stage in order
+                ]
                 for own in mates(workers)
             ],
         )
@@ -117,35 +127,37 @@ def single(workers: Placement) -> list[list[int]]:
     return [[stage] for stage in range(len(workers))]
 
 
-def named(tables: Mapping[str, Table], name: str, workers: Placement, m: int, costs: Costs | None) -> Rows:
+def named(tables: Mapping[str, Table], name: str, workers: Placement, micro_batches: int, costs: Costs | None) -> Rows:
     """Rows of a named schedule. With costs, W of zero-bubble schedules is placed by these.
 
     Consecutive stages of one worker count as one stage, except the two at the tip of a V.
     """
     grouping = single(workers) if name == "zb-v" else blocks(workers)
-    rows = tables[name]([workers[run[0]] for run in grouping], m)
+    rows = tables[name]([workers[run[0]] for run in grouping], micro_batches)
     if costs is not None and any(action.kind == "W" for row in rows for action in row):
         rows = by_costs(rows, costs.merged(grouping))
     return expand(rows, grouping)
 
 
 def orders(
-    tables: Mapping[str, Table], workers: Placement, m: int, costs: Costs, limits: Sequence[float]
+    tables: Mapping[str, Table], workers: Placement, micro_batches: int, costs: Costs, limits: Sequence[float]
 ) -> Iterator[tuple[str, Rows]]:
     """Orders of F and I that `fill` completes, each with the name of its source."""
     for name, table in tables.items():
         with suppress(ConfigError):
-            yield f"from {name}", table(workers, m)
+            yield f"from {name}", table(workers, micro_batches)
     taken = turns(workers)
     if taken == 1:
         for ahead in AHEAD:
-            yield "1f1b ahead", depths(workers, m, within(workers, costs, limits, ahead))
+            yield "1f1b ahead", depths(workers, micro_batches, within(workers, costs, limits, ahead))
     elif taken > 1:
-        yield "interleaved ahead", loops(workers, m, 2)
-        yield "interleaved ahead", loops(workers, m, 3)
+        yield "interleaved ahead", loops(workers, micro_batches, 2)
+        yield "interleaved ahead", loops(workers, micro_batches, 3)
     # A limit of memory decides how far list scheduling runs ahead, so it is tried with several, in parts of 1F1B's memory.
     for part in (0.5, 1.0, 1.5, 2.0):
-        greedy_rows = greedy(workers, m, costs, [min(limit, part * most) for limit, most in zip(limits, whole(workers, costs))])
+        greedy_rows = greedy(
+            workers, micro_batches, costs, [min(limit, part * most) for limit, most in zip(limits, whole(workers, costs))]
+        )
         if greedy_rows is not None:
             yield "greedy", greedy_rows
 

@@ -18,21 +18,21 @@ NEVER = float("inf")
 Found = tuple[float, int, Action]  # start, rank among equal starts, action
 
 
-def greedy(workers: Placement, m: int, costs: Costs, limits: Sequence[float]) -> list[list[Action]] | None:
+def greedy(workers: Placement, micro_batches: int, costs: Costs, limits: Sequence[float]) -> list[list[Action]] | None:
     """Rows of F, I and W within each worker's memory limit; None where one micro-batch does not fit."""
-    return _Greedy(workers, m, costs, limits).all()
+    return _Greedy(workers, micro_batches, costs, limits).all()
 
 
 class _Greedy:
     """List scheduling in progress: the clock and memory of each worker, and how far each stage is."""
 
-    def __init__(self, workers: Placement, m: int, costs: Costs, limits: Sequence[float]) -> None:
-        self.workers, self.m, self.costs, self.own = workers, m, costs, mates(workers)
+    def __init__(self, workers: Placement, micro_batches: int, costs: Costs, limits: Sequence[float]) -> None:
+        self.workers, self.micro_batches, self.costs, self.own = workers, micro_batches, costs, mates(workers)
         self.limits = [limit * (1 + 1e-9) for limit in limits]
         stages = len(workers)
         self.lag = lags(workers, costs)
-        self.forward = [[NEVER] * m for _ in workers]  # ends
-        self.gradient = [[NEVER] * m for _ in workers]
+        self.forward = [[NEVER] * micro_batches for _ in workers]  # ends
+        self.gradient = [[NEVER] * micro_batches for _ in workers]
         self.went, self.back = [0] * stages, [0] * stages  # micro-batches that finished F, and I
         self.clock, self.used = [0.0] * len(self.own), [0.0] * len(self.own)
         self.pending: list[deque[int]] = [deque() for _ in self.own]  # stages of the weight gradients to come
@@ -63,7 +63,7 @@ class _Greedy:
             # The action is an input of the stages beside its own, and of no others.
             stage = action.stage
             changed = {worker, self.workers[max(stage - 1, 0)], self.workers[min(stage + 1, len(self.workers) - 1)]}
-        return self.rows if min(self.weights) == self.m else None
+        return self.rows if min(self.weights) == self.micro_batches else None
 
     def next(self, worker: int) -> Found | None:
         """A worker's next action and its start. W runs while nothing else can."""
@@ -93,7 +93,7 @@ class _Greedy:
             if ready < NEVER:
                 yield max(clock, ready), 0, Action(stage, "I", micro)
             micro = self.went[stage]
-            ready = self.forward_ready(stage, micro) if micro < self.m else NEVER
+            ready = self.forward_ready(stage, micro) if micro < self.micro_batches else NEVER
             if ready < NEVER and self.costs.activation[stage] + self.reserve[stage] <= free:
                 yield max(clock, ready), 1 + len(self.workers) - stage, Action(stage, "F", micro)
 

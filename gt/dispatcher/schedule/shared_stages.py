@@ -30,16 +30,16 @@ MANY_FORWARDS = 256  # beyond, list scheduling takes tenths of a second, so fewe
 Found = tuple[float, int, Action]  # start, rank among equal starts, action
 
 
-def orders(name: str, members: Sequence[Members], m: int, costs: Costs) -> Iterator[Rows]:
+def orders(name: str, members: Sequence[Members], micro_batches: int, costs: Costs) -> Iterator[Rows]:
     """Several candidates for the rows of a schedule in NAMES; fewer where each takes long."""
-    workers, forwards = 1 + max(map(max, members)), m * len(members)
+    workers, forwards = 1 + max(map(max, members)), micro_batches * len(members)
     # Values of each parameter that are tried: the orders are the product of all of them.
     few = 3 if forwards <= MANY_FORWARDS else 2 if forwards <= 4 * MANY_FORWARDS else 1
     aheads = (NEVER,) if name == "gpipe" else AHEAD if few == 3 else AHEAD[1 : 1 + few]
     for split, ahead, late in product(NAMES[name], aheads, LATE[:few]):
         # A W may be put off by as many I as there are workers, or by one only: that holds less memory.
         for apart in (workers, 1)[: max(1, few - 1)] if split else (None,):
-            yield _Meetings(members, m, costs, ahead, late, apart).all()
+            yield _Meetings(members, micro_batches, costs, ahead, late, apart).all()
 
 
 @dataclass
@@ -58,7 +58,7 @@ class _Meetings:
     # A meeting that was not executed has no reservation. Each turn finds the possible meetings again from the clocks.
 
     members: Sequence[Members]
-    m: int
+    micro_batches: int
     costs: Costs
     ahead: float
     late: float
@@ -68,13 +68,13 @@ class _Meetings:
         stages, workers = range(len(self.members)), range(1 + max(w for members in self.members for w in members))
         # By stage and micro-batch: ends of F, and of I or B. NEVER until the action is in the rows.
         self.lag = lags(self.members, self.costs)
-        self.forward = [[NEVER] * self.m for _ in stages]
-        self.gradient = [[NEVER] * self.m for _ in stages]
+        self.forward = [[NEVER] * self.micro_batches for _ in stages]
+        self.gradient = [[NEVER] * self.micro_batches for _ in stages]
         # By stage: micro-batches that have gone forward, and those that have come back. The difference is under way, and its
         # activations are alive: `most` is the limit of that.
         self.went, self.back = [0 for _ in stages], [0 for _ in stages]
         self.all_first = self.ahead == NEVER  # all F before all B
-        self.most = [self.m if self.all_first else 1 + self.ahead * (len(stages) - 1 - stage) for stage in stages]
+        self.most = [self.micro_batches if self.all_first else 1 + self.ahead * (len(stages) - 1 - stage) for stage in stages]
         self.own = [[stage for stage in stages if self.members[stage] == (worker,)] for worker in workers]
         self.met = [stage for stage in stages if len(self.members[stage]) > 1]
         # By worker: end of its last action, W whose I is done, and the result.
@@ -95,7 +95,7 @@ class _Meetings:
             if not able:
                 return self.rows
 
-            # A worker without a gate offers whatever it can do, so `able` is empty only when all is done.
+            # A worker without a gate offers every action that it can do, so `able` is empty only when all is done.
             start, _, action, worker = min(able)
             self.do(self.members[action.stage] if worker < 0 else (worker,), action, start)
 
@@ -119,13 +119,13 @@ class _Meetings:
         clock = max(self.clock[worker] for worker in self.members[stage])  # all of them have to be free
         # Micro-batches pass a stage in order, so the next to come back is the one after those that have.
         micro, last = self.back[stage], stage + 1 == len(self.members)
-        if micro < self.went[stage] and not (self.all_first and min(self.went) < self.m):
+        if micro < self.went[stage] and not (self.all_first and min(self.went) < self.micro_batches):
             after = 0.0 if last else self.gradient[stage + 1][micro] + self.lag[stage + 1]
             ready = max(self.forward[stage][micro], after)
             if ready < NEVER:
                 yield max(clock, ready), 0, Action(stage, "B" if self.apart is None else "I", micro)
         micro = self.went[stage]
-        if micro < self.m and micro - self.back[stage] < self.most[stage]:
+        if micro < self.micro_batches and micro - self.back[stage] < self.most[stage]:
             ready = self.forward[stage - 1][micro] + self.lag[stage] if stage else 0.0
             if ready < NEVER:
                 # Among equal starts a later stage goes first: its micro-batch turns back sooner, and frees its memory.

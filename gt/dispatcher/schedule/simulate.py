@@ -20,7 +20,7 @@ Times = list[list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Times in the unit of the costs. `bubble` of a worker is the makespan minus what it computes."""
+    """Times in the unit of the costs. `bubble` of a worker is the makespan minus its computing time."""
 
     start: Times
     end: Times
@@ -45,7 +45,7 @@ def simulate(rows: Rows, costs: Costs) -> Timeline:
 
 
 class _Run:
-    """State of a simulation.
+    """State of a simulation of m micro-batches.
 
     `forward` has the ends of F by (stage + 1) * m + micro, `gradient` those of B and I by stage * m + micro. Entries of the
     missing neighbours, before stage 0 and after the last stage, are 0. An end is NEVER until its action has run. At most one
@@ -79,7 +79,7 @@ class _Run:
     def all(self) -> None:
         """Advance all workers to their ends. A worker at an L, R or O is tried again once all others wait."""
         # F, B and I wake those that wait for them (`waiting`). An L, R or O may wait for many actions at once, so no single
-        # one wakes it: it is tried again when nobody else can advance, until a round of tries executes nothing.
+        # one wakes it. It is tried again when nobody else can advance, until a round of tries executes nothing.
         done = -1
         while self.able:
             while self.able:

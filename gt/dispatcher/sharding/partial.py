@@ -18,7 +18,7 @@ WIDEN_ELEMENTS = 1 << 18  # larger partial tensors are reduced before a cast to 
 
 def linear(known: OpSchema, places: list[Place]) -> bool:
     """True if the op on partial operands gives a partial result."""
-    # sum(f(t_i)) = f(sum(t_i)) has to hold: f is linear in all operands that are terms, and no other operand is added, which
+    # sum(f(t_i)) = f(sum(t_i)) has to hold. So f is linear in all operands that are terms, and no other operand is added: it
     # would count once a worker.
     ins, outs = known.template.ins, known.template.outs
     terms = places[:1] if known.name in SCALED else places

@@ -78,7 +78,7 @@ def pointwise(known: OpSchema, places: list[Place], size: int) -> Decision | Non
         dim = len(spec.shape) + back
         wants.append(Shard(dim, leader.parts) if dim >= 0 and spec.shape[dim] == result[leader.dim] else R)
     if writes and wants[writes[0]] != settled(places[writes[0]]):
-        return None  # what is written cannot be a copy in another layout
+        return None  # a written operand cannot be a copy in another layout
     outputs = tuple(Shard(len(out_shape(known, i)) + back, leader.parts) for i in range(len(outs)))
     return Decision(tuple(wants), outputs)
 
@@ -109,8 +109,8 @@ def reduction(known: OpSchema, places: list[Place], size: int) -> Decision | Non
     if not isinstance(place, Shard):
         return Decision((R,), (R,) * outs)
     dims, keep = _reduced(known)
-    # Over the split dim each worker has a term, if the reduction of terms is that of the whole: sums of pieces of any length,
-    # means of equal ones. An empty piece has no maximum, so maxima want equal pieces, or a name of OF_PIECES.
+    # Over the split dim workers have terms, if the reduction of terms is that of the whole. That holds for sums of pieces of
+    # any length, and means of equal ones. An empty piece has no maximum, so maxima want equal pieces, or a name of OF_PIECES.
     if place.dim in dims:
         op = REDUCTIONS[known.name]
         any_length = op == "sum" or known.name in OF_PIECES.values()
@@ -210,9 +210,9 @@ def _cost(have: Place, want: Placement, nbytes: int) -> float:
 def _mm_decision(known: OpSchema, first: int, option: tuple) -> Decision:
     """Decision for an option. The added operand of addmm has the result's placement, but for dims that are broadcast."""
     # Where the result is terms the added operand is terms too: one worker adds it, the others add zeros.
-    x, y, out = option
+    left, right, out = option
     if not first:
-        return Decision((x, y), (out,))
+        return Decision((left, right), (out,))
     bias = shape(known, 0)
     rank = len(out_shape(known))
     added: Placement = out
@@ -221,7 +221,7 @@ def _mm_decision(known: OpSchema, first: int, option: tuple) -> Decision:
         added = Shard(dim, out.parts) if dim >= 0 and bias[dim] != 1 else R
     if known.template.writes and isinstance(out, Partial):
         added = P
-    return Decision((added, x, y), (out,))
+    return Decision((added, left, right), (out,))
 
 
 def layer_norm(known: OpSchema, places: list[Place], size: int) -> Decision | None:

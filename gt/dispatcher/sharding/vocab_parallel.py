@@ -239,10 +239,10 @@ def _axes(kinds: Sequence[str], **by_kind: Any) -> Placements:
 
 def nll_loss(known: OpSchema, starts: Starts, mesh: Mesh) -> list[ChainOp] | None:
     """Each worker ignores labels of other pieces, so loss and weight are partial. A mean is the sum over the total weight."""
-    t, (ignored, reduction) = known.template, (known.arg(4), known.arg(3))
-    dim = min(len(t.ins[0].shape), 2) - 1
-    split = Split(t.ins[0], dim, starts[0], mesh)
-    if t.ins[1].dtype != "int64" or not split.plain:
+    template, (ignored, reduction) = known.template, (known.arg(4), known.arg(3))
+    dim = min(len(template.ins[0].shape), 2) - 1
+    split = Split(template.ins[0], dim, starts[0], mesh)
+    if template.ins[1].dtype != "int64" or not split.plain:
         return None
     # 1. Is it faster than a gather? Two all-reduces (of the loss and of the weights), of a value for each row or of one.
     kinds = _axis_kinds(split, starts[1])
@@ -253,12 +253,14 @@ def nll_loss(known: OpSchema, starts: Starts, mesh: Mesh) -> list[ChainOp] | Non
     chain, (skipped, mark) = Chain(known), _marked(ignored)
     rows = _axes(kinds, rows=Shard(0))
     own = _own(chain, 1, split, rows, skipped, mark)
-    args = (*t.args[:3], SUM if reduction == MEAN else reduction, mark)
-    local = OpSchema(Template(t.op, args, t.kwargs, (t.ins[0], own.spec, *t.ins[2:]), 0, t.outs, ()))
+    args = (*template.args[:3], SUM if reduction == MEAN else reduction, mark)
+    local = OpSchema(
+        Template(template.op, args, template.kwargs, (template.ins[0], own.spec, *template.ins[2:]), 0, template.outs, ())
+    )
     wants = (_axes(kinds, rows=Shard(0), classes=Shard(dim)), rows, *[_axes(kinds, classes=Shard(0))] * (known.tensors - 2))
     # 3. Layouts of its results, and the total weight; a mean divides by that.
     terms = _axes(kinds, rows=P, classes=P)
-    each_row = reduction == 0 and bool(t.ins[1].shape)
+    each_row = reduction == 0 and bool(template.ins[1].shape)
     loss = _axes(kinds, rows=Shard(0), classes=P) if each_row else terms
     given = (0, own.name, *range(2, known.tensors))
     counted = reduction == MEAN and known.tensors == 2  # from the labels, which all workers have: no communication
@@ -268,7 +270,7 @@ def nll_loss(known: OpSchema, starts: Starts, mesh: Mesh) -> list[ChainOp] | Non
     if counted:
         number = _counted(chain, rows, _axes(kinds, rows=P), ignored)
         chain.parts[-1] = chain.parts[-1]._replace(outs=(-2,))
-        assert number.spec == t.outs[1].spec
+        assert number.spec == template.outs[1].spec
     if reduction == MEAN:
         chain.parts.append(ChainOp((quotient(known),), ("total", -2), (-1,)))
     return chain.parts
@@ -285,27 +287,31 @@ def _counted(chain: Chain, where: Placements, makes: Placements, ignored: int) -
 
 def nll_loss_backward(known: OpSchema, starts: Starts, mesh: Mesh) -> list[ChainOp] | None:
     """Operands: grad, rows, labels, weight or none, total weight. No communication."""
-    t = known.template
+    template = known.template
     # The gradient of a row is nonzero at its label alone, so each worker has all that its own classes need.
-    dim = min(len(t.ins[1].shape), 2) - 1
-    split = Split(t.ins[1], dim, starts[1], mesh)
-    if t.ins[2].dtype != "int64" or not split.plain:
+    dim = min(len(template.ins[1].shape), 2) - 1
+    split = Split(template.ins[1], dim, starts[1], mesh)
+    if template.ins[2].dtype != "int64" or not split.plain:
         return None
     kinds = _axis_kinds(split, starts[2])
     chain, (skipped, mark) = Chain(known), _marked(known.arg(5))
     rows = _axes(kinds, rows=Shard(0))
     own = _own(chain, 2, split, rows, skipped, mark)
-    made = _axes(kinds, rows=Shard(0), classes=Shard(dim))
-    grad = rows if t.ins[0].shape else _axes(kinds)
-    wants = (grad, made, rows, *[_axes(kinds, classes=Shard(0))] * (known.tensors - 4), _axes(kinds))
+    rows_and_classes = _axes(kinds, rows=Shard(0), classes=Shard(dim))
+    grad = rows if template.ins[0].shape else _axes(kinds)
+    wants = (grad, rows_and_classes, rows, *[_axes(kinds, classes=Shard(0))] * (known.tensors - 4), _axes(kinds))
 
     def gradient(scores: ChainValue, labels: ChainValue, out: Spec, name: int | str, result: Placements) -> ChainOp:
-        ins = (t.ins[0], scores.spec, labels.spec, *t.ins[3:])
-        local = OpSchema(Template(t.op, (*t.args[:5], mark, *t.args[6:]), t.kwargs, ins, 0, (Out("new", out),), ()))
+        ins = (template.ins[0], scores.spec, labels.spec, *template.ins[3:])
+        local = OpSchema(
+            Template(
+                template.op, (*template.args[:5], mark, *template.args[6:]), template.kwargs, ins, 0, (Out("new", out),), ()
+            )
+        )
         names = (0, scores.name, labels.name, *range(3, known.tensors))
         return ChainOp((local,), names, (name,), (wants[0], result, *wants[2:]), (result,))
 
-    out = t.outs[0].spec
+    out = template.outs[0].spec
     assert out is not None
     if known.tensors == 4:  # no class weights: the sum of a gradient's row is the gradient of a row with one class
         labels, one = chain.operand(2), _reduced(out, [dim], out.dtype)
@@ -316,7 +322,7 @@ def nll_loss_backward(known: OpSchema, starts: Starts, mesh: Mesh) -> list[Chain
         flat = chain.placed("_to_copy.default", labels, out=_like(own.spec, out.dtype), where=rows, dtype=dtype)
         scores = chain.placed("_unsafe_view.default", flat, list(one.shape), out=one, where=rows)
         chain.parts.append(gradient(scores, first, one, SUMS, rows))
-    chain.parts.append(gradient(ChainValue(1, t.ins[1]), own, out, -1, made))
+    chain.parts.append(gradient(ChainValue(1, template.ins[1]), own, out, -1, rows_and_classes))
     return chain.parts
 
 
@@ -350,8 +356,8 @@ def embedding(known: OpSchema, starts: Starts, mesh: Mesh) -> list[ChainOp] | No
 
 def embedding_backward(known: OpSchema, starts: Starts, mesh: Mesh, table: Placements) -> list[ChainOp] | None:
     """Gradient of a table with placements `table`: each worker computes its own rows. No communication."""
-    t, padding = known.template, known.arg(3)
-    made = t.outs[0].spec
+    template, padding = known.template, known.arg(3)
+    made = template.outs[0].spec
     assert made is not None
     split = Split(made, 0, table, mesh)
     if not split.plain or known.arg(4):
@@ -360,7 +366,9 @@ def embedding_backward(known: OpSchema, starts: Starts, mesh: Mesh, table: Place
     chain = Chain(known)
     # The op has a label of its own to leave out, the padding row. Here that label is -1, which stands for rows of others too.
     own = _own(chain, 1, split, where, padding if padding >= 0 else None, -1)
-    local = OpSchema(Template(t.op, (*t.args[:3], -1, False), t.kwargs, (t.ins[0], own.spec), 0, t.outs))
+    local = OpSchema(
+        Template(template.op, (*template.args[:3], -1, False), template.kwargs, (template.ins[0], own.spec), 0, template.outs)
+    )
     result = tuple(Shard(0) if n in split.axes else P if isinstance(p, Shard) else R for n, p in enumerate(where))
     chain.parts.append(ChainOp((local,), (0, own.name), (-1,), (where, where), (result,)))
     return chain.parts

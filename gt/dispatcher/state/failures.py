@@ -66,7 +66,7 @@ class Placed(Planned):
 
 @dataclass(slots=True, eq=False)
 class Moved:
-    """A move of a storage, or the sum of its terms, with what was known of it before.
+    """A move of a storage, or the sum of its terms, with its state before.
 
     earlier: number of the op that moved it before. stays: each worker that had a piece of it still has that, if it skips this.
     """
@@ -111,7 +111,7 @@ def layout_of(row: Planned) -> Layout | None:
 
 @dataclass(slots=True)
 class Launched(Planned):
-    """A program's replay: all of its ops under consecutive numbers, with what all of them read, wrote and made."""
+    """A program's replay: all of its ops under consecutive numbers, with the storages that they read, wrote and made."""
 
     ops: Sequence[Planned]
     number: int  # number of the replay, from 1
@@ -224,7 +224,7 @@ class OpJournal:
         return storage.failed if later is None else later.before
 
     def unmark(self, seqs: Collection[int]) -> None:
-        """These ops were not begun: what they would have written is as it was."""
+        """These ops were not begun: tensors that they would have written are unchanged."""
         for storage, marks in self.marks.items():
             for mark in [mark for mark in marks if mark.seq in seqs]:
                 place = marks.index(mark)
@@ -242,7 +242,7 @@ class OpJournal:
         self.rows.extend(kept)
 
     def undo_moves(self, seqs: Collection[int]) -> None:
-        """These ops were not begun: what they would have moved stays where it was, if it is still there."""
+        """These ops were not begun: a storage that they would have moved keeps its layout, if its pieces still exist."""
         gone: set[Storage] = set()
         # Newest first: each undo restores `storage.moved`, so the move before it is recognized in turn. A move that freed
         # pieces cannot be undone, and nor can the moves before it.
@@ -266,7 +266,7 @@ class OpJournal:
         return own
 
     def taint(self, seqs: Collection[int], cause: Cause) -> None:
-        """Mark what these ops made and wrote, and all that was computed from it since; a whole overwrite heals."""
+        """Mark the storages that these ops made and wrote, and all computed from them since; a whole overwrite heals."""
         ordered = sorted(seqs)
         first = ordered[0]
         # Forward data flow over the journal. `tainted` is the state at the row in hand: `storage.failed` is the state behind
@@ -312,7 +312,7 @@ class OpJournal:
 
 
 class Failures:
-    """Failures of one session: which ops failed, what the client has not been told, and which workers are lost."""
+    """Failures of one session: the ops that failed, the causes not yet reported to the client, and the lost workers."""
 
     def __init__(self, cluster: Cluster, table: Table, journal: OpJournal) -> None:
         self._cluster, self._table, self._journal = cluster, table, journal
@@ -362,7 +362,7 @@ class Failures:
         if older is None:
             self._last_error = error
 
-        # What it made is worthless either way. The cause is another object: what healed of the older one stays as it is.
+        # Its results are worthless either way. The cause is another object: storages that healed from the older one stay.
         cause = Cause(error, seq=seq, full=full) if older is None else Cause(older.error, older.lost, older.seq, older.full)
 
         # One memory shortage fails many ops: the client hears of the first, until it has been told and goes on.
@@ -382,7 +382,7 @@ class Failures:
         return seq in new
 
     def drop(self, seqs: Collection[int]) -> None:
-        """Ops were not begun: what they would have made has no value, what they would have changed keeps its own."""
+        """Ops were not begun: their results have no value, and tensors that they would have changed keep theirs."""
         self.troubled = self.dropped = True
         # Each worker of the mesh reports them.
         seqs = set(seqs) - self._failed_ops
@@ -390,11 +390,11 @@ class Failures:
         self._dropped_ops |= seqs
         self.first_dropped = min((self.first_dropped, *seqs))
 
-        # 1. What these ops would have written is as good or bad as before, and recipes that they executed are recipes again.
+        # 1. Storages that these ops would have written are as good or bad as before. Recipes that they executed are restored.
         self._journal.unmark(seqs)
         unplaced = [row for row in self._journal.rows if row.seq in seqs and isinstance(row, Placed) and row.undo()]
 
-        # 2. What they would have made has no value. A view's memory is there all the same: only the view has to be made again.
+        # 2. Their results have no value. A view's memory exists all the same: only the view has to be made again.
         for row in self._journal.rows:
             if row.seq in seqs and row not in unplaced:
                 cause = Cause(not_begun(row), seq=row.seq)
@@ -405,7 +405,7 @@ class Failures:
                         self._journal.fail(row.seq, storage, cause)
                         storage.unallocated = True
 
-        # 3. What they would have moved is where it was; a storage whose old pieces are freed by now has failed.
+        # 3. Storages that they would have moved are where they were; one whose old pieces are freed by now has failed.
         self._table.relaid += 1  # layouts are undone, so programs compare all of them again
         self._journal.undo_moves(self._dropped_ops)  # some workers may have reported earlier ones before
         for storage in {id(tensor.storage): tensor.storage for tensor in self._table.rows.values()}.values():
@@ -454,7 +454,7 @@ class Failures:
 
 
 def op_failed(row: Planned | None, seq: int, kind: str, message: str, worker: str) -> GTError:
-    """The user's error for what a worker reported of op `seq`."""
+    """The user's error for a worker's report on op `seq`."""
     if row is None:
         return OpFailed(f"an op failed on worker {worker}: {message}", worker=worker)
     replay = ""

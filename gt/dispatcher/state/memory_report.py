@@ -81,9 +81,9 @@ class Holder(NamedTuple):
 
 
 def _holders(session: ClientSession, worker: Worker, top: list[list[int]]) -> Iterator[Holder]:
-    # An id on a worker is one of three: a tensor of the table, a copy of one in another layout, or a value inside of a program.
+    # An id on a worker is a tensor of the table, a copy of one in another layout, or a value inside of a program.
     rows, offset = session.table.rows, session.emitter.offset
-    copies = {made: t for t in rows.values() for _, made in (t.copies or {}).values()}
+    copies = {value_id: t for t in rows.values() for _, value_id in (t.copies or {}).values()}
     within: dict[int, tuple[Origin, str]] | None = None  # tensors that programs make, looked up when needed
     for name, nbytes in top:
         tensor_id = name - offset
@@ -95,7 +95,9 @@ def _holders(session: ClientSession, worker: Worker, top: list[list[int]]) -> It
 
         # Decoding all programs takes long, so it is done once, and only if some id needs it.
         if within is None:
-            within = {made: origin for program in session.programs.all.values() for made, origin in _made(program, worker)}
+            within = {
+                value_id: origin for program in session.programs.all.values() for value_id, origin in _made(program, worker)
+            }
         ids = [] if tensor is None else list(islice(tensor.storage.tensors, MAX_SHOWN_IDS))
         origin, what = within.get(name, (None, ""))
         yield Holder(ids, nbytes, origin, what)

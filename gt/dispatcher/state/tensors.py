@@ -130,6 +130,23 @@ class Tensor:
         self.storage.tensors.clear()
         self.base = self.via = self.copies = self.sums = None
 
+    def above(self, steps: int) -> Tensor:
+        """The tensor that it is a view of, so many views up."""
+        tensor = self
+        for _ in range(steps):
+            assert tensor.base is not None
+            tensor = tensor.base
+        return tensor
+
+    def descent(self, steps: int | None = None) -> tuple:
+        """Each view from it to the base so many steps up, or to the root: the op that makes it, and the form of its base."""
+        rows: list[tuple] = []
+        tensor = self
+        while tensor.base is not None and len(rows) != steps:
+            rows.append((tensor.via, tensor.base.spec.form))
+            tensor = tensor.base
+        return tuple(rows)
+
     def may_choose(self, mesh: Mesh) -> bool:
         """True if the first use of a parameter, which is whole on each worker of this mesh, may choose its layout."""
         storage, layout = self.storage, self.layout
@@ -147,7 +164,7 @@ class Tensor:
 
 @dataclass(slots=True)
 class Table:
-    """One session's tensors. check() holds what must always be true.
+    """One session's tensors. check() asserts the invariants.
 
     relaid: grows whenever a placed tensor gets another layout. Comparisons of layouts stay valid while it is the same.
     """

@@ -1,6 +1,6 @@
 """Validation of a batch before its stream: its admission, and the templates and origins that it defines.
 
-Everything a client may claim is bounded here; what is beyond is a ProtocolError that names the field.
+Every number that a client sends is bounded here; one beyond its bound is a ProtocolError that names the field.
 """
 
 from __future__ import annotations

@@ -59,9 +59,9 @@ class Approach:
         options(sock, self._heartbeat, MAX_BODY_BYTES)
         show(sock, key)
         sock.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
-        # Credit bounds what comes. A limit here would leave heartbeats unread too, while nobody has time to take messages in.
+        # Credit bounds the messages. A limit here would leave heartbeats unread too, while nobody has time to take messages in.
         sock.setsockopt(zmq.RCVHWM, 0)
-        # The next attempt is ours, and a link once made is not made again. Without any, what came last would be dropped.
+        # The next attempt is ours, and a link once made is not made again. Without any, the last messages would be dropped.
         sock.setsockopt(zmq.RECONNECT_IVL, NEVER_MILLISECONDS)
 
         # 3. The monitor tells how the handshake ends.

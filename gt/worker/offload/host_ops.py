@@ -45,31 +45,31 @@ class OpsInHostMemory:
         for tensor_id, result in zip(outs, results, strict=True):
             self._tensors.put_away(tensor_id, result)
 
-    def _operand(self, i: int, fresh: bool) -> LaneOperand:
-        away = self._tensors.resting(i)
+    def _operand(self, tensor_id: int, fresh: bool) -> LaneOperand:
+        away = self._tensors.resting(tensor_id)
         if away is not None:
             return away
-        tensor = self._tensors[i]
-        known = self._copies.get(i)
+        tensor = self._tensors[tensor_id]
+        known = self._copies.get(tensor_id)
         # The id may name another tensor by now: a copy counts only for the very tensor that it was made of.
         copy = known[1] if known is not None and known[0] is tensor else None
         if copy is None:
             copy, fresh = self._lane.copy(tensor), True
-            self._copies[i] = tensor, copy
+            self._copies[tensor_id] = tensor, copy
         if fresh:
             copy.begin(tensor)
             self._tensors.count_to_host(copy.nbytes)
         return copy
 
-    def _note_used(self, i: int, operand: LaneOperand, changed: bool) -> None:
+    def _note_used(self, tensor_id: int, operand: LaneOperand, changed: bool) -> None:
         operand.used(changed)
-        tensor, copy = self._copies.get(i, (None, None))
+        tensor, copy = self._copies.get(tensor_id, (None, None))
         if changed and copy is operand:
             back = copy.send(tensor)
             self._tensors.count_to_device(copy.nbytes)
             # Until the value is back on the device, a look-up of the tensor waits for it.
             if back is not None:
-                self._tensors.put_away(i, back)
+                self._tensors.put_away(tensor_id, back)
 
 
 class HostEngineLane:

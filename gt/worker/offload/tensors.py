@@ -75,53 +75,53 @@ class OffloadedTensors(dict[int, Any]):
     def __init__(self, evict: Evict) -> None:
         self._evict = evict
         self.away: dict[int, tuple[Resting, str]] = {}  # id -> the tensor that rests elsewhere, and its space
-        self._spaces: dict[int, tuple[str, str]] = {}  # space and folder of what was evicted once
+        self._spaces: dict[int, tuple[str, str]] = {}  # space and folder of tensors that were evicted once
         self._to_host = self._to_device = self._restored = 0  # bytes so far; restored: of those to the device, evicted ones
         self.host_copies: dict[int, tuple[Any, HostCopy]] = {}  # id -> the tensor on the device, and its host copy
 
-    def __missing__(self, i: int) -> Any:
-        resting, _ = self.away[i]  # KeyError for an id that no tensor has
+    def __missing__(self, tensor_id: int) -> Any:
+        resting, _ = self.away[tensor_id]  # KeyError for an id that no tensor has
         # `tensor` may raise for want of memory. The entry in `away` stays until then, so that a retry finds it.
-        tensor = self[i] = resting.tensor()
-        del self.away[i]
-        if i in self._spaces:
+        tensor = self[tensor_id] = resting.tensor()
+        del self.away[tensor_id]
+        if tensor_id in self._spaces:
             self._restored += resting.nbytes
             self._to_device += resting.nbytes
         resting.close()
         return tensor
 
-    def evict(self, i: int, space: str, folder: str) -> None:
+    def evict(self, tensor_id: int, space: str, folder: str) -> None:
         """Let a tensor rest in a space. One that is away, or shares its memory, stays as it is."""
-        tensor = self.get(i)
+        tensor = self.get(tensor_id)
         resting = self._evict(tensor, space, folder) if tensor is not None else None
         if resting is not None:
-            self.put_away(i, resting, space)
+            self.put_away(tensor_id, resting, space)
             # Remembered beyond this eviction: a host op lets the tensor rest in the same space again.
-            self._spaces[i] = space, folder
+            self._spaces[tensor_id] = space, folder
             self._to_host += resting.nbytes
 
-    def put_away(self, i: int, resting: Resting, space: str = "") -> None:
+    def put_away(self, tensor_id: int, resting: Resting, space: str = "") -> None:
         """Let a tensor rest as this. space: "" for one that is not counted."""
         if space:
-            self.host_copies.pop(i, None)
-        before = self.away.get(i)
-        self.away[i] = resting, space
-        self.pop(i, None)
+            self.host_copies.pop(tensor_id, None)
+        before = self.away.get(tensor_id)
+        self.away[tensor_id] = resting, space
+        self.pop(tensor_id, None)
         if before is not None and before[0] is not resting:  # of another tensor, which had this id
             before[0].close()
 
-    def resting(self, i: int) -> Resting | None:
+    def resting(self, tensor_id: int) -> Resting | None:
         """A tensor as it rests, None for one on the device. One that a use has brought back rests again."""
         # An ordinary op looked it up, and so brought it to the device, since it was evicted.
-        if i in self and i in self._spaces:
-            self.evict(i, *self._spaces[i])
-        if i in self:
-            self.renamed(i)
-        return self.away[i][0] if i in self.away else None
+        if tensor_id in self and tensor_id in self._spaces:
+            self.evict(tensor_id, *self._spaces[tensor_id])
+        if tensor_id in self:
+            self.renamed(tensor_id)
+        return self.away[tensor_id][0] if tensor_id in self.away else None
 
-    def renamed(self, i: int) -> None:
+    def renamed(self, tensor_id: int) -> None:
         """An id names another tensor on the device from now on: the one that rests elsewhere under this id has ended."""
-        row = self.away.pop(i, None)
+        row = self.away.pop(tensor_id, None)
         if row is not None:
             row[0].close()
 

@@ -174,7 +174,7 @@ class Budget:
         return room - nbytes
 
     def _leave_out_stacks(self) -> None:
-        """Leave stacks of threads that have begun since out of what is taken: they are data, and hardly any of it is used."""
+        """Leave stacks of threads that have begun since out of the memory taken: they are data, of which little is used."""
         if self._base >= 0:
             before, self._stacks = self._stacks, _stack_bytes()
             self._base += self._stacks - before

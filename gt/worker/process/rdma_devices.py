@@ -10,7 +10,7 @@ INFINIBAND = Path("/sys/class/infiniband")
 
 def rdma_devices() -> list[dict[str, Any]]:
     """Ports of RDMA devices: their network devices, rate, state, and GIDs by index with their type."""
-    found = []
+    ports = []
     for device in sorted(INFINIBAND.glob("*")) if INFINIBAND.exists() else ():
         for port in sorted((device / "ports").glob("*")):
             gids = {}
@@ -19,9 +19,9 @@ def rdma_devices() -> list[dict[str, Any]]:
                 if text.replace(":", "").strip("0"):
                     gids[gid.name] = [text, _text(port / "gid_attrs/types" / gid.name)]
             devices = [path.name for path in (device / "device/net").glob("*")]
-            found.append({"device": device.name, "port": port.name, "net": devices, "rate": _text(port / "rate"),
+            ports.append({"device": device.name, "port": port.name, "net": devices, "rate": _text(port / "rate"),
                           "state": _text(port / "state"), "gids": gids})  # fmt: skip
-    return found
+    return ports
 
 
 def _text(path: Path) -> str:

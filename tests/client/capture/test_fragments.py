@@ -419,6 +419,39 @@ def test_inputs_that_share_memory_differently_are_right() -> None:
         assert step(a, b) == (24.0 if n % 3 == 2 else 12.0), n
 
 
+PICKS = {  # gradients of four elements whose terms are on two workers: whole tensors, and views of some
+    "a view, and none": lambda net, n: [net[0].bias, net[1].weight, net[2].bias][n % 3].grad,
+    "rows": lambda net, n: net[2].weight.grad[n % 4],
+    "views of other bases": lambda net, n: [net[3].weight.grad[2], net[2].weight.grad[2], net[0].bias.grad][n % 3],
+}
+
+
+@pytest.mark.parametrize("pick", PICKS)
+def test_terms_of_a_view_are_added_up_before_it_is_read(pick: str, session: Callable[..., None]) -> None:
+    """A run of ops meets inputs of one form that are views of other memory, or of none."""
+    session("gt: {data_parallel: [0, 1]}")
+
+    def run(device: str, wrap: Callable) -> list:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 5)).to(device)
+
+        def step(x: torch.Tensor, n: int) -> torch.Tensor:
+            layers.zero_grad()
+            loss = layers(x).square().mean()
+            loss.backward()
+            gradient = PICKS[pick](layers, n)
+            loss.item()
+            result = gradient.exp() - gradient
+            result.sum().item()
+            return result.detach()
+
+        step = wrap(step)
+        return [step(x.to(device), n).cpu() for n, (x, _) in enumerate(batches(12))]
+
+    for got, wanted in zip(run("remote", gt.compile), run("cpu", lambda step: step), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
 def test_a_failed_op_raises_and_harms_no_other_tensor() -> None:
     table, bystander = torch.arange(4.0, device="remote"), torch.ones(2, device="remote")
 

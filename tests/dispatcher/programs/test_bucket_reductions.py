@@ -335,3 +335,19 @@ def test_a_bucket_is_in_one_definition(monkeypatch: pytest.MonkeyPatch) -> None:
             at += 3 + code[at + 2] if free else 2 + kinds[code[at]].operands
         found.append(names)
     assert found == [["op"], ["together", *["all_reduce"] * 6, "op"], ["op"], ["op"], []]
+
+
+def test_a_view_from_before_is_read_behind_the_reduction_of_its_base() -> None:
+    code = {
+        worker: [
+            Instruction(0, ADD, [5, 5, 10]),
+            Instruction(1, reduce(20, (0, 1), worker), [2]),
+            Instruction(2, ADD, [3, 3, 11]),
+        ]
+        for worker in (0, 1)
+    }
+    storage = object()
+    new, _ = bucketed(Recording(0, [], {}, code=code), homes={2: storage, 3: storage})
+    assert [row.seq for row in new.code[0]] == [0, 1, 2]
+    apart, _ = bucketed(Recording(0, [], {}, code=code))
+    assert [row.seq for row in apart.code[0]] == [0, 2, 1]

@@ -1,7 +1,7 @@
 """batch_norm as its one op.
 
-torch's own function also makes an empty tensor, which only cuDNN's kernel uses: an op more for each layer of a network of
-convolutions, in the program, the server and the worker.
+torch's own function also makes an empty tensor, which only cuDNN's kernel uses. That would be an op more for each layer of a
+network of convolutions, in the program, the server and the worker.
 """
 
 from __future__ import annotations

@@ -39,20 +39,22 @@ class Kernel:
 
     def __call__(self, *args: Any, **named: Any) -> tuple[torch.Tensor, ...]:
         names = [argument.name for argument in self.overload._schema.arguments]
-        given = {**dict(zip(names, args)), **named}
-        x, params = given["data" if self.packed else "input"], list(given["params"])
-        states = list(given["hx"]) if self.mode == "lstm" else [given["hx"]]
+        arguments = {**dict(zip(names, args)), **named}
+        x, params = arguments["data" if self.packed else "input"], list(arguments["params"])
+        states = list(arguments["hx"]) if self.mode == "lstm" else [arguments["hx"]]
         tensors = [x, *states, *params]
         if not all(isinstance(tensor, RemoteTensor) for tensor in tensors):  # one on the CPU, or in a transform of torch.func
             if any(tensor.device.type == "cpu" for tensor in tensors):
                 raise mixed_devices(info_of(self.overload), next(t for t in tensors if t.device.type == "cpu"))
             return self.overload.decompose(*args, **named)
-        sizes = tuple(map(int, given["batch_sizes"].tolist())) if self.packed else ()
-        first = bool(given.get("batch_first", False))
-        stack = Stack(self.mode, given["has_biases"], given["num_layers"], given["train"], given["bidirectional"], sizes)
+        sizes = tuple(map(int, arguments["batch_sizes"].tolist())) if self.packed else ()
+        first = bool(arguments.get("batch_first", False))
+        stack = Stack(
+            self.mode, arguments["has_biases"], arguments["num_layers"], arguments["train"], arguments["bidirectional"], sizes
+        )
         if not _fits(x, states, params, stack, first):  # torch's own form has the error
             return self.overload.decompose(*args, **named)
-        x, *states_after = _layers(x.transpose(0, 1) if first else x, states, params, stack, given["dropout"])
+        x, *states_after = _layers(x.transpose(0, 1) if first else x, states, params, stack, arguments["dropout"])
         return (x.transpose(0, 1) if first else x, *states_after)
 
 

@@ -159,8 +159,8 @@ def _parts(
     tensors = [listed.tensors(index) for index in range(listed.count)]
     if len({memory[k] for of_index in tensors for k in of_index}) < sum(map(len, tensors)):  # two indices share memory
         return [(row, [*range(len(memory))])]
-    # A part ends when it has `bucket` bytes, but never between indices that are ready at the same row: a second part would not
-    # begin earlier.
+    # A part ends when it has `bucket` bytes, but never between indices that are ready at the same row. There a second part
+    # would not begin earlier.
     behind = [_dependences(memory, [*of_index, *listed.beside], changed, uses)[0] for of_index in tensors]
     parts: list[list[int]] = [[]]
     nbytes = 0

@@ -34,8 +34,8 @@ def bucket_reductions(recording: Recording, context: PassContext) -> Recording:
     """The recording with its reductions moved up and in buckets, unless a schedule has placed them."""
     if context.scheduled or not any(row.kind in REDUCTIONS for rows in recording.code.values() for row in rows):
         return recording
-    moved: Code = {worker: list(_moved(rows, context.bucket)) for worker, rows in recording.code.items()}
-    return replace(recording, code={worker: _with_optimizer_split(rows, context.define) for worker, rows in moved.items()})
+    moved: Code = {worker: list(_moved(rows, context)) for worker, rows in recording.code.items()}
+    return replace(recording, code={worker: _with_optimizer_split(rows, context) for worker, rows in moved.items()})
 
 
 def names_only(row: Instruction) -> bool:
@@ -47,10 +47,10 @@ def names_only(row: Instruction) -> bool:
 # ---- the optimizer
 
 
-def _with_optimizer_split(rows: Sequence[Instruction], define: MakeDefinition) -> list[Instruction]:
+def _with_optimizer_split(rows: Sequence[Instruction], context: PassContext) -> list[Instruction]:
     """Rows, with the list op that first needs the last bucket as two ops: over the tensors that do not, and the rest."""
     # late: the memory of the last run of reductions without another row between, which is the last bucket.
-    memory = _touched_memory(rows)
+    memory = _touched(accesses(rows, shared=context.shared))
     late: set[int] = set()
     last = -1
     for n, row in enumerate(rows):
@@ -61,7 +61,7 @@ def _with_optimizer_split(rows: Sequence[Instruction], define: MakeDefinition) -
     at = next(later, None)
     if at is None:
         return [*rows]
-    return [*rows[:at], *_split_list_op(rows[at], memory[at], late, define), *rows[at + 1 :]]
+    return [*rows[:at], *_split_list_op(rows[at], memory[at], late, context.define), *rows[at + 1 :]]
 
 
 def _split_list_op(row: Instruction, memory: Sequence[int], late: set[int], define: MakeDefinition) -> Iterator[Instruction]:
@@ -174,11 +174,12 @@ class _Bucket:
         return [r.rows[0] for r in taken] + [row for r in taken for row in r.rows[1:]]
 
 
-def _moved(rows: Sequence[Instruction], room: int) -> Iterator[Instruction]:
+def _moved(rows: Sequence[Instruction], context: PassContext) -> Iterator[Instruction]:
     """Rows, each reduction behind the last that touches its terms, or a little later with others."""
     # Invariant: no row is yielded that touches the memory of a waiting reduction. Where one comes, the bucket ends before it.
-    ready, placed = _ready(rows)
-    memory = _touched_memory(rows)
+    accessed, room = accesses(rows, shared=context.shared), context.bucket
+    ready, placed = _ready(rows, accessed)
+    memory = _touched(accessed)
     scattered = sum(r.nbytes for of_row in ready.values() for r in of_row if r.rows[0].kind == "reduce_scatter")
     bucket = _Bucket(room, min(room, scattered // SCATTERED_SHARE))
     for n, row in enumerate(rows):
@@ -195,14 +196,13 @@ def _moved(rows: Sequence[Instruction], room: int) -> Iterator[Instruction]:
     yield from bucket.take()
 
 
-def _touched_memory(rows: Sequence[Instruction]) -> list[list[int]]:
+def _touched(memory: Sequence[MemoryAccess]) -> list[list[int]]:
     """The memory that each row touches: of each tensor that it reads or makes."""
-    return [[*access.reads, *access.makes] for access in accesses(rows)]
+    return [[*access.reads, *access.makes] for access in memory]
 
 
-def _ready(rows: Sequence[Instruction]) -> tuple[Mapping[int, list[_Reduction]], set[int]]:
+def _ready(rows: Sequence[Instruction], memory: Sequence[MemoryAccess]) -> tuple[Mapping[int, list[_Reduction]], set[int]]:
     """By number of a row the reductions that may follow it, and the numbers of all rows of reductions."""
-    memory = accesses(rows)
     last: dict[int, int] = {}  # memory -> the row that touched it last
     specs: dict[int, Spec] = {}  # by name, for the bytes of terms: an all_reduce has no shape in its definition
     ready: dict[int, list[_Reduction]] = defaultdict(list)

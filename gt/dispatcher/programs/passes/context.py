@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from gt.config.schema import BUCKET_BYTES
@@ -21,7 +22,8 @@ class PassContext:
 
     asked: text of the schedule, "" for none. compiled: true if a compiler fuses ops between borders. graphs: true if workers
     replay device graphs. recompute: as FinishCapture.recompute. times: measured seconds by definition. older: shapes of tensors
-    from before. lasting: tensors alive afterwards. homes: by what tensors from before share memory. fresh: a new tensor id.
+    from before. lasting: tensors alive afterwards. homes: an object for each tensor from before, one where memory is shared.
+    fresh: a new tensor id.
     """
 
     asked: str
@@ -41,6 +43,12 @@ class PassContext:
     batched: dict[int, list[int]] = field(default_factory=dict)  # by worker: collectives, and as how many they are done
     advanced: dict[int, list[int]] = field(default_factory=dict)  # by worker: parts of host steps, and those that moved up
     rejected: dict[str, str] = field(default_factory=dict)  # passes whose result was not verified, and why
+
+    @cached_property
+    def shared(self) -> dict[int, int]:
+        """Tensors from before that share the memory of another one, with that: a view and its base."""
+        firsts: dict[object, int] = {}
+        return {i: first for i, home in self.homes.items() if (first := firsts.setdefault(home, i)) != i}
 
     @property
     def scheduled(self) -> bool:

@@ -1,9 +1,9 @@
 """Assigns the instructions after the last micro-batch to a stage: as report of the loss (L), reduction of gradients (R) or
 optimizer (O).
 
-An instruction is a stage's if all that it depends on is: it reads what was written there, and writes what was used there.
-What depends on no action comes before all of them. What depends on other workers' stages (a norm of all gradients) comes
-after. The dependences are those of compilers: read after write, write after read, write after write.
+An instruction belongs to a stage if all instructions that it depends on do. One that depends on no action comes before all
+actions. One that depends on other workers' stages (a norm of all gradients) comes after them. The dependences are those of
+compilers: read after write, write after read, write after write.
 
 Example, two stages, each with its optimizer:
 
@@ -29,7 +29,7 @@ from gt.ir.instr import COLLECTIVES
 Uses = frozenset[tuple[int, bool]]  # stages that something depends on, and whether on their backward
 NONE: Uses = frozenset()
 LATER = (-1, True)  # depends on more than its worker's stages
-BEFORE = (-1.0, 1)  # after what is before all actions anyway
+BEFORE = (-1.0, 1)  # after the instructions that precede all actions anyway
 
 
 @dataclass(frozen=True)
@@ -102,24 +102,24 @@ def _uses(parts: Parts, stages: dict[int, set[int]], footprints: Footprints) -> 
     teams = [team for team in match_collectives(parts) if any(part.tail for part in team)]
     # A fixed point: dependences along each worker's rows, then those that messages and collectives carry to other workers. Sets
     # only grow, so it ends.
-    given: Dependences = {}  # from other workers
+    from_others: Dependences = {}  # from other workers
     while True:
         uses: Dependences = {}
         for worker, rows in parts.items():
-            uses.update(_along(rows, stages[worker], footprints, given))
-        now = dict(given)
+            uses.update(_along(rows, stages[worker], footprints, from_others))
+        now = dict(from_others)
         for send, receive in links:
             now[receive] = now.get(receive, NONE) | uses.get(send, NONE)
         for team in teams:
             every = NONE.union(*[uses.get(part, NONE) for part in team])
             now.update((part, every) for part in team)
-        if now == given:
+        if now == from_others:
             return uses
-        given = now
+        from_others = now
 
 
 def _along(
-    rows: Sequence[ScheduledInstruction], own: set[int], footprints: Footprints, given: Dependences
+    rows: Sequence[ScheduledInstruction], own: set[int], footprints: Footprints, from_others: Dependences
 ) -> Iterable[tuple[ScheduledInstruction, Uses]]:
     """One worker's, in the order of the calls."""
     # By memory: the stages that its writers, or its readers, so far depend on. An action depends on its own stage alone here:
@@ -130,7 +130,7 @@ def _along(
         footprint, uses = footprints[part], NONE
         if part.tail:
             before = [wrote[base] for base in footprint.reads | footprint.writes] + [read[base] for base in footprint.writes]
-            uses = given.get(part, NONE).union(*before)
+            uses = from_others.get(part, NONE).union(*before)
             if uses and (part.moves or not {stage for stage, _ in uses} <= own):
                 uses |= {LATER}
             yield part, uses
@@ -145,9 +145,9 @@ def _along(
 
 
 def _classify(rows: Sequence[ScheduledInstruction], uses: Dependences, footprints: Footprints) -> None:
-    """R is what a collective needs, L what only forwards lead to and nothing else needs, O the rest."""
-    # From the last part to the first: `reduced` is what later R touch, `other` what later R and O touch. A part that a later R
-    # needs is R too, as a division of the terms; a part that a later O needs is no report.
+    """R: rows that a collective needs. L: rows that only forwards lead to and nothing else needs. O: the rest."""
+    # From the last part to the first. `reduced`: tensors that later R touch; `other`: those that later R and O touch. A part
+    # that a later R needs is R too, as a division of the terms. A part that a later O needs is no report.
     reduced, other = Footprint(set(), set()), Footprint(set(), set())
     for part in reversed(rows):
         if not part.tail:

@@ -12,7 +12,7 @@ Narayanan 2019), interleaved 1F1B (Megatron-LM, Narayanan 2021) and zero bubble 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gt.dispatcher import schedule
@@ -37,7 +37,7 @@ from gt.dispatcher.sharding.groups import stem
 from gt.dispatcher.sharding.views import VIEWS
 from gt.dispatcher.state.failures import Planned
 from gt.errors import ConfigError
-from gt.ir.dataflow import accesses
+from gt.ir.dataflow import NONE, accesses
 from gt.ir.instr import COLLECTIVES, TRANSFERS
 from gt.ir.schedules import asked
 from gt.ir.text import size
@@ -75,16 +75,22 @@ class PricedPipeline:
 
 
 def price_pipeline(
-    journal: Sequence[Planned], code: Code, times: dict[int, float], older: OlderShapes, compiled: bool = False
+    journal: Sequence[Planned],
+    code: Code,
+    times: dict[int, float],
+    older: OlderShapes,
+    compiled: bool = False,
+    shared: Mapping[int, int] = NONE,
 ) -> PricedPipeline:
     """Assign each instruction of a step to an action of its stages, and estimate the costs of the stages.
 
-    times: measured seconds by definition. older: shapes of tensors from before. compiled: whether a compiler fuses ops.
+    times: measured seconds by definition. older, shared: shapes and memory of tensors from before, as of PassContext.
+    compiled: whether a compiler fuses ops.
     NoPipeline or CannotReorder where the step is no pipeline.
     """
     stages = _stages(journal)
     places = spread(stages.meshes)
-    parts = _scheduled(journal, code, stages, places)
+    parts = _scheduled(journal, code, stages, places, shared)
     end = place_epilogue(parts, stages.meshes)
     if not stages.backward:
         _reports(parts, stages.meshes)
@@ -100,7 +106,7 @@ def apply_schedule(recording: Recording, context: PassContext) -> Recording:
     try:
         # Rows become parts of actions with costs; costs give a schedule; its simulation gives each part its time.
         name, limit = asked(text)
-        pipe = price_pipeline(recording.journal, recording.code, context.times, context.older, context.compiled)
+        pipe = price_pipeline(recording.journal, recording.code, context.times, context.older, context.compiled, context.shared)
         stages, places, parts, priced = pipe.stages, pipe.places, pipe.parts, pipe.found
         request = schedule.ScheduleRequest(name, places, stages.micro, limit, stages.backward)
         chosen = schedule.make(request, priced.costs)
@@ -131,7 +137,7 @@ def _row(part: ScheduledInstruction, split: bool) -> Instruction:
 
 
 def _stages(journal: Sequence[Planned]) -> StageAssignment:
-    """Stages are what a micro-batch passes, in order; backward passes them the other way. A worker may have several."""
+    """Stages in the order of a micro-batch's forward pass; backward passes them the other way. A worker may have several."""
     # 1. The path of each pass of each micro-batch: the groups that its ops run in, one entry for a run of ops of one group. The
     #    first forward pass says what the stages are: paths[False, 0] = ["embed", "block0", "head"] are stages 0, 1 and 2.
     stages = StageAssignment()
@@ -171,21 +177,27 @@ def _stages(journal: Sequence[Planned]) -> StageAssignment:
     return stages
 
 
-def _scheduled(journal: Sequence[Planned], code: Code, stages: StageAssignment, places: Sequence[tuple[int, ...]]) -> Parts:
+def _scheduled(
+    journal: Sequence[Planned],
+    code: Code,
+    stages: StageAssignment,
+    places: Sequence[tuple[int, ...]],
+    shared: Mapping[int, int],
+) -> Parts:
     """The rows of each worker, each with its action if that is one of a stage. places: rows of each stage."""
     ops = {row.seq: row for row in journal}
-    parts = {worker: _parts(worker, rows, ops, stages) for worker, rows in code.items()}
+    parts = {worker: _parts(worker, rows, ops, stages, shared) for worker, rows in code.items()}
     _Needs(parts, stages.meshes).assign()
     _flag_weights(parts, places)
     return parts
 
 
 def _parts(
-    worker: int, rows: Sequence[Instruction], ops: dict[int, Planned], stages: StageAssignment
+    worker: int, rows: Sequence[Instruction], ops: dict[int, Planned], stages: StageAssignment, shared: Mapping[int, int]
 ) -> list[ScheduledInstruction]:
     """The rows of one worker, with the action of those that its own stages' ops became."""
     parts, op = [], next(iter(ops.values()))
-    memory = accesses(rows)
+    memory = accesses(rows, shared=shared)
     bounds = [planned.seq for planned in ops.values() if planned.origin.micro >= 0]
     first, last = min(bounds), max(bounds)  # the micro-batches are between these ops
     for number, row in enumerate(rows):
@@ -218,13 +230,13 @@ class _Needs:
 
     def __init__(self, parts: Parts, meshes: Sequence[tuple[int, ...]]) -> None:
         self.parts, self.meshes = parts, meshes
-        self.sources: dict[ScheduledInstruction, list[ScheduledInstruction]] = {}  # makers and last writers of what is read
+        self.sources: dict[ScheduledInstruction, list[ScheduledInstruction]] = {}  # makers and last writers of its inputs
         self.transfers = match_transfers(parts)
         self.collectives = match_collectives(parts)
         self.given: set[ScheduledInstruction] = set()  # parts whose action was found here
 
     def assign(self) -> None:
-        """Sends go with what made their data; everything else with the first action that needs it, or to the end."""
+        """Sends go with the maker of their data; everything else with the first action that needs it, or to the end."""
         # 1. Within each worker, from the uses to the sources.
         for rows in self.parts.values():
             self._find_sources(rows)
@@ -346,7 +358,7 @@ def _times(
 
 
 def _when(parts: Parts, times: dict[int, dict], split: bool) -> None:
-    """Actions at their start, transfers at the end of what made their data: the same order for everybody. times: by worker."""
+    """Actions at their start, transfers behind the maker of their data: the same order on all workers. times: by worker."""
     # Both ends of a transfer are sorted by the same number: the end of the action of its last sender. So all workers have their
     # transfers in one order, and none waits for a message that its peer sends after another one.
     _first(parts)

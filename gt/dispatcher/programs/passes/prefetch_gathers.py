@@ -14,7 +14,7 @@ Example, all weights of one size:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -32,17 +32,17 @@ def prefetch_gathers(recording: Recording, context: PassContext) -> Recording:
     """The recording with gathers of parameters moved up, unless a schedule has placed them."""
     if not context.sharded or context.scheduled:
         return recording
-    code: Code = {worker: _gathered_early(rows) for worker, rows in recording.code.items()}
+    code: Code = {worker: _gathered_early(rows, context.shared) for worker, rows in recording.code.items()}
     return replace(recording, code=code)
 
 
-def _gathered_early(rows: Sequence[Instruction]) -> list[Instruction]:
+def _gathered_early(rows: Sequence[Instruction], shared: Mapping[int, int]) -> list[Instruction]:
     """Rows with each gather of memory from before them at the first gather of the group before its own."""
     # 1. Groups: consecutive gathers of up to `room` bytes. Each gather moves behind the first gather of the group before its
     #    own, or behind the next one at which its source is final.
     gathers = [n for n, row in enumerate(rows) if row.kind == "all_gather"]
     nbytes = [prod(rows[n].define.payload["shape"]) * DTYPES[rows[n].define.payload["dtype"]][0] for n in gathers]
-    changed = _last_changes(rows)
+    changed = _last_changes(rows, shared)
     behind: dict[int, list[Instruction]] = defaultdict(list)  # row -> gathers that follow it
     moved: set[int] = set()
     before = first = 0  # of `gathers`: where the group before, and the group, begin
@@ -64,12 +64,12 @@ def _gathered_early(rows: Sequence[Instruction]) -> list[Instruction]:
     return order
 
 
-def _last_changes(rows: Sequence[Instruction]) -> dict[int, int]:
+def _last_changes(rows: Sequence[Instruction], shared: Mapping[int, int]) -> dict[int, int]:
     """By gather, the last row before it that writes its source, or defines its name; -1 for none."""
     written: dict[int, int] = {}  # by memory
     defined: dict[int, int] = {}  # by name
     last: dict[int, int] = {}
-    for n, (row, access) in enumerate(zip(rows, accesses(rows))):
+    for n, (row, access) in enumerate(zip(rows, accesses(rows, shared=shared))):
         if row.kind == "all_gather":
             last[n] = max(written.get(access.reads[0], -1), defined.get(row.reads[0], -1))
         written.update(dict.fromkeys([access.reads[k] for k in row.define.effects.writes], n))

@@ -244,7 +244,7 @@ class Rematerializer:
         candidates, useful = self._candidates(best), 0
         steps: list[Recomputation] = []
         # Greedy, against the peak as it is after each choice. A choice lowers one peak and may leave another as high, so
-        # choices go on without an immediate gain; those behind the last one that lowered the peak are taken back below.
+        # choices go on without an immediate gain. Those behind the last one that lowered the peak are taken back below.
         while candidates:
             peak = int(alive.argmax())
             step = self._next(candidates, peak, alive, left)
@@ -359,7 +359,7 @@ class _Rewriter:
         for maker in sorted(makers):
             self._repeat(maker, makers[maker], n)
 
-        # 2. The row itself, with the new names of what it reads.
+        # 2. The row itself, with the new names of its inputs.
         reads = row.reads
         new = [self._name(i) for i in reads]
         if new != reads:

@@ -126,7 +126,7 @@ class Relay:
         return passage
 
     def pass_on(self, connection: PeerConnection, passage: Onward) -> None:
-        """Pass on what is there of a frame. BlockingIOError if nothing is, or the pipe is not free."""
+        """Pass on the part of a frame that has arrived. BlockingIOError if nothing is, or the pipe is not free."""
         out, frame = passage.out, passage.frame
         if not passage.free:
             self._pause(connection, out)
@@ -178,7 +178,7 @@ class Relay:
             self.relayed[f"{frame.source}>{frame.target}"] += nbytes
 
     def _send(self, connection: PeerConnection, out: PeerConnection, limit: int) -> None:
-        """Send what was queued at `out`. `connection`, its source, is not read while more than `limit` bytes are left."""
+        """Send frames queued at `out`. `connection`, its source, is not read while more than `limit` bytes are left."""
         try:
             out.relay()
         except OSError as error:
@@ -192,7 +192,7 @@ class Relay:
             self._network.arm(out)
 
     def _pause(self, connection: PeerConnection, out: PeerConnection) -> None:
-        """Read a connection no more until `out` has taken what came from it."""
+        """Read a connection no more until `out` has taken its frames."""
         if connection not in out.paused:
             out.paused.append(connection)
             connection.stalled = True

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gt.dispatcher.programs.fragment_cuts import FragmentCuts
-from gt.dispatcher.programs.fragment_pattern import parse
+from gt.dispatcher.programs.fragments.fragment_cuts import FragmentCuts
+from gt.dispatcher.programs.fragments.fragment_pattern import parse
 from gt.ir.instr import END_FRAGMENT, FRAGMENT, FREE
 from gt.wire.messages import Failed, InspectFragments, Ops, Report
 from tests.helpers.core_bench import CoreBench
@@ -107,7 +107,7 @@ def test_a_launch_that_was_not_begun_fails_what_it_would_have_moved(bench: CoreB
     session = bench.core.sessions[b"c"]
     for call in range(3):
         bench.give(b"c", Ops(1 + call, [], [], fragment(10 * (call + 1), call=call)))
-    (program,) = (f.program for f in session.op_stream.fragments._all)
+    (program,) = (f.program for f in session.op_stream.fragments._fragments._all)
     tensor = session.table.rows[1]
     program.changed.append((0, tensor.layout))
     program.views.append((0, 1))

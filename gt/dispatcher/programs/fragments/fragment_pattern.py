@@ -109,6 +109,10 @@ class FragmentPattern:
             return None
         return FragmentCall(ins, new_ids, code, seed, counter)
 
+    def freed_by(self, call: FragmentCall) -> list[int]:
+        """Ids that the code of a call frees."""
+        return [(call.ins if before else call.made)[number] for before, number in self.freed]
+
 
 def text(value: Any) -> str:
     """A scalar as text: the type and the sign of zero count, and one NaN is like another."""
@@ -138,7 +142,7 @@ def count_ops(code: list, templates: Mapping[int, OpSchema]) -> int:
 # are raised.
 def parse(code: list, templates: Mapping[int, OpSchema], seed: int, counter: int) -> FragmentPattern | None:
     """The pattern of a fragment's code; None where it has something else than ops whose shapes are known."""
-    before, made = _Names(), _Names()
+    before, results = _Names(), _Names()
     fixed: list[int] = []
     ops: list[PatternOp] = []
     makers: list[int] = []
@@ -152,14 +156,14 @@ def parse(code: list, templates: Mapping[int, OpSchema], seed: int, counter: int
         if code[at] == PARAM and at + 1 < end:
             fixed.append(at)
             params.append(code[at + 1])
-            (made if code[at + 1] in made.numbers else before).add(code[at + 1], at + 1)
+            (results if code[at + 1] in results.numbers else before).add(code[at + 1], at + 1)
             at += 2
             continue
         if code[at] == FREE and at + 1 < end and type(code[at + 1]) is int and 0 <= code[at + 1] <= end - at - 2:
             fixed += (at, at + 1)
             for place in range(at + 2, at + 2 + code[at + 1]):
                 freed.append(code[place])
-                (made if code[place] in made.numbers else before).add(code[place], place)
+                (results if code[place] in results.numbers else before).add(code[place], place)
             at += 2 + code[at + 1]
             continue
         # An op: template, origin, operands, scalars, results.
@@ -170,15 +174,15 @@ def parse(code: list, templates: Mapping[int, OpSchema], seed: int, counter: int
         outs = scalars + known.values
         fixed += (at, at + 1)
         for place in range(at + 2, scalars):
-            (made if code[place] in made.numbers else before).add(code[place], place)
+            (results if code[place] in results.numbers else before).add(code[place], place)
         stop = outs  # end of the scalars that are parameters: a seed and counter are bound by the launch
         if known.random and known.values > 1 and code[outs - 2] == seed:
             stop -= 2
             randoms.append((stop, code[stop + 1] - counter))
         for place in range(outs, at + 2 + known.length):
-            if code[place] in made.numbers or code[place] in before.numbers:
+            if code[place] in results.numbers or code[place] in before.numbers:
                 return None
-            made.add(code[place], place)
+            results.add(code[place], place)
             makers.append(len(ops))
         ops.append(PatternOp(known, range(scalars, stop)))
         at += 2 + known.length
@@ -186,13 +190,13 @@ def parse(code: list, templates: Mapping[int, OpSchema], seed: int, counter: int
         return None
 
     def numbered(ids: list[int]) -> list[tuple[bool, int]]:
-        return [(i in before.numbers, (before if i in before.numbers else made).numbers[i]) for i in ids]
+        return [(i in before.numbers, (before if i in before.numbers else results).numbers[i]) for i in ids]
 
     at_fixed = getter(fixed)
     return FragmentPattern(
         ops, makers, numbered(params), numbered(freed),
         (at_fixed, at_fixed(code)),
         getter(before.first), getter(before.places), tuple(before.order),
-        getter(made.first), getter(made.places), tuple(made.order),
+        getter(results.first), getter(results.places), tuple(results.order),
         randoms,
     )  # fmt: skip

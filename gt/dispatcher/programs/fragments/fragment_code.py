@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gt.dispatcher.programs.codegen import ProgramWriter
-from gt.dispatcher.programs.fragment_pattern import FragmentCall, FragmentPattern, Getter, getter, text
+from gt.dispatcher.programs.fragments.fragment_pattern import FragmentCall, FragmentPattern, Getter, getter, text
 from gt.dispatcher.programs.pass_manager import PASSES, run_passes
 from gt.dispatcher.programs.passes.context import PassContext
 from gt.dispatcher.programs.recording import Instruction, Recording

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gt.dispatcher.fairness.time_slices import Leavings
-from gt.dispatcher.programs.fragment_pattern import MAX_NUMBERS, FragmentPattern, text
+from gt.dispatcher.programs.fragments.fragment_pattern import MAX_NUMBERS, FragmentPattern, text
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.ir.instr import END_FRAGMENT, FRAGMENT, FRAGMENT_HEADER, FREE, LENGTHS, OTHER_LENGTHS, RECORD
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from gt.client.capture.captured_program import CapturedProgram
+from gt.client.capture.program.captured_program import CapturedProgram
 from gt.client.current_session import Current
 from gt.client.device.torch_remote import synchronize
 from gt.client.session import Session
