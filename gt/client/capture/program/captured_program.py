@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +16,7 @@ from gt.client.capture.constants import ArgumentRead, argument_value
 from gt.client.capture.gradients import LeafGradients, MadeState, NamedMemory
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import HostDraws
+from gt.client.capture.program.shared_results import SharedMemory, shared_memory
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.trace.dispatch import call
@@ -28,8 +27,6 @@ from gt.ir.instr import DROP, LAUNCH
 
 aten = torch.ops.aten
 _COPY, _CLONE = info_of(aten.copy_.default), info_of(aten.clone.default)
-_FLIPS = {"aten._conj.default": info_of(aten._conj.default), "aten._neg_view.default": info_of(aten._neg_view.default)}
-_VIEW, _VIEW_DTYPE = info_of(aten.as_strided.default), info_of(aten.view.dtype)
 
 
 @dataclass(slots=True)
@@ -45,64 +42,6 @@ class ProgramResult:
     @property
     def tensor(self) -> RemoteTensor:
         return self.source.tensor if isinstance(self.source, NamedMemory) else self.source
-
-
-@dataclass(eq=False)
-class SharedMemory:
-    """Memory of several results, which a call copies once.
-
-    source: a result of the smallest elements. start, end: in its elements, from the first to behind the last of all results.
-    flips: ops by which a result is apart from the source, by the tensor's id.
-    """
-
-    source: RemoteTensor
-    start: int
-    end: int
-    flips: dict[int, frozenset[str]]
-
-    def view(self, tensor: RemoteTensor, copies: dict[tuple, RemoteTensor]) -> RemoteTensor:
-        """The result as a view of the memory's copy. copies: of this call so far, with the memory's copy by its dtypes."""
-        unit, dtype = self.source.dtype, tensor.dtype
-        if (self, unit) not in copies:
-            whole = call(_VIEW, (self.source, [self.end - self.start], [1], self.start))
-            copies[self, unit] = call(_CLONE, (whole,))
-        if (self, dtype) not in copies:
-            copies[self, dtype] = call(_VIEW_DTYPE, (copies[self, unit], dtype))
-        place = tensor.storage_offset() - self.start * unit.itemsize // dtype.itemsize
-        view = call(_VIEW, (copies[self, dtype], list(tensor.shape), list(tensor.stride()), place))
-        for op in self.flips[tensor._ref.id]:
-            view = call(_FLIPS[op], (view,))
-        return view
-
-
-def shared_memory(results: Iterable[ProgramResult], memory: CallMemory) -> dict[int, SharedMemory]:
-    """The memory of each result that shares it with another one, by the result's identity.
-
-    The caller may write to one of them, and then the others have to change with it.
-    """
-    groups: dict[int, dict[int, RemoteTensor]] = defaultdict(dict)
-    for result in results:
-        if result.tensor.numel():
-            groups[memory.owner(result.tensor)][id(result)] = result.tensor
-    spans: dict[int, SharedMemory] = {}
-    for members in groups.values():
-        if len(members) > 1:
-            # In bytes first, since views of one memory may have several dtypes. Whole elements of the largest are copied.
-            source = min(members.values(), key=lambda tensor: tensor.dtype.itemsize)
-            unit, largest = source.dtype.itemsize, max(tensor.dtype.itemsize for tensor in members.values())
-            starts, ends = zip(*map(_byte_span, members.values()), strict=True)
-            start, end = min(starts) // largest * largest, -(-max(ends) // largest) * largest
-            own = memory.flips.get(source._ref.id, frozenset())
-            flips = {t._ref.id: memory.flips.get(t._ref.id, frozenset()) ^ own for t in members.values()}
-            spans |= dict.fromkeys(members, SharedMemory(source, start // unit, end // unit, flips))
-    return spans
-
-
-def _byte_span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Bytes from the start of a tensor's memory to its first element, and behind its last one."""
-    first, nbytes = tensor.storage_offset(), tensor.dtype.itemsize
-    last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return first * nbytes, (last + 1) * nbytes
 
 
 @dataclass(eq=False)
@@ -132,7 +71,8 @@ class CapturedProgram:
 
     def __post_init__(self) -> None:
         fresh = [result for result in self.results if type(result) is ProgramResult and not result.lasts]
-        self.spans = shared_memory([r for r in fresh if not isinstance(r.source, NamedMemory)], self.memory)
+        copied = {id(result): result.tensor for result in fresh if not isinstance(result.source, NamedMemory)}
+        self.spans = shared_memory(copied, self.memory)
         weakref.finalize(self, _drop, self.recorder, self.number).atexit = False
 
     def mismatch(self, leaves: list) -> str:
