@@ -491,6 +491,7 @@ def make_capturable(optimizer: torch.optim.Optimizer) -> bool:
         for parameter in remote:
             # The step count, and what is computed from it: NAdam's mu_product
             state = optimizer.state.get(parameter, {})
-            here = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.device.type == "cpu"}
-            state.update({key: value.to(parameter.device) for key, value in here.items() if not value.dim()})
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.dim():
+                    state[key] = value.to(parameter.device)
     return changed

@@ -111,6 +111,8 @@ class _SavedState:
 
     def _put(self, path: state_tree.Path, tensor: torch.Tensor) -> str:
         shown = state_tree.show(path)
+        if torch.nn.parameter.is_lazy(tensor):
+            raise CheckpointError(f"{shown} is a lazy module's, and has no shape yet: call the module once first")
         if tensor.device.type == "meta":
             raise CheckpointError(f"{shown} is on the meta device and has no values: initialise or load it first")
         if tensor.layout is not torch.strided or tensor.is_nested:

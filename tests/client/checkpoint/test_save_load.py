@@ -139,6 +139,34 @@ def test_a_norm_of_gradients_goes_on_bit_for_bit(session, tmp_path, stage):
     assert norms(*again, 4) == want
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_optimizer_state_of_another_shape_goes_on_bit_for_bit(session, tmp_path, stage):
+    """Adafactor keeps sums of rows and columns, and takes norms. Loaded ones were split as data are."""
+    data = torch.randn(8, 16, 12, generator=torch.Generator().manual_seed(1))
+
+    def parts(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(12, 13), nn.Tanh(), nn.Linear(13, 7)).to("remote")
+        return model, torch.optim.Adafactor(model.parameters(), lr=0.01)
+
+    def steps(model, optimizer, batches):
+        for batch in batches:
+            optimizer.zero_grad()
+            model(batch.to("remote")).square().mean().backward()
+            optimizer.step()
+        return {name: value.cpu() for name, value in model.state_dict().items()}
+
+    session(f"gt: {{data_parallel: [0, 1], zero: {stage}}}")
+    first, again = parts(0), parts(9)
+    steps(*first, data[:4])
+    gt.save(dict(zip(("model", "optimizer"), first)), tmp_path / "c")
+    want = steps(*first, data[4:])
+    gt.load(tmp_path / "c", into=dict(zip(("model", "optimizer"), again)))
+    assert equal(steps(*again, data[4:]), want)
+    layouts = [[gt.inspect(v)["layout"] for s in o.state.values() for v in s.values() if v.shape] for _, o in (first, again)]
+    assert layouts[0] == layouts[1]
+
+
 @pytest.mark.parametrize("before, after", [("", DP4), (DP4, ""), (DP4, TP4), (TP4, DP4), (TP4, "")])
 def test_a_checkpoint_of_one_layout_is_read_in_another(session, tmp_path, before, after):
     session(before)
@@ -578,6 +606,8 @@ def test_meta_and_sparse_tensors_are_refused(one, tmp_path):
         gt.save({"a": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, tmp_path / "c")
     with pytest.raises(gt.CheckpointError, match="complex128"):
         gt.save({"a": torch.ones(1, dtype=torch.complex128)}, tmp_path / "c")
+    with pytest.raises(gt.CheckpointError, match=r"state\['m'\]\['weight'\] is a lazy module's, and has no shape yet"):
+        gt.save({"m": nn.LazyLinear(3)}, tmp_path / "c")
     assert os.listdir(tmp_path) == []
 
 
