@@ -492,6 +492,53 @@ def test_a_manifest_that_save_does_not_write_is_refused_by_its_fault(saved, key,
         gt.load(path, into={"model": fresh[0], "optimizer": fresh[1]})
 
 
+@pytest.mark.parametrize(
+    "name, old, new",
+    [
+        ("gt.json", b'["eps",1e-08]', b'["eps",1e-03]'),
+        ("model.safetensors.index.json", b'"a.bias"', b'"b.bias"'),
+        ("model-00001-of-00001.safetensors", b'"F32"', b'"I32"'),
+        ("optimizer-00001-of-00001.safetensors", b'"state.0.exp_avg"', b'"state.0.exp_avh"'),
+    ],
+)
+def test_what_was_changed_after_it_was_saved_is_named(saved, name, old, new):
+    """A state all the same, of which the numbers are not those that were saved."""
+    path, fresh, _ = saved
+    data = (path / name).read_bytes()
+    assert old in data
+    (path / name).write_bytes(data.replace(old, new))
+    with pytest.raises(gt.CheckpointError, match=f"{name}"):
+        gt.load(path, into={"model": fresh[0], "optimizer": fresh[1]})
+
+
+def test_a_checkpoint_of_an_older_version_has_no_checksums(saved):
+    path, *_ = saved
+    manifest = json.loads((path / "gt.json").read_text())
+    del manifest["crc32"], manifest["sums"]
+    (path / "gt.json").write_text(json.dumps(manifest))
+    assert gt.load(path, device="cpu").keys() == {"model", "optimizer"}
+
+
+@pytest.mark.parametrize("part", ["metadata", "state"])
+def test_a_state_that_torch_stops_at_half_way_changes_nothing(tmp_path, part):
+    models, state = [nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)) for _ in range(2)], {}
+    nn.init.ones_(models[0][1].weight)
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    models[0](torch.ones(4, 3)).sum().backward()
+    optimizers[0].step()
+    state = {"model": models[0].state_dict(), "optimizer": optimizers[0].state_dict()}
+    if part == "metadata":
+        state["model"]._metadata["1"] = {"version": "2"}
+        state["model"]._metadata["0"] = 3
+    else:
+        state["optimizer"]["state"][2] = torch.ones(2)
+    gt.save(state, tmp_path / "c")
+    before = {key: value.clone() for key, value in models[1].state_dict().items()}
+    with pytest.raises(gt.CheckpointError, match="versions of modules" if part == "metadata" else "no dict of dicts"):
+        gt.load(tmp_path / "c", into={"model": models[1], "optimizer": optimizers[1]})
+    assert equal(models[1].state_dict(), before)
+
+
 def test_a_checkpoint_of_another_model_is_refused_with_all_differences(saved):
     path, fresh, _ = saved
     other = nn.Sequential(nn.Linear(3, 3)).to("remote")
