@@ -231,8 +231,8 @@ def test_the_end_waits_for_a_file_that_is_about_to_close(monkeypatch, caplog):
     monkeypatch.setattr(FileThread, "join", joined)
     thread = threads.of(1, True)
     thread.put(lambda: begun.set() or answers.wait())
-    assert begun.wait(10)
+    assert begun.wait(limit(10))
     threads.end()
     answers.set()
-    join(thread, 10)
+    join(thread, limit(10))
     assert not thread.is_alive() and "do not answer" not in caplog.text
