@@ -417,6 +417,7 @@ def planning(workers: int = 0, config: Config = None, about: Sequence[dict[str, 
     sessions: list[Dry] = []
     ticks: list[progress.Tick] = []
     names: dict[int, str] = {}  # identity of a parameter -> its name
+    frozen: list[weakref.ref[torch.Tensor]] = []  # parameters that need no gradient
     optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # that stepped: numbers
     numbers = itertools.count()
 
@@ -434,6 +435,7 @@ def planning(workers: int = 0, config: Config = None, about: Sequence[dict[str, 
         """Names of weights, collected with their rules while the modules are alive."""
         if not names:
             names.update(tensor_roles.names())
+            frozen.extend(map(weakref.ref, tensor_roles.frozen()))
             sessions[-1].rules = tensor_roles.rules()
         return names
 
@@ -446,6 +448,9 @@ def planning(workers: int = 0, config: Config = None, about: Sequence[dict[str, 
         if optimizer not in optimizers:
             optimizers[optimizer] = next(numbers)
         tensors = [row for each in [*optimizers] for row in tensor_roles.rows(each, names)]
+        others = [row for known in frozen for row in tensor_roles.weight(known(), names)]
+        recorder.session.frozen.update(row[0] for row in others)
+        tensors += others
         recorder.session.stepped(tensors, optimizers[optimizer])
 
     outer, interrupted = _Started.plan, current_session.set_aside()

@@ -147,6 +147,7 @@ class Dry:
         self.steps: dict[str, PlannedStep] = {}  # the newest of each kind: captured, optimizer, all
         self.captured = 0  # recordings that became programs
         self.weights: list[tuple[PlanLine, str, Layout]] = []  # parameters: line, name, layout
+        self.frozen: set[int] = set()  # ids of parameters that need no gradient
         self.rules: dict[str, Rule | None] = {}  # of parameters of a model that was placed by rules
         self.journal: list[Planned] = []  # ops since the last mark, and their instructions by worker
         self.code: dict[int, list[Instruction]] = defaultdict(list)

@@ -15,7 +15,7 @@ from gt.client import current_session
 from gt.dispatcher.programs.passes import rematerialize
 from tests.dispatcher.programs.test_compile_memory import peaks  # noqa: F401 - a fixture
 from tests.helpers import longer
-from tests.helpers.serving import serving
+from tests.helpers.serving import serving, settled
 
 WIDE, LAYERS, ROWS = 64, 4, 512
 
@@ -120,6 +120,39 @@ def test_the_planned_peak_is_that_of_a_step(strategy: str, train: Any, peaks: di
                 continue
             assert row["weights"] == pytest.approx(theory["weights"], rel=0.05)
             assert row["optimizer"] + row.get("offloaded", 0) == pytest.approx(theory["optimizer"], rel=0.05)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_frozen_weights_are_weights_of_the_plan(session: Any, tmp_path: Path, stage: int) -> None:
+    """As of a LoRA: most weights are in no optimizer."""
+    path = tmp_path / "strategy.yaml"
+    path.write_text(f"gt: {{data_parallel: [0, 1], zero: {stage}}}")
+
+    def train() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(Block().requires_grad_(False), nn.Linear(WIDE, WIDE), Block().requires_grad_(False)).to("remote")
+        optimizer = torch.optim.AdamW(model[1].parameters(), fused=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(ROWS, WIDE).to("remote")).square().mean().backward()
+            optimizer.step()
+        return model, optimizer
+
+    body = gt.plan(train, config=str(path)).body
+    session(str(path))
+    kept = train()
+    frozen, trained = (4 * sum(p.numel() for p in kept[0].parameters() if p.requires_grad is asked) for asked in (False, True))
+    parts, counted = 2 if stage else 1, settled()
+    for n, (planned, worker) in enumerate(zip(body["memory"], counted["workers"], strict=False)):
+        assert planned["weights"] == pytest.approx((frozen + trained) / parts, rel=0.01)
+        held = sum(planned[kind] for kind in ("weights", "gradients", "optimizer"))
+        copies = (
+            counted["sharding"]["workers"][n]["copies"] if stage else 0
+        )  # nothing writes a frozen weight: it stays gathered
+        assert worker["live_bytes"] - copies == pytest.approx(held, rel=0.05)
+    for theory in body.get("theory", {}).values():
+        want = {"weights": frozen + trained, "gradients": trained * (parts if stage == 1 else 1), "optimizer": 2 * trained}
+        assert theory == {kind: pytest.approx(nbytes / parts, rel=0.01) for kind, nbytes in want.items()}
 
 
 def test_activations_that_are_computed_again_are_not_held(peaks: dict, tmp_path: Path) -> None:  # noqa: F811

@@ -7,6 +7,7 @@ import os
 import queue
 import random
 import tempfile
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +19,7 @@ from gt.wire.arena import WORDS, PeerFile
 from gt.wire.messages import Data, UseBlock
 from gt.worker import files
 from gt.worker.files import ALIGNED, FileBlock, PendingWrite, WorkerFiles
-from gt.worker.process.file_threads import WRITER_NICENESS
+from gt.worker.process.file_threads import WRITER_NICENESS, FileThread, FileThreads
 from gt.worker.process.memory_budget import Budget
 from gt.worker.uploads import Cancelled, UploadBuffers
 from tests.helpers.limits import limit
@@ -216,3 +217,22 @@ def test_a_disk_takes_what_is_written_past_the_page_cache(tmp_path, offset):
         block.write_uncached(held._copy(data, block))
         lent.close()
     assert (tmp_path / "f").read_bytes() == bytes(offset) + data.tobytes() + bytes(3)
+
+
+def test_the_end_waits_for_a_file_that_is_about_to_close(monkeypatch, caplog):
+    """Only a file system that does not answer is warned of."""
+    threads, begun, answers = FileThreads(lambda: None), threading.Event(), threading.Event()
+    join = FileThread.join
+
+    def joined(self, timeout):
+        answers.set()
+        join(self, timeout)
+
+    monkeypatch.setattr(FileThread, "join", joined)
+    thread = threads.of(1, True)
+    thread.put(lambda: begun.set() or answers.wait())
+    assert begun.wait(limit(10))
+    threads.end()
+    answers.set()
+    join(thread, limit(10))
+    assert not thread.is_alive() and "do not answer" not in caplog.text

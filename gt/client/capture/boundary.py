@@ -489,7 +489,9 @@ def make_capturable(optimizer: torch.optim.Optimizer) -> bool:
         # A step count in Python would be another number at each call, and so prevent every program of the optimizer's step
         group["capturable"] = changed = True
         for parameter in remote:
-            step = optimizer.state.get(parameter, {}).get("step")
-            if isinstance(step, torch.Tensor) and not isinstance(step, RemoteTensor):
-                optimizer.state[parameter]["step"] = step.to(parameter.device)
+            # The step count, and what is computed from it: NAdam's mu_product
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.dim():
+                    state[key] = value.to(parameter.device)
     return changed

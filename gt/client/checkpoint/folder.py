@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import stat
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -64,6 +65,21 @@ def _beside(target: Path, kind: str) -> list[Path]:
     """Folders of saves to a target, by name. The name may have any characters, so no pattern is made of it."""
     prefix = f".{target.name}.{kind}"
     return sorted(Path(entry.path) for entry in os.scandir(target.parent) if entry.name.startswith(prefix))
+
+
+def sealed(manifest: dict) -> bytes:
+    """A manifest as it is written, with a checksum of its own."""
+    return json.dumps({**manifest, "crc32": _crc32(manifest)}, separators=(",", ":")).encode()
+
+
+def is_sealed(manifest: dict) -> bool:
+    """True for a manifest that is as it was written. One without checksum is of an older GT."""
+    rest = {key: value for key, value in manifest.items() if key != "crc32"}
+    return manifest.get("crc32", _crc32(rest)) == _crc32(rest)
+
+
+def _crc32(manifest: dict) -> int:
+    return zlib.crc32(json.dumps(manifest, separators=(",", ":")).encode())
 
 
 def reason(error: OSError | ValueError) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import threading
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 
 from gt.client import current_session
 from gt.client.checkpoint import optimizer_state, restoring, safetensors_format, saving, state_tree
-from gt.client.checkpoint.folder import MANIFEST, find, reason, watched
+from gt.client.checkpoint.folder import MANIFEST, find, is_sealed, reason, watched
 from gt.client.checkpoint.safetensors_format import FileEntry
 from gt.client.current_session import Current
 from gt.client.device.meta import LARGE_BYTES
@@ -158,6 +159,14 @@ class _Files:
             self._opened.callback(file.release)
             self._files[path] = (file, *safetensors_format.read_header(file.fd, file.nbytes, path))
         return self._files[path][1:]
+
+    def checksum(self, path: Path) -> int:
+        """crc32 of an index, or of a file's header."""
+        if path.name.endswith(_INDEX):
+            return zlib.crc32(path.read_bytes())
+        self.open(path)
+        file = self._files[path][0]
+        return safetensors_format.checksum(file.fd, file.nbytes)
 
     def tensor(self, path: Path, name: str, remote: bool = True) -> torch.Tensor:
         """One tensor: remote, or read here."""
@@ -344,6 +353,8 @@ def _read_own(where: Path, files: _Files) -> Any:
     if lost:
         raise CheckpointError(f"{path} names {_some(lost)}, which no index has")
 
+    _check_sums(where, manifest, files)
+
     # A name that occurs twice in the state is one tensor, as it was when it was saved
     tensors: dict[str, torch.Tensor] = {}
 
@@ -358,6 +369,18 @@ def _read_own(where: Path, files: _Files) -> Any:
         return state_tree.decode(manifest["state"], get)
     except _DAMAGE as error:  # such as an array of a dtype that NumPy does not have
         raise _damaged(path, error) from None
+
+
+def _check_sums(where: Path, manifest: dict[str, Any], files: _Files) -> None:
+    """CheckpointError for numbers and names that are not as they were saved, though they may be those of some state."""
+    wrong = [] if is_sealed(manifest) else [MANIFEST]
+    sums = manifest.get("sums", {})
+    if not isinstance(sums, dict) or not sums.keys() <= manifest["files"].keys():
+        raise _damaged(where / MANIFEST, ValueError("its sums are not of its files"))
+    wrong += [name for name, want in sums.items() if files.checksum(where / name) != want]
+    if wrong:
+        raise CheckpointError(f"{where} was changed after it was saved: {_some(wrong)} {'has' if len(wrong) == 1 else 'have'} "
+                              "another checksum")  # fmt: skip
 
 
 _DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)

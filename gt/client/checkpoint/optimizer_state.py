@@ -2,6 +2,7 @@
 
 A loaded tensor has no layout until an op uses it. The first op of a step on a moment names no parameter (exp_avg_sq.mul_), so
 the moment would be placed whole. Before that step, when parameters are placed, it is copied into a tensor like its parameter.
+State of another shape is made whole, as the optimizer makes it. So sums over it have the order that they had.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gt.client.device.remote_tensor import RemoteTensor
+
+_AS_GRADIENT = frozenset({"variance"})  # Adafactor's of a bias, whose norm a step takes
 
 
 class _Loaded:
@@ -45,8 +48,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             if not isinstance(parameter, RemoteTensor):
                 continue
             for name, value in state.items():
-                if not isinstance(value, RemoteTensor) or value.shape != parameter.shape:
-                    continue
-                if _Loaded.tensors.pop(value._ref.id, None) is not None:
-                    # empty_like has the parameter's layout. The copy has each worker read its part of the file alone
-                    state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+                if isinstance(value, RemoteTensor) and _Loaded.tensors.pop(value._ref.id, None) is not None:
+                    # The copy has each worker read its part of the file alone
+                    state[name] = torch.empty_like(_model(name, value, parameter), dtype=value.dtype).copy_(value)
+
+
+def _model(name: str, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor that has the layout in which the optimizer's first step makes this state."""
+    if value.shape != parameter.shape:  # else it would be split as data are
+        return parameter.new_empty(value.shape)
+    return parameter.grad if name in _AS_GRADIENT and parameter.grad is not None else parameter

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -183,10 +184,20 @@ def _module_changes(module: torch.nn.Module, state: Any, name: str, problems: _C
     yield from _extra_changes(module, given, name)
     here = {key: value for key, value in given.items() if key not in meta}
     metadata = getattr(state, "_metadata", None)
+    if not _is_metadata(metadata):  # torch's own load would stop at it, half way through the module
+        problems.append(f"{name or 'the state'} has versions of modules that are no numbers")
     # Existing tensors are written in place, which optimizers and captured steps
     # refer to. Tensors on the meta device have no memory, and are replaced
     yield Change(name, lambda: _copy_into(module, here, metadata, problems.unread))
     yield Change(name, lambda: _replace(module, given, own, meta))
+
+
+def _is_metadata(metadata: Any) -> bool:
+    """True for versions of modules by their names, as torch's state dicts have them, or for none."""
+    if metadata is None:
+        return True
+    rows = metadata.values() if isinstance(metadata, Mapping) else (None,)
+    return all(isinstance(row, Mapping) and isinstance(row.get("version"), (int, float, NoneType)) for row in rows)
 
 
 def _extra_changes(module: torch.nn.Module, given: Mapping[str, Any], name: str) -> Iterator[Change]:
@@ -269,6 +280,10 @@ def _optimizer_changes(optimizer: torch.optim.Optimizer, state: Any, name: str, 
         return
     saved = [number for group in groups for number in group["params"]]
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = state["state"]
+    if not isinstance(states, Mapping) or not all(isinstance(states.get(number, {}), Mapping) for number in saved):
+        problems.append(f"{name or 'the state'} has a state of parameters that is no dict of dicts")
+        return
     foreign = next((text for number in saved if (text := _foreign(optimizer, state["state"].get(number)))), "")
     if foreign:
         problems.append(f"{name or 'the state'} {foreign}")

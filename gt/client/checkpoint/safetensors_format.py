@@ -10,6 +10,7 @@ import json
 import os
 import stat
 import struct
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -69,6 +70,13 @@ def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mappin
     first = LENGTH_BYTES + len(text)
     entries = [FileEntry(name, dtype, tuple(shape), first + start) for (name, dtype, shape), start in zip(rows, places)]
     return struct.pack("<Q", len(text)) + text, entries
+
+
+def checksum(fd: int, size: int) -> int:
+    """crc32 of a file's header, of as many bytes as the file has."""
+    prefix = os.pread(fd, LENGTH_BYTES, 0)
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == LENGTH_BYTES else 0
+    return zlib.crc32(os.pread(fd, LENGTH_BYTES + min(length, MAX_HEADER_BYTES, size), 0))
 
 
 def open_file(path: Path) -> tuple[int, int]:

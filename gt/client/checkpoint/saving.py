@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import threading
+import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ import torch
 
 from gt.client import current_session
 from gt.client.checkpoint import safetensors_format, state_tree
-from gt.client.checkpoint.folder import NewFolder, reason
+from gt.client.checkpoint.folder import NewFolder, reason, sealed
 from gt.client.checkpoint.safetensors_format import NAMES, WRITER, FileEntry
 from gt.client.current_session import Current
 from gt.client.device.meta import dtype_name
@@ -111,6 +112,8 @@ class _SavedState:
 
     def _put(self, path: state_tree.Path, tensor: torch.Tensor) -> str:
         shown = state_tree.show(path)
+        if torch.nn.parameter.is_lazy(tensor):
+            raise CheckpointError(f"{shown} is a lazy module's, and has no shape yet: call the module once first")
         if tensor.device.type == "meta":
             raise CheckpointError(f"{shown} is on the meta device and has no values: initialise or load it first")
         if tensor.layout is not torch.strided or tensor.is_nested:
@@ -260,6 +263,7 @@ class _Writer:
         self._lent: list[int] = []
         self._requests: deque[int] = deque()
         self._streamed: deque[_Streamed] = deque()
+        self._sums: dict[str, int] = {}  # crc32 of each file's header, or of an index
         self._folder = NewFolder(path)
         try:
             self._begin()
@@ -284,6 +288,7 @@ class _Writer:
                 # The file has its full size from the start, so that workers can write their pieces in any order
                 fd = self._folder.create(name, max(e.offset + e.nbytes for e in entries))
                 os.pwrite(fd, header, 0)
+                self._sums[name] = zlib.crc32(header)
                 for entry in entries:
                     saved = files.tensors[entry.name]
                     saved.entry, index[entry.name] = entry, name
@@ -296,7 +301,9 @@ class _Writer:
             # The index, as transformers and others read it: which file has which tensor
             total = sum(saved.entry.nbytes for saved in files.tensors.values() if saved.entry is not None)
             body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
-            self._folder.put(f"{files.name}.safetensors.index.json", json.dumps(body, indent=1).encode())
+            text = json.dumps(body, indent=1).encode()
+            self._folder.put(f"{files.name}.safetensors.index.json", text)
+            self._sums[f"{files.name}.safetensors.index.json"] = zlib.crc32(text)
         if remote:
             self._begin_remote(remote)
 
@@ -369,8 +376,9 @@ class _Writer:
             manifest = {
                 "format": "gt", "version": VERSION, "sets": sorted(state.sets), "tensors": state.described, "state": state.tree,
                 "files": {name: os.fstat(fd).st_size for name, fd in sorted(self._folder.files.items())},
+                "sums": dict(sorted(self._sums.items())),
             }  # fmt: skip
-            self._folder.commit(json.dumps(manifest, separators=(",", ":")).encode())
+            self._folder.commit(sealed(manifest))
         except OSError as error:
             raise _named(error, self._folder) from None
         finally:

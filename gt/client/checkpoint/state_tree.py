@@ -58,8 +58,9 @@ def encode(thing: Any, put: Put, path: Path = ()) -> Any:
     if isinstance(thing, (list, tuple)):
         rows = [encode(value, put, (*path, n)) for n, value in enumerate(thing)]
         return rows if isinstance(thing, list) else {"tuple": rows}
-    if isinstance(thing, np.ndarray) and thing.dtype.kind in "biuf":
-        return {"array": put(path, torch.from_numpy(np.ascontiguousarray(thing).copy()))}
+    if isinstance(thing, np.ndarray) and thing.dtype.kind in "biuf" and thing.dtype.itemsize <= 8:  # longer ones torch lacks
+        own = np.array(thing, thing.dtype.newbyteorder("="), order="C")  # in this machine's order of bytes
+        return {"array": put(path, torch.from_numpy(own))}
     if isinstance(thing, (bytes, bytearray)):
         return {"bytes": base64.b64encode(thing).decode()}
     if isinstance(thing, complex):

@@ -59,6 +59,19 @@ def weights(called: dict[int, str]) -> Iterator[Row]:
             yield from _row(thing, "weights", called.get(id(thing), ""))
 
 
+def frozen() -> Iterator[torch.Tensor]:
+    """Parameters of live modules that need no gradient, which no optimizer names."""
+    for module in outermost():
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                yield parameter
+
+
+def weight(parameter: object, called: dict[int, str]) -> Iterator[Row]:
+    """The row of a parameter, none for one that has ended. called: identity of a parameter -> its name."""
+    return _row(parameter, "weights", called.get(id(parameter), ""))
+
+
 def is_weight(o: object) -> bool:
     """True for a parameter, and for a remote leaf that requires a gradient."""
     if type(o) is RemoteTensor:  # nn.Parameter of one is one, with a mark

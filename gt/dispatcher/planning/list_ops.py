@@ -7,6 +7,7 @@ where it was written over pieces. It goes from mesh to mesh with its value so fa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -149,7 +150,10 @@ class ListOps:
             self._planner.abandon(known, layout.mesh, ins, [op.outs[i] for i in part.outs])
             return None
         wants = self._wants(known, layout, ins)
+        unplaced = [i for i in known.listed if ins[i].layout is None]
         operand_ids = [self._redistributor.redistribute(t, want) for t, want in zip(ins, wants, strict=True)]
+        if unplaced:
+            self._note_rests(known, ins, unplaced)
         result = self._context.intern(list_rules.made(layout, op.combined))
         makes = (result,) * len(known.template.outs)
         key = (layout, result, *map(id, wants))
@@ -162,6 +166,22 @@ class ListOps:
             if operand_ids[index] != ins[index].id:  # a view of something laid out otherwise: the copy was written
                 self._redistributor.write_back(operand_ids[index], ins[index], wants[index])
         return part, plan
+
+    @staticmethod
+    def _note_rests(known: OpSchema, ins: list[Tensor], unplaced: Iterable[int]) -> None:
+        """Tensors that were placed beside a leader at rest, rest too: state that was a recipe until its first step."""
+        leads = [ins[i] for i in known.columns[0].indices(T)]
+        of = {i: lead for column in known.columns for i, lead in zip(column.indices(T), leads)}
+        for i in unplaced:
+            t, lead = ins[i], of.get(i)
+            if (
+                lead is not None
+                and lead.storage.rest is not None
+                and lead.layout == t.layout
+                and t.base is None
+                and t.spec.shape
+            ):
+                t.storage.rest = t.layout
 
     def _wants(self, known: OpSchema, layout: Layout, ins: list[Tensor]) -> list[Layout]:
         """Layout wanted of each operand: the leader's in a list, whole for numbers. Written operands move to it for good."""

@@ -9,6 +9,7 @@ from gt.worker.engine.base import Engine
 from gt.worker.offload.files import InFile, OffloadFile
 from gt.worker.offload.tensors import Kept, Resting
 
+MAX_TOLD = 64  # faults of folders that are remembered
 MAX_FOLDERS = 4  # folders that sessions may name on one worker
 
 
@@ -18,9 +19,13 @@ class Spaces:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._files: dict[str, OffloadFile] = {}
+        self._told: set[tuple[str, int | None]] = set()  # folders and what is wrong with them, which has been raised
 
     def evict(self, tensor: Any, space: str, folder: str) -> Resting | None:
-        """A tensor in a space; None for one that shares its memory with others, which stays."""
+        """A tensor in a space; None for one that stays: it shares its memory with others, or its folder's fault is known.
+
+        OSError for a folder that takes no tensor, once for each fault: each tensor would tell it again in each step.
+        """
         spec, nbytes = self._engine.spec(tensor), self._engine.storage(tensor)[1]
         if not nbytes or spec.offset or spec.nbytes != nbytes or self._engine.shared(tensor):
             return None
@@ -31,13 +36,26 @@ class Spaces:
         if data is None:
             raise ConfigError("offload to files needs the torch engine: leave GT_BACKEND out, or write cpu")
         engine = self._engine
-        return InFile(
-            self._file(folder),
-            data,
-            lambda buffer: engine.in_memory(buffer, spec),
-            lambda: self._files.pop(folder, None),
-            lambda buffer: engine.lane().in_memory(buffer, spec),
-        )
+        try:
+            return InFile(
+                self._file(folder),
+                data,
+                lambda buffer: engine.in_memory(buffer, spec),
+                lambda: self._close(folder),
+                lambda buffer: engine.lane().in_memory(buffer, spec),
+            )
+        except OSError as error:
+            if (folder, error.errno) in self._told:
+                return None
+            if len(self._told) >= MAX_TOLD:
+                self._told.clear()
+            self._told.add((folder, error.errno))
+            raise
+
+    def _close(self, folder: str) -> None:
+        """The last tensor has left a file: a fault of its folder is news from then on."""
+        self._files.pop(folder, None)
+        self._told = {fault for fault in self._told if fault[0] != folder}
 
     def _file(self, folder: str) -> OffloadFile:
         file = self._files.get(folder)

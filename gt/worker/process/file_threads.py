@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from time import monotonic
 
 log = logging.getLogger("gt.worker")
 
@@ -22,7 +23,7 @@ IDLE_SECONDS = 600.0  # without a job, after which memory that is kept for the n
 # Added to the thread's, for copies that nobody waits for: steps matter more. Not the most: a thread that waits for a core may
 # hold the interpreter's lock
 WRITER_NICENESS = 5
-END_SECONDS = 1.0  # that the worker's end waits for a thread that is at nothing
+END_SECONDS = 1.0  # that the worker's end waits for its threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,6 @@ class FileThread(threading.Thread):
         super().__init__(name=name, daemon=True)
         self.files = 0  # that are open, or about to be
         self.steps = 0  # reads and writes that the system has answered
-        self.working = False  # at a job
         self._ended = False
         self._nice = False
         self._idle = idle
@@ -134,7 +134,6 @@ class FileThread(threading.Thread):
             except queue.Empty:
                 self._idle()
                 job = self._jobs.get()
-            self.working = True
             if isinstance(job, tuple):
                 for descriptor in job:
                     _close(descriptor)
@@ -142,7 +141,6 @@ class FileThread(threading.Thread):
             elif job is not None:
                 self._execute(job)
             del job  # before the next one is awaited: a file may be closed with it
-            self.working = False
 
     def _execute(self, job: Job) -> None:
         try:
@@ -207,11 +205,12 @@ class FileThreads:
         return threads
 
     def end(self) -> None:
-        """The worker ends. It does not wait for a thread that is at something."""
+        """The worker ends. It does not wait long for threads that are at something."""
         for owner, _ in list(self._by_owner):
             self.leave(owner)
+        until = monotonic() + END_SECONDS  # for all of them: most are at their last file, which closes at once
         for thread in self._ended:
-            if thread.is_alive() and not thread.working:
-                thread.join(END_SECONDS)
+            if thread.is_alive():
+                thread.join(max(0.0, until - monotonic()))
         if left := self.abandoned:
             log.warning("%d threads wait for files that do not answer", left)

@@ -121,6 +121,27 @@ def test_optimizers(name: str) -> None:
     agree(lambda: State(net, OPTIMIZERS[name]), plain, replays=0 if name == "Adagrad" else CALLS - 4)
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop"])
+@pytest.mark.usefixtures("plain_threads", "one")
+def test_an_optimizer_whose_state_is_older_than_the_capture(kind: str) -> None:
+    def losses(device: str, wrap: Callable) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 1).to(device)
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-2)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        calls = [step] * 2 + [wrap(step)] * 6
+        return [float(call((torch.ones(4, 6) * n).to(device))) for n, call in enumerate(calls)]
+
+    assert losses("remote", gt.compile) == pytest.approx(losses("cpu", lambda step: step), rel=1e-3)
+
+
 @pytest.mark.usefixtures("plain_threads", "one")
 def test_a_tensor_learning_rate_is_read_at_each_replay() -> None:
     def make() -> State:

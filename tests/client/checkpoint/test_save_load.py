@@ -139,6 +139,34 @@ def test_a_norm_of_gradients_goes_on_bit_for_bit(session, tmp_path, stage):
     assert norms(*again, 4) == want
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_optimizer_state_of_another_shape_goes_on_bit_for_bit(session, tmp_path, stage):
+    """Adafactor keeps sums of rows and columns, and takes norms. Loaded ones were split as data are."""
+    data = torch.randn(8, 16, 12, generator=torch.Generator().manual_seed(1))
+
+    def parts(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(12, 13), nn.Tanh(), nn.Linear(13, 7)).to("remote")
+        return model, torch.optim.Adafactor(model.parameters(), lr=0.01)
+
+    def steps(model, optimizer, batches):
+        for batch in batches:
+            optimizer.zero_grad()
+            model(batch.to("remote")).square().mean().backward()
+            optimizer.step()
+        return {name: value.cpu() for name, value in model.state_dict().items()}
+
+    session(f"gt: {{data_parallel: [0, 1], zero: {stage}}}")
+    first, again = parts(0), parts(9)
+    steps(*first, data[:4])
+    gt.save(dict(zip(("model", "optimizer"), first)), tmp_path / "c")
+    want = steps(*first, data[4:])
+    gt.load(tmp_path / "c", into=dict(zip(("model", "optimizer"), again)))
+    assert equal(steps(*again, data[4:]), want)
+    layouts = [[gt.inspect(v)["layout"] for s in o.state.values() for v in s.values() if v.shape] for _, o in (first, again)]
+    assert layouts[0] == layouts[1]
+
+
 @pytest.mark.parametrize("before, after", [("", DP4), (DP4, ""), (DP4, TP4), (TP4, DP4), (TP4, "")])
 def test_a_checkpoint_of_one_layout_is_read_in_another(session, tmp_path, before, after):
     session(before)
@@ -464,6 +492,53 @@ def test_a_manifest_that_save_does_not_write_is_refused_by_its_fault(saved, key,
         gt.load(path, into={"model": fresh[0], "optimizer": fresh[1]})
 
 
+@pytest.mark.parametrize(
+    "name, old, new",
+    [
+        ("gt.json", b'["eps",1e-08]', b'["eps",1e-03]'),
+        ("model.safetensors.index.json", b'"a.bias"', b'"b.bias"'),
+        ("model-00001-of-00001.safetensors", b'"F32"', b'"I32"'),
+        ("optimizer-00001-of-00001.safetensors", b'"state.0.exp_avg"', b'"state.0.exp_avh"'),
+    ],
+)
+def test_what_was_changed_after_it_was_saved_is_named(saved, name, old, new):
+    """A state all the same, of which the numbers are not those that were saved."""
+    path, fresh, _ = saved
+    data = (path / name).read_bytes()
+    assert old in data
+    (path / name).write_bytes(data.replace(old, new))
+    with pytest.raises(gt.CheckpointError, match=f"{name}"):
+        gt.load(path, into={"model": fresh[0], "optimizer": fresh[1]})
+
+
+def test_a_checkpoint_of_an_older_version_has_no_checksums(saved):
+    path, *_ = saved
+    manifest = json.loads((path / "gt.json").read_text())
+    del manifest["crc32"], manifest["sums"]
+    (path / "gt.json").write_text(json.dumps(manifest))
+    assert gt.load(path, device="cpu").keys() == {"model", "optimizer"}
+
+
+@pytest.mark.parametrize("part", ["metadata", "state"])
+def test_a_state_that_torch_stops_at_half_way_changes_nothing(tmp_path, part):
+    models, state = [nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)) for _ in range(2)], {}
+    nn.init.ones_(models[0][1].weight)
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    models[0](torch.ones(4, 3)).sum().backward()
+    optimizers[0].step()
+    state = {"model": models[0].state_dict(), "optimizer": optimizers[0].state_dict()}
+    if part == "metadata":
+        state["model"]._metadata["1"] = {"version": "2"}
+        state["model"]._metadata["0"] = 3
+    else:
+        state["optimizer"]["state"][2] = torch.ones(2)
+    gt.save(state, tmp_path / "c")
+    before = {key: value.clone() for key, value in models[1].state_dict().items()}
+    with pytest.raises(gt.CheckpointError, match="versions of modules" if part == "metadata" else "no dict of dicts"):
+        gt.load(tmp_path / "c", into={"model": models[1], "optimizer": optimizers[1]})
+    assert equal(models[1].state_dict(), before)
+
+
 def test_a_checkpoint_of_another_model_is_refused_with_all_differences(saved):
     path, fresh, _ = saved
     other = nn.Sequential(nn.Linear(3, 3)).to("remote")
@@ -578,6 +653,8 @@ def test_meta_and_sparse_tensors_are_refused(one, tmp_path):
         gt.save({"a": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, tmp_path / "c")
     with pytest.raises(gt.CheckpointError, match="complex128"):
         gt.save({"a": torch.ones(1, dtype=torch.complex128)}, tmp_path / "c")
+    with pytest.raises(gt.CheckpointError, match=r"state\['m'\]\['weight'\] is a lazy module's, and has no shape yet"):
+        gt.save({"m": nn.LazyLinear(3)}, tmp_path / "c")
     assert os.listdir(tmp_path) == []
 
 

@@ -46,6 +46,12 @@ def test_numbers_that_json_lacks_survive():
     assert again(np.float32(0.5)) == 0.5
 
 
+def test_arrays_of_another_order_of_bytes_keep_their_values():
+    for array in (np.arange(5, dtype=">i4"), np.array(0.5, ">f8"), np.arange(6, dtype=">u2").reshape(2, 3).T):
+        made = again(array)
+        assert np.array_equal(made, array) and made.dtype == array.dtype.newbyteorder("=")
+
+
 def test_random_states_survive():
     assert again(random.getstate()) == random.getstate()
     state = np.random.get_state()
@@ -77,6 +83,8 @@ def test_what_cannot_be_saved_is_named():
         loop: list = []
         loop.append(loop)
         again(loop)
+    with pytest.raises(CheckpointError, match=r"state\[0\] is a numpy.ndarray"):
+        again([np.zeros(2, np.longdouble)])
     with pytest.raises(CheckpointError, match="a key that is not supported"):
         again({b"x": 1})
 

@@ -100,3 +100,20 @@ def test_losses_are_those_of_one_process(session, case, captured):
     assert losses == pytest.approx(want, abs=1e-5 if "16" not in case else 2e-2)
     if captured and "schedule" in CASES[case]:
         assert "is not used" not in said, said
+
+
+@pytest.mark.parametrize("case", ["zero3 pp", "zero1 pp bf16 checkpoint", "zero3 pp bf16", "zero3 tp bf16 checkpoint"])
+def test_optimizer_state_rests_and_is_counted(session, case):
+    """A cast uses a weight of a stage outside of the stage: its state was a recipe until the first step."""
+    session(CASES[case])
+    model = Model().to("remote")
+    gt.signal.apply(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for rows, labels in gt.signal.microbatches(
+        (torch.randn(ROWS, WIDTH).to("remote"), torch.zeros(ROWS).long().to("remote")), MICRO
+    ):
+        nn.functional.cross_entropy(model(rows).float(), labels).backward()
+    optimizer.step()
+    for row in gt.stats()["sharding"]["workers"]:
+        assert row["optimizer"] == pytest.approx(row["theory"]["optimizer"], rel=0.1)  # biases of 3 on two workers
+        assert row["weights"] == pytest.approx(row["theory"]["weights"], rel=0.1)

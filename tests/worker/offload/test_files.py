@@ -9,9 +9,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from gt.worker.engine.torch import TorchEngine
 from gt.worker.offload import files
 from gt.worker.offload.files import ALIGNED_BYTES, DiskFull, InFile, OffloadFile
+from gt.worker.offload.spaces import Spaces
 from gt.worker.offload.tensors import Kept, OffloadedTensors
 
 
@@ -86,16 +89,39 @@ def test_a_killed_process_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_an_error_and_the_tensor_stays(file, monkeypatch):
-    def full(*args):
-        raise OSError(errno.ENOSPC, "no space left on device")
+def full(*args):
+    raise OSError(errno.ENOSPC, "no space left on device")
 
+
+def test_a_full_disk_is_an_error_and_the_tensor_stays(file, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     tensors = OffloadedTensors(lambda tensor, space, folder: InFile(file, memoryview(tensor), bytes, Ends()))
     tensors[1] = b"data"
     with pytest.raises(DiskFull, match=r"no room for offloaded tensors in .*: want 4.0 KiB, have "):
         tensors.evict(1, "nvme", "")
     assert tensors[1] == b"data"
+
+
+@pytest.mark.parametrize("folder", ["taken", "full"])
+def test_a_fault_of_a_folder_is_raised_once(tmp_path, monkeypatch, folder):
+    """Each tensor tries again in each step, since the folder may be mended."""
+    (tmp_path / "taken").write_text("")
+    spaces, path = Spaces(TorchEngine("cpu")), str(tmp_path / folder)
+    tensors = [torch.ones(2000) for _ in range(4)]
+    with monkeypatch.context() as broken:
+        if folder == "full":
+            broken.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="offloaded tensors in "):
+            spaces.evict(tensors[0], "nvme", path)
+        assert [spaces.evict(tensor, "nvme", path) for tensor in tensors] == [None] * 4
+    (tmp_path / "taken").unlink()
+    away = [spaces.evict(tensor, "nvme", path) for tensor in tensors]
+    assert all(torch.equal(resting.tensor(), tensor) for resting, tensor in zip(away, tensors, strict=True))
+    for resting in away:
+        resting.close()
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DiskFull):  # the earlier tensors have left it: what is wrong now is news
+        spaces.evict(tensors[0], "nvme", path)
 
 
 def test_a_failed_write_loses_nothing(file, monkeypatch, caplog):
