@@ -70,7 +70,6 @@ from gt.client.capture.gradients import (
     find_memory,
     grad_arguments,
     leave_entries,
-    made_paths,
     take_made,
 )
 from gt.client.capture.guards import Guard
@@ -93,7 +92,7 @@ from gt.wire.process_settings import cycles_collected
 log = logging.getLogger("gt")
 ARGUMENTS_DIFFER = "the function reads a value of its arguments, which differs from the call before"
 REBOUND = "the function changes memory, shape, requires_grad, hooks or .grad of argument"
-CHANGED = "the function changes a list or dictionary that it gets"
+CHANGED = "the function changes a list, dictionary or object that it gets"
 OTHER_ARGUMENTS = "no two calls in a row have had the same kind of arguments; the last differed in "
 BESIDE = "a call of another thread was recorded or run in parts at that time: that is done to one call at a time"
 _CHANGE = re.compile(r" from \S+ to \S+|; the last differed in .*")
@@ -335,7 +334,7 @@ class CompiledFunction(Generic[P, R]):
             # Two calls that agree make a program; a first one is kept for the comparison with the next
             now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry), draws, memory, whole)
             leaving = snapshot(roots)
-            now.made = made_paths(entry, leaving, tape.first)
+            now.compare_states(entry, leaving)
             program = self._seal(last, now, entry, leaving, results, rng)
             kept = program is not None
             self._count(kept, tape.cut)
@@ -366,7 +365,7 @@ class CompiledFunction(Generic[P, R]):
         entry = snapshot(roots)
         # Where values are read the first call decides whether Python has to run; capturable optimizers have other last bits
         wait = not self._recorded and seems_to_read(entry)
-        if not wait and any([make_capturable(optimizer) for optimizer in entry.optimizers]):
+        if not wait and any([make_capturable(optimizer, self._recorded) for optimizer in entry.optimizers]):
             entry = snapshot(roots)
         if not schedules_rates(entry) and self._rates.changed(entry.optimizers, entry.names):
             self._programs.clear()  # each had one number for its rate
@@ -521,7 +520,7 @@ class CompiledFunction(Generic[P, R]):
             number=number,
             recorder=tape.recorder,
             key=now.key,
-            guard=Guard(leaving),
+            guard=Guard(leaving, tape.counts),
             inputs=now.inputs,
             same={k: (t, t._ref.id) for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs},
             grads=LeafGradients(grads),
