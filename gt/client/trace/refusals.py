@@ -83,7 +83,6 @@ WITH_A_SIZE = {
     "bincount": ": torch.zeros(n, device=x.device).index_add(0, x, torch.ones(x.shape, device=x.device)) has n bins",
     "nonzero": ": torch.nonzero_static(x, size=n) has n rows",
     "repeat_interleave": ": pass output_size=n",
-    "one_hot": ": pass num_classes=n",
 }
 
 

@@ -138,7 +138,7 @@ CURES = {
     "distributions": (lambda x: torch.distributions.Normal(x, x.exp()).log_prob(x), "validate_args=False"),
     "bincount": (lambda x: torch.bincount(x.long(), minlength=4), "index_add"),
     "a mask": (lambda x: x[x > 0].sum(), "torch.where"),
-    "one_hot": (lambda x: torch.nn.functional.one_hot(x.long()), "num_classes=n"),
+    "repeat_interleave": (lambda x: torch.repeat_interleave(x, x.long()), "output_size=n"),
 }
 
 
