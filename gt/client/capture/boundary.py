@@ -334,11 +334,28 @@ def _objects(state: StateSnapshot, roots: dict[str, Any]) -> set[int]:
 # ---- after the call
 
 
-def side_effect(entry: StateSnapshot, leaving: StateSnapshot, first: int) -> Difference | None:
+def changed_on_cpu(entry: StateSnapshot, leaving: StateSnapshot) -> list[torch.Tensor]:
+    """The small CPU tensors of Python state that the call has changed in place."""
+    return [
+        thing
+        for path, (thing, then) in entry.fingerprints.items()
+        if type(thing) in (torch.Tensor, torch.nn.Parameter)
+        and thing.is_contiguous()
+        and len(then) == 3
+        and not thing.is_inference()
+        and path in leaving.fingerprints
+        and leaving.fingerprints[path][1] != then
+    ]
+
+
+def side_effect(entry: StateSnapshot, leaving: StateSnapshot, first: int, draws: HostDraws | None) -> Difference | None:
     """The first change of Python state in the call, which a replay would not make; None if there is none.
 
-    first: the lowest id of a tensor made in the call.
+    first: the lowest id of a tensor made in the call. draws: the tape of what a replay draws and changes on the CPU.
     """
+    state = draws.state if draws else ()
+    if draws and state and draws.obstacle:
+        return Difference("", draws.obstacle)
     before = {item.path: item for item in entry.items}
     after = {item.path: item for item in leaving.items}
     states = {id(holder) for o in entry.optimizers for holder in (o.state, *o.state.values())}
@@ -363,7 +380,9 @@ def side_effect(entry: StateSnapshot, leaving: StateSnapshot, first: int) -> Dif
             return Difference("", f"the function changes {path} from {_short(old.value)} to {_short(new.value)}{OUTSIDE}")
 
     # Objects that change in place: arrays, sets, generators
-    for path, (_, then) in entry.fingerprints.items():
+    for path, (thing, then) in entry.fingerprints.items():
+        if any(thing is tensor for tensor in state):
+            continue  # a replay changes it too: see HostDraws
         if path not in leaving.fingerprints or leaving.fingerprints[path][1] != then:
             return Difference("", f"the function changes {path}{OUTSIDE}")
 

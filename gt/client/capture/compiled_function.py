@@ -42,6 +42,7 @@ from gt.client.capture.boundary import (
     TORCH_GENERATOR,
     HostRngState,
     RecordedCall,
+    changed_on_cpu,
     detached,
     gradients,
     hint,
@@ -163,16 +164,15 @@ class CompiledFunction(Generic[P, R]):
         self._slot = next(_slots)
         self._reasons: list[str] = []  # why calls were not replayed, newest last
         self._warned: set[str] = set()
-        self._futile_calls = 0  # recorded calls in a row without a program
-        self._eager_calls = 0  # calls left that are not recorded
+        self._futile_calls, self._eager_calls = 0, 0  # recorded in a row without a program; left that are not recorded
         self._next_eager_calls = MAX_FUTILE_CALLS
         self._why = "the first call"
         self._strict = False  # True if libraries are told that values cannot be read
-        self._sealed = 0  # programs made so far
         UploadedValues.wanted = True
-        self._recorded = False  # whether a call has been
+        self._sealed, self._recorded = 0, False  # programs made so far; whether a call has been recorded
         self._draws_on_host = False  # True once a call has drawn random numbers on the CPU
         self._drawn: HostDraws | None = None  # the last call's draws, if it uploads them
+        self._cpu_state: list[torch.Tensor] = []  # small CPU tensors that calls have changed in place
         self._fragment_calls = 0
         self._differentiated, self._rates = DifferentiatedArguments(), LearningRates()
         self._returns_state = False  # True once a call has returned a list or dictionary that Python state holds
@@ -384,10 +384,10 @@ class CompiledFunction(Generic[P, R]):
 
     def _host_draws(self) -> HostDraws | None:
         """The tape for a call that may draw on the CPU. What it will probably upload is uploaded here."""
-        if not self._draws_on_host:
+        if not self._draws_on_host and not self._cpu_state:
             return None
         predicted = [] if self._drawn is None else self._drawn.prediction()
-        return HostDraws([upload(value) for value in predicted], predicted)
+        return HostDraws([upload(value) for value in predicted], predicted, state=tuple(self._cpu_state))
 
     def _end_draws(self, draws: HostDraws | None) -> None:
         """The call is over: the next one begins with what this one would upload again."""
@@ -520,7 +520,7 @@ class CompiledFunction(Generic[P, R]):
             number=number,
             recorder=tape.recorder,
             key=now.key,
-            guard=Guard(leaving, tape.counts),
+            guard=Guard(leaving, tape.counts, now.draws.state if now.draws else ()),
             inputs=now.inputs,
             same={k: (t, t._ref.id) for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs},
             grads=LeafGradients(grads),
@@ -542,6 +542,7 @@ class CompiledFunction(Generic[P, R]):
     ) -> Difference | None:
         """The reason why this call alone can be no program: it did something that a replay would not do, or could not see."""
         tape, drawn = now.tape, rng.changed()
+        self._cpu_state += [t for t in changed_on_cpu(entry, leaving) if not any(t is known for known in self._cpu_state)]
         self._draws_on_host |= drawn == TORCH_GENERATOR
         if not tape.ops:
             return Difference("", "the function does nothing with remote tensors")
@@ -565,7 +566,7 @@ class CompiledFunction(Generic[P, R]):
                 op = tape.ops[n]
                 text = f"{op.name} uses a tensor that is not in arguments, closure or globals; pass it as an argument"
                 return Difference(tape.origins.where(op.origin), text)
-        return side_effect(entry, leaving, tape.first)
+        return side_effect(entry, leaving, tape.first, now.draws)
 
     def _count(self, kept: bool, cut: bool) -> None:
         """Count recorded calls without a program; after some in a row say why, and record again only later.

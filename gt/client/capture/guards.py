@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -73,9 +73,16 @@ def _same_entries(holder: dict, keys: list, values: list) -> bool:
 class Guard:
     """The guard of one program. Values are compared by identity, and by value where that differs."""
 
-    def __init__(self, snapshot: StateSnapshot, counts: Mapping[str, int]) -> None:
-        """counts: path of a counter -> what a replay adds to it. No op depends on its value, which is not compared."""
+    def __init__(self, snapshot: StateSnapshot, counts: Mapping[str, int], state: Sequence[torch.Tensor] = ()) -> None:
+        """counts: path of a counter -> what a replay adds to it. No op depends on its value, which is not compared.
+
+        state: CPU tensors that a replay changes. HostDraws compares what the function reads of them.
+        """
         self._snapshot = snapshot
+        self._state = [(tensor, tensor.shape, tensor.dtype) for tensor in state]
+        self._fingerprints = {
+            path: row for path, row in snapshot.fingerprints.items() if not any(row[0] is tensor for tensor in state)
+        }
         counters = {path: snapshot.counters[path] for path in counts}
         places = {(id(item.holder), item.key): (item, counts[path]) for path, item in counters.items()}
         self._counters = list(places.values())
@@ -144,9 +151,11 @@ class Guard:
             return next(f"{path} has another class" for path, thing, kind in self._snapshot.kinds if type(thing) is not kind)
 
         # Last, since it is the dearest: whole contents of arrays, sets and generators
-        for path, (thing, then) in self._snapshot.fingerprints.items():
+        for path, (thing, then) in self._fingerprints.items():
             if fingerprint(thing) != then:
                 return f"{path} was changed in place"
+        if any((tensor.shape, tensor.dtype) != (shape, dtype) for tensor, shape, dtype in self._state):
+            return "a CPU tensor that the function changes has another shape or dtype"
         return ""
 
     def _changed_tensor(self) -> str:

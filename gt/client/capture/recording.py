@@ -177,6 +177,8 @@ class CallRecording:
 
     def source(self, host: torch.Tensor) -> None:
         """Note a CPU tensor that the call uploads: one that outlives the call may have other values at the next."""
+        if self.host_draws is not None and self.host_draws.follows(host):
+            return
         self._sources.append((StorageWeakRef(host.untyped_storage()), self.origins.where(self.origins.here())))
 
     # ---- after the call
