@@ -162,4 +162,31 @@ def forward_gradients(device: str) -> Program:
     return Program(step, labelled(), [model])
 
 
-PROGRAMS = (capsules, hashed_grid, splats, world_model, preferences, forward_gradients)
+class ObservedRange(nn.Module):
+    """Fake quantisation by the range of all that has passed, which buffers hold. Counts its calls and rows for a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.tensor(float("inf")))
+        self.register_buffer("high", torch.tensor(float("-inf")))
+        self.calls, self.rows = 0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.rows += x.shape[0]
+        if self.training:
+            self.low.copy_(torch.minimum(self.low, x.detach().min()))
+            self.high.copy_(torch.maximum(self.high, x.detach().max()))
+        scale = ((self.high - self.low) / 255).clamp(min=1e-8)
+        zero_point = (-128 - self.low / scale).round().clamp(-128, 127).int()
+        return torch.fake_quantize_per_tensor_affine(x, scale.reshape(1), zero_point.reshape(1), -128, 127)
+
+
+def observed_ranges(device: str) -> Program:
+    """Quantisation-aware training with observers of the program's own, and an optimizer that counts its steps."""
+    model = nn.Sequential(ObservedRange(), nn.Linear(12, 16), nn.ReLU6(), ObservedRange(), nn.Linear(16, 5)).to(device)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05, lr_decay=0.01)
+    return Program(lambda x, y: train(F.cross_entropy(model(x), y), optimizer), labelled(), [model])
+
+
+PROGRAMS = (capsules, hashed_grid, splats, world_model, preferences, forward_gradients, observed_ranges)

@@ -31,6 +31,7 @@ CAPTURED = frozenset(
      "kalman_filter", "hidden_markov", "clustering", "ensemble", "private_gradients", "pruned_and_orthogonal",
      "rotary_decoder", "graph_attention", "spectral_mask", "selective_scan", "radiance_field", "published_optimizers",
      "reptile", "adjoint", "capsules", "hashed_grid", "splats", "world_model", "preferences", "forward_gradients",
+     "observed_ranges",
      *(make.__name__ for make in architectures.PROGRAMS)]
 )  # fmt: skip
 CONFIG = "data: {workers: [0, 1]}\n"

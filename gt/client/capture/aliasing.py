@@ -139,7 +139,7 @@ def flatten_call(args: tuple, kwargs: dict) -> tuple[list, TreeSpec]:
 
 
 class Containers:
-    """The lists and dictionaries among a call's arguments, and those that the function gets in their place.
+    """The lists, dictionaries and objects of registered classes among a call's arguments, and those that the function gets.
 
     given, leaves: the caller's arguments, and their leaves; prepared: the leaves of those that the function gets, args and
     kwargs.
@@ -150,17 +150,27 @@ class Containers:
         self._pairs: list[tuple[Any, Any]] = []
         self.paths: dict[int, tuple] = {}  # keys that lead to a list or dictionary, by identity of the function's
         self._given = {id(new): old for old, new in zip(leaves, prepared, strict=True)}
+        self._objects: list[tuple[Any, Any, dict[str, Any]]] = []  # of registered classes: given, got, got's attributes
         self._walk(given, got, ())
 
-    def _walk(self, given: Any, got: Any, path: tuple) -> None:
-        if given is got or not isinstance(given, (list, dict, tuple, deque)):
+    def _walk(self, given: Any, got: Any, path: tuple | None) -> None:
+        """path: keys that lead to a container; None within an object of a registered class, whose attributes have no keys."""
+        if given is got or id(got) in self._given:
+            return
+        if not isinstance(given, (list, dict, tuple, deque)):
+            self._given[id(got)] = given
+            self._objects.append((given, got, attributes := _attributes(got)))
+            for name, value in attributes.items():
+                self._walk(getattr(given, name, value), value, None)
             return
         self._given[id(got)] = given
-        if not isinstance(given, tuple):
+        if path is None:
+            self._pairs += [] if isinstance(given, tuple) else [(given, got)]
+        elif not isinstance(given, tuple):
             self._pairs.append((given, got))
             self.paths[id(got)] = path
         for key in given if isinstance(given, dict) else range(len(given)):
-            self._walk(given[key], got[key], (*path, key))
+            self._walk(given[key], got[key], None if path is None else (*path, key))
 
     def originals(self, results: Any) -> Any:
         """Results with the caller's lists and dictionaries in place of the function's."""
@@ -175,6 +185,15 @@ class Containers:
     def give_back(self) -> bool:
         """Give the caller's containers the entries that the function's have now. Returns whether any changed."""
         changed = False
+        for given, got, before in self._objects:
+            after = _attributes(got)
+            for name in [*before, *(after.keys() - before.keys())]:
+                if name not in after:
+                    changed = True
+                    object.__delattr__(given, name)
+                elif name not in before or after[name] is not before[name]:
+                    changed = True
+                    object.__setattr__(given, name, self._given.get(id(after[name]), after[name]))
         for given, got in self._pairs:
             # A leaf or container that the function got in place of the caller's becomes the caller's again
             if isinstance(given, dict):
@@ -191,6 +210,14 @@ class Containers:
             given.clear()
             (given.update if isinstance(given, dict) else given.extend)(entries)
         return changed
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """The attributes of an object that it has itself, in a dictionary or in slots."""
+    slots = [vars(cls).get("__slots__", ()) for cls in type(thing).__mro__]
+    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+    own = {name: getattr(thing, name) for name in names if not name.startswith("__") and hasattr(thing, name)}
+    return own | getattr(thing, "__dict__", {})
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ import torch
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gt.client import current_session
 from gt.client.capture.aliasing import (
     CallMemory,
     ContainerArgument,
@@ -25,7 +26,7 @@ from gt.client.capture.aliasing import (
     one_of,
     sharing_arguments,
 )
-from gt.client.capture.gradients import LeafGradient, grad_arguments, leads_to, memory_of
+from gt.client.capture.gradients import LeafGradient, grad_arguments, leads_to, made_paths, memory_of
 from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import (
@@ -53,6 +54,9 @@ DETACHED = (
 TORCH_GENERATOR = "torch's CPU generator"
 KEPT_NEW = "that it has made and keeps: have it change one that is there, or return a copy"
 HELD_BEFORE = "that state held before the call, and holds no more: return a copy"
+ANOTHER = (
+    ": pass the same one, or its tensors; of a dataclass GT sees the fields after torch.utils._pytree.register_dataclass(Class)"
+)
 MADE = "that it has made: return a tuple, list or dictionary of tensors, or register the class with torch.utils._pytree"
 _COMPARED = (torch.Tensor, np.ndarray)
 aten = torch.ops.aten
@@ -72,6 +76,10 @@ class RecordedCall:
     memory: CallMemory
     whole: dict[int, Any] = field(default_factory=dict)  # containers that it returns as they are, see returned_objects
     made: frozenset[str] = frozenset()  # places where it has left new state
+
+    def compare_states(self, entry: StateSnapshot, leaving: StateSnapshot) -> None:
+        """Note what the call has made and counted, between the state before it and the one after it."""
+        self.made, self.tape.counts = made_paths(entry, leaving, self.tape.first), counts(entry, leaving)
 
     def kept(self) -> RecordedCall | None:
         """This call, which is over, for the comparison with the next one; None if it is not compared with that.
@@ -179,7 +187,7 @@ def why_key_differs(old: tuple, new: tuple) -> str:
     for place in range(old[0].num_leaves):
         if old[1 + place] != new[1 + place]:
             if not isinstance(new[1 + place], tuple) and not isinstance(old[1 + place], tuple):
-                return f"argument {place}, which is another object"
+                return f"argument {place}, which is another object{ANOTHER}"
             return f"argument {place}, {_difference(old[1 + place], new[1 + place])}"
     return "another mode (grad, autocast, default dtype or device, signal group) or session"
 
@@ -326,11 +334,28 @@ def _objects(state: StateSnapshot, roots: dict[str, Any]) -> set[int]:
 # ---- after the call
 
 
-def side_effect(entry: StateSnapshot, leaving: StateSnapshot, first: int) -> Difference | None:
+def changed_on_cpu(entry: StateSnapshot, leaving: StateSnapshot) -> list[torch.Tensor]:
+    """The small CPU tensors of Python state that the call has changed in place."""
+    return [
+        thing
+        for path, (thing, then) in entry.fingerprints.items()
+        if type(thing) in (torch.Tensor, torch.nn.Parameter)
+        and thing.is_contiguous()
+        and len(then) == 3
+        and not thing.is_inference()
+        and path in leaving.fingerprints
+        and leaving.fingerprints[path][1] != then
+    ]
+
+
+def side_effect(entry: StateSnapshot, leaving: StateSnapshot, first: int, draws: HostDraws | None) -> Difference | None:
     """The first change of Python state in the call, which a replay would not make; None if there is none.
 
-    first: the lowest id of a tensor made in the call.
+    first: the lowest id of a tensor made in the call. draws: the tape of what a replay draws and changes on the CPU.
     """
+    state = draws.state if draws else ()
+    if draws and state and draws.obstacle:
+        return Difference("", draws.obstacle)
     before = {item.path: item for item in entry.items}
     after = {item.path: item for item in leaving.items}
     states = {id(holder) for o in entry.optimizers for holder in (o.state, *o.state.values())}
@@ -342,6 +367,8 @@ def side_effect(entry: StateSnapshot, leaving: StateSnapshot, first: int) -> Dif
         if path not in after or path not in before:
             return Difference("", _explain_entry(path, after.get(path) or before[path], path in after, states))
         old, new = before[path], after[path]
+        if path in entry.counters and path in leaving.counters:
+            continue  # a replay counts on: see counts()
         if isinstance(new.value, RemoteTensor):
             # A tensor that the call has made may be left here: loop_carried and take_made see to it.
             # To swap references to tensors from before the call is a side effect, which no replay has
@@ -353,7 +380,9 @@ def side_effect(entry: StateSnapshot, leaving: StateSnapshot, first: int) -> Dif
             return Difference("", f"the function changes {path} from {_short(old.value)} to {_short(new.value)}{OUTSIDE}")
 
     # Objects that change in place: arrays, sets, generators
-    for path, (_, then) in entry.fingerprints.items():
+    for path, (thing, then) in entry.fingerprints.items():
+        if any(thing is tensor for tensor in state):
+            continue  # a replay changes it too: see HostDraws
         if path not in leaving.fingerprints or leaving.fingerprints[path][1] != then:
             return Difference("", f"the function changes {path}{OUTSIDE}")
 
@@ -363,6 +392,12 @@ def side_effect(entry: StateSnapshot, leaving: StateSnapshot, first: int) -> Dif
             text = f"the function changes memory, requires_grad or hooks of {path}{OUTSIDE}; to set values, use copy_()"
             return Difference("", text)
     return None
+
+
+def counts(entry: StateSnapshot, leaving: StateSnapshot) -> dict[str, int]:
+    """Path of a counter -> the number that the call has added to it."""
+    both = entry.counters.keys() & leaving.counters.keys()
+    return {path: leaving.counters[path].value - entry.counters[path].value for path in sorted(both)}
 
 
 def _explain_entry(path: str, item: StateItem, added: bool, states: set[int]) -> str:
@@ -479,15 +514,22 @@ def _reaches(entry: StateSnapshot, modules: tuple[str, ...] | str) -> bool:
     return any(kind.__module__.startswith(modules) for kind in kinds)
 
 
-def make_capturable(optimizer: torch.optim.Optimizer) -> bool:
-    """Keep step counts on the device, where the optimizer can, and not in Python. Returns whether anything changed."""
+def make_capturable(optimizer: torch.optim.Optimizer, begun: bool) -> bool:
+    """Keep step counts on the device, where the optimizer can, and not in Python. Returns whether anything changed.
+
+    begun: a call has been recorded, so that it is known whether the program makes sparse gradients.
+    """
     changed = False
     for group in optimizer.param_groups:
         remote = [parameter for parameter in group["params"] if isinstance(parameter, RemoteTensor)]
-        if not remote or group.get("capturable", True) or group.get("fused"):
-            continue
         # A step count in Python would be another number at each call, and so prevent every program of the optimizer's step
-        group["capturable"] = changed = True
+        if begun and _may_fuse(optimizer, group):
+            group["fused"] = changed = True
+            optimizer._need_device_dtype_check_for_fused = False  # type: ignore[attr-defined]
+        elif remote and not group.get("capturable", True) and not group.get("fused"):
+            group["capturable"] = changed = True
+        else:
+            continue
         for parameter in remote:
             # The step count, and what is computed from it: NAdam's mu_product
             state = optimizer.state.get(parameter, {})
@@ -495,3 +537,12 @@ def make_capturable(optimizer: torch.optim.Optimizer) -> bool:
                 if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.dim():
                     state[key] = value.to(parameter.device)
     return changed
+
+
+def _may_fuse(optimizer: torch.optim.Optimizer, group: dict) -> bool:
+    """True for Adagrad, which counts on the device only where it is fused, if its user left that to torch."""
+    if type(optimizer) is not torch.optim.Adagrad or group["fused"] is not None or group["foreach"] is not None:
+        return False
+    if group["differentiable"] or current_session.Current.offloads or current_session.current().made_sparse:
+        return False
+    return bool(group["params"]) and all(isinstance(p, RemoteTensor) and p.is_floating_point() for p in group["params"])

@@ -36,6 +36,7 @@ from gt.client.capture.boundary import (
     TORCH_GENERATOR,
     HostRngState,
     RecordedCall,
+    changed_on_cpu,
     detached,
     key_of,
     leaf_arguments,
@@ -59,7 +60,6 @@ from gt.client.capture.gradients import (
     DifferentiatedArguments,
     grad_arguments,
     leave_entries,
-    made_paths,
 )
 from gt.client.capture.host_draws import UPLOADED, HostDraws
 from gt.client.capture.output_watch import OutputWatch
@@ -79,7 +79,7 @@ from gt.ir.instr import BACKENDS, DISCARD, FREE, RECORD
 from gt.ir.schedules import asked
 from gt.wire.process_settings import cycles_collected
 
-CHANGED = "the function changes a list or dictionary that it gets"
+CHANGED = "the function changes a list, dictionary or object that it gets"
 OTHER_ARGUMENTS = "no two calls in a row have had the same kind of arguments; the last differed in "
 BESIDE = "a call of another thread was recorded or run in parts at that time: that is done to one call at a time"
 
@@ -151,6 +151,7 @@ class CompiledFunction(Generic[P, R]):
         self._recorded = False  # whether a call has been
         self._draws_on_host = False  # True once a call has drawn random numbers on the CPU
         self._drawn: HostDraws | None = None  # the last call's draws, if it uploads them
+        self._cpu_state: list[torch.Tensor] = []  # small CPU tensors that calls have changed in place
         self._fragment_calls = 0
         self._differentiated, self._rates = DifferentiatedArguments(), LearningRates()
         self._returns_state = False  # True once a call has returned a list or dictionary that Python state holds
@@ -310,7 +311,7 @@ class CompiledFunction(Generic[P, R]):
             # Two calls that agree make a program; a first one is kept for the comparison with the next
             now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry), draws, memory, whole)
             leaving = snapshot(roots)
-            now.made = made_paths(entry, leaving, tape.first)
+            now.compare_states(entry, leaving)
             program = self._seal(last, now, entry, leaving, results, rng)
             kept = program is not None
             self._last = None if self._pauses_after(kept, tape.cut) or kept else now.kept()
@@ -346,7 +347,7 @@ class CompiledFunction(Generic[P, R]):
         entry = snapshot(roots)
         # Where values are read the first call decides whether Python has to run; capturable optimizers have other last bits
         wait = not self._recorded and seems_to_read(entry)
-        if not wait and any([make_capturable(optimizer) for optimizer in entry.optimizers]):
+        if not wait and any([make_capturable(optimizer, self._recorded) for optimizer in entry.optimizers]):
             entry = snapshot(roots)
         if not schedules_rates(entry) and self._rates.changed(entry.optimizers, entry.names):
             self._programs.clear()  # each had one number for its rate
@@ -365,10 +366,10 @@ class CompiledFunction(Generic[P, R]):
 
     def _host_draws(self) -> HostDraws | None:
         """The tape for a call that may draw on the CPU. What it will probably upload is uploaded here."""
-        if not self._draws_on_host:
+        if not self._draws_on_host and not self._cpu_state:
             return None
         predicted = [] if self._drawn is None else self._drawn.prediction()
-        return HostDraws([upload(value) for value in predicted], predicted)
+        return HostDraws([upload(value) for value in predicted], predicted, state=tuple(self._cpu_state))
 
     def _end_draws(self, draws: HostDraws | None) -> None:
         """The call is over: the next one begins with what this one would upload again."""
@@ -460,6 +461,7 @@ class CompiledFunction(Generic[P, R]):
     ) -> Difference | None:
         """The reason why this call alone can be no program."""
         drawn = rng.changed()
+        self._cpu_state += [t for t in changed_on_cpu(entry, leaving) if not any(t is known for known in self._cpu_state)]
         self._draws_on_host |= drawn == TORCH_GENERATOR
         if not now.tape.ops:
             return Difference("", "the function does nothing with remote tensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -72,11 +73,23 @@ def _same_entries(holder: dict, keys: list, values: list) -> bool:
 class Guard:
     """The guard of one program. Values are compared by identity, and by value where that differs."""
 
-    def __init__(self, snapshot: StateSnapshot) -> None:
+    def __init__(self, snapshot: StateSnapshot, counts: Mapping[str, int], state: Sequence[torch.Tensor] = ()) -> None:
+        """counts: path of a counter -> what a replay adds to it. No op depends on its value, which is not compared.
+
+        state: CPU tensors that a replay changes. HostDraws compares what the function reads of them.
+        """
         self._snapshot = snapshot
-        self._items = snapshot.items
-        self._places = _Places([item for item in snapshot.items if not item.attribute])
-        named = [item for item in snapshot.items if item.attribute]
+        self._state = [(tensor, tensor.shape, tensor.dtype) for tensor in state]
+        self._fingerprints = {
+            path: row for path, row in snapshot.fingerprints.items() if not any(row[0] is tensor for tensor in state)
+        }
+        counters = {path: snapshot.counters[path] for path in counts}
+        places = {(id(item.holder), item.key): (item, counts[path]) for path, item in counters.items()}
+        self._counters = list(places.values())
+        left_out = {id(item) for item in counters.values()}
+        self._items = [item for item in snapshot.items if id(item) not in left_out]
+        self._places = _Places([item for item in self._items if not item.attribute])
+        named = [item for item in self._items if item.attribute]
         self._named = [(item.holder, item.key) for item in named]
         self._named_values = [item.value for item in named]
         self._counted = [row for row in snapshot.lengths if not isinstance(row[0], tuple)]  # a tuple keeps its length
@@ -97,12 +110,20 @@ class Guard:
             leaves = [list(map(get, self._leaves)) for get in _OF_DIFFERENTIATED]
             return leaves, [list(map(get, self._others)) for get in _OF_OTHERS]
 
+    def count(self) -> None:
+        """Add to the counters what the recorded call has added."""
+        for item, number in self._counters:
+            item.set(item.now() + number)
+
     def violation(self) -> str:
         """The first difference from the snapshot as text, or ""."""
         try:
             identical = self._places.identical() and all(
                 map(is_, [getattr(holder, key) for holder, key in self._named], self._named_values)
             )
+            for item, _ in self._counters:
+                if type(item.now()) is not int:
+                    return f"{item.path} is a {type(item.now()).__name__}, and was an integer"
         except (LookupError, AttributeError, ValueError, TypeError):
             return _changed_item(self._items) or "an object that the function uses is gone"
 
@@ -130,9 +151,11 @@ class Guard:
             return next(f"{path} has another class" for path, thing, kind in self._snapshot.kinds if type(thing) is not kind)
 
         # Last, since it is the dearest: whole contents of arrays, sets and generators
-        for path, (thing, then) in self._snapshot.fingerprints.items():
+        for path, (thing, then) in self._fingerprints.items():
             if fingerprint(thing) != then:
                 return f"{path} was changed in place"
+        if any((tensor.shape, tensor.dtype) != (shape, dtype) for tensor, shape, dtype in self._state):
+            return "a CPU tensor that the function changes has another shape or dtype"
         return ""
 
     def _changed_tensor(self) -> str:

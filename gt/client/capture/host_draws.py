@@ -3,11 +3,14 @@
 Python does not run in a replay. So a tape records the CPU ops from each draw to the values that Python reads or uploads. A
 replay executes the tape first. Each value that Python has read is a guard: where one differs, the function itself runs. Each
 value that it has uploaded is an input of the program, which a recorded call finds uploaded before it begins.
+
+Small CPU tensors from before the call that it changes in place, such as a count of averaged models, are followed like draws.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gt.client.device.remote_tensor import RemoteTensor, make
 
 DRAWN = "random numbers drawn on the CPU"
-LEADS_ELSEWHERE = f"{DRAWN} decide otherwise than in the recorded call"
-UPLOADED = f"the function uploads {DRAWN}: the next calls have them as inputs"
+OR_CHANGED = f"{DRAWN} or CPU tensors that it changes"
+LEADS_ELSEWHERE = f"{OR_CHANGED} decide otherwise than in the recorded call"
+UPLOADED = f"the function uploads {OR_CHANGED}: the next calls have them as inputs"
 _COPY = torch.ops.aten._to_copy.default
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MAX_COMPARED = 1024  # elements of a CPU tensor that two recorded calls compare by value
@@ -75,6 +79,7 @@ class HostDraws:
     obstacle: str = ""
     rows: list[_Row] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
+    state: Sequence[torch.Tensor] = ()  # small CPU tensors from before the call, which it changes in place
 
     def __post_init__(self) -> None:
         self._uploads: list[_Result] = []
@@ -82,13 +87,14 @@ class HostDraws:
         self._made: dict[int, tuple[weakref.ref, _Result]] = {}  # id of a tensor -> itself, and its name on the tape
         self._storages: dict[int, StorageWeakRef] = {}  # made in the call: an address is not used again while this is held
         self._filled = 0  # uploads that were found among the inputs
-        self._drawn: set[int] = set()  # addresses of storages whose content depends on a draw
+        self._lasting = frozenset(map(_address, self.state))
+        self._drawn: set[int] = set(self._lasting)  # addresses of storages whose content depends on a draw or on `state`
         self._modes = _Ops(self), _Functions(self)
 
     # ---- during the call
 
     def __enter__(self) -> HostDraws:
-        self._before = torch.get_rng_state()
+        self._before = self._now()
         for mode in self._modes:
             mode.__enter__()
         return self
@@ -116,7 +122,10 @@ class HostDraws:
             operand = self._operands[0]  # uploaded in another dtype
         name = self._name(operand)
         # Not on the tape: a value from before the call, or computed by other means. The caller uploads it as any other
-        if operand is None or type(name) is not _Result or operand.shape != host.shape:
+        known = type(name) is _Result or any(name is tensor for tensor in self.state)
+        if operand is None or not known or operand.shape != host.shape:
+            if self.state and self._operands:
+                self.refuse("the function uploads a part of a CPU tensor that it changes: keep it on the device")
             return None
         self._operands = [x for x in self._operands if x is not operand]
         # A copy on the tape, since the function may write to its tensor afterwards.
@@ -140,7 +149,7 @@ class HostDraws:
         depends = any(map(self.depends, operands))
         if not all(type(t) in _PLAIN and t.is_cpu and t.layout is torch.strided for t in (*operands, *results)):
             if depends and self._operands:
-                self.refuse(f"{op} reads {DRAWN}: draw them with device='remote', or pass them as an argument")
+                self.refuse(f"{op} reads {OR_CHANGED}: make them with device='remote', or pass them as an argument")
             return
 
         # The row: tensors that earlier rows made by their names, others themselves. A draw from a
@@ -159,12 +168,12 @@ class HostDraws:
         for output, tensor in enumerate(results):
             if isinstance(self._name(tensor), torch.Tensor):
                 self._made[id(tensor)] = weakref.ref(tensor), _Result(number, output)
-                if _address(tensor) not in before:
+                if _address(tensor) not in before | self._lasting:
                     self._storages[_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
         # Values that depend on a draw may be written only to memory that the call has made: the tape writes nothing else
         if draws or depends:
-            if not writes <= self._storages.keys():
+            if not writes <= self._storages.keys() | self._lasting:
                 self.refuse(f"{op} writes {DRAWN} into a tensor from before the call")
             self._drawn |= writes
 
@@ -173,13 +182,19 @@ class HostDraws:
         known = self._made.get(id(operand))
         return known[1] if known is not None and known[0]() is operand else operand
 
+    def follows(self, host: torch.Tensor) -> bool:
+        """Return whether this is memory from before the call that the tape changes as the function does."""
+        return _address(host) in self._lasting
+
     # ---- after the call
 
     def finish(self) -> None:
         """End the tape once the call's tensors are freed. It keeps draws, and what leads to values that Python has read."""
         self._operands = []
         uploaded = self._filled < len(self._uploads)  # the session may keep the memory of an upload, and the call is no program
-        if not uploaded and any(not self._storages[address].expired() for address in self._drawn & self._storages.keys()):
+        if not uploaded and any(
+            not self._storages[address].expired() for address in self._drawn & self._storages.keys() - self._lasting
+        ):
             self.refuse(f"the function keeps {DRAWN}")
 
         # Backward from the rows that count: draws, values that Python has read, uploads. A
@@ -205,16 +220,27 @@ class HostDraws:
 
         # A draw of which torch saw no op would be missing on the tape, and the generator would show it
         if not self.obstacle and not self._draws_all():
-            self.refuse(f"the function draws {DRAWN} by other means than ops of torch")
+            self.refuse(f"the function draws {DRAWN}, or changes CPU tensors, by other means than ops of torch")
 
     def _draws_all(self) -> bool:
-        """Return whether the tape, from the state before the call, leaves the generator as the call has left it."""
-        after = torch.get_rng_state()
-        torch.set_rng_state(self._before)
+        """Return whether the tape, from the state before the call, leaves generator and tensors as the call has left them."""
+        after = self._now()
+        self._restore(self._before)
         try:
-            return self._agrees() and torch.equal(torch.get_rng_state(), after)
+            return self._agrees() and all(map(_same_bits, self._now(), after))
         finally:
-            torch.set_rng_state(after)
+            self._restore(after)
+
+    def _now(self) -> list[torch.Tensor]:
+        """Copies of the generator's state and of the tensors that the call changes."""
+        return [torch.get_rng_state(), *(tensor.detach().clone() for tensor in self.state)]
+
+    @torch.no_grad()
+    def _restore(self, then: list[torch.Tensor]) -> None:
+        torch.set_rng_state(then[0])
+        for tensor, value in zip(self.state, then[1:], strict=True):
+            if not _same_bits(tensor, value):
+                tensor.copy_(value)
 
     @property
     def fills_inputs(self) -> bool:
@@ -232,20 +258,20 @@ class HostDraws:
 
     def prediction(self) -> list[torch.Tensor]:
         """Return the values that the next call would upload, as far as it does the same. Draws nothing."""
-        state = torch.get_rng_state()
+        before = self._now()
         try:
             return self.values if self._agrees() else []
         finally:
-            torch.set_rng_state(state)
+            self._restore(before)
 
     # ---- before a replay
 
     def violation(self) -> str:
         """Draw as the function would. Returns "", or why a replay would do something else; nothing is drawn then."""
-        state = torch.get_rng_state()
+        before = self._now()
         if self._agrees():
             return ""
-        torch.set_rng_state(state)
+        self._restore(before)
         return LEADS_ELSEWHERE
 
     @torch.no_grad()
@@ -270,6 +296,11 @@ class HostDraws:
 
 def _is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True for equal content. One NaN is like another."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a.detach(), b, rtol=0, atol=0, equal_nan=True)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -5,6 +5,7 @@ The comparison renames tensors: to the op that made them, or to the path in Pyth
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gt.client.capture.constants import ArgumentRead, Constants
 from gt.client.capture.recorded_op import RecordedOp
+from gt.client.capture.user_code import is_library
 from gt.client.reports import progress
 from gt.client.trace import recorder as recorders
 from gt.ir.instr import client_ops
@@ -22,6 +24,8 @@ from gt.ir.spec import Spec, row_major_stride
 from gt.ir.template import T, to_wire
 
 SHARED = "another thread used remote tensors during the call: have it do so between two calls"
+VALIDATES = " by torch.distributions, which checks its arguments: pass validate_args=False"
+_CURES = {"torch.amp.grad_scaler": " by torch.amp.GradScaler: give the optimizer fused=True"}  # by module of torch
 SAME = "; have the function do the same ops at each call"
 
 if TYPE_CHECKING:
@@ -68,6 +72,7 @@ class CallRecording:
     _sources: list[tuple[StorageWeakRef, str]] = field(default_factory=list)
     _was_asked: bool = False
     detaches: bool = False  # results of the call had a graph
+    counts: dict[str, int] = field(default_factory=dict)  # path of a counter -> what the call has added to it
     cut: bool = False  # Python has to run at each call: no later recording would do better
 
     def __post_init__(self) -> None:
@@ -158,7 +163,9 @@ class CallRecording:
             )
             return None
         self.cut = True
-        self.prevents.append(Difference(where, f"the value of a remote tensor of shape {list(tensor.shape)} is read"))
+        self.prevents.append(
+            Difference(where, f"the value of a remote tensor of shape {list(tensor.shape)} is read{_reader()}")
+        )
         return None
 
     def upload(self, host: torch.Tensor) -> RemoteTensor | None:
@@ -170,6 +177,8 @@ class CallRecording:
 
     def source(self, host: torch.Tensor) -> None:
         """Note a CPU tensor that the call uploads: one that outlives the call may have other values at the next."""
+        if self.host_draws is not None and self.host_draws.follows(host):
+            return
         self._sources.append((StorageWeakRef(host.untyped_storage()), self.origins.where(self.origins.here())))
 
     # ---- after the call
@@ -212,6 +221,19 @@ class CallRecording:
         return max([c - self.counter for c in counters], default=0)
 
 
+def _reader() -> str:
+    """The part of torch that reads a value now, and the way to have it read none; "" for the user's own code."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module in _CURES or module.startswith("torch.distributions."):
+            return _CURES.get(module, VALIDATES)
+        if not is_library(module):
+            return ""
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
 def reads_differ(a: CallRecording, b: CallRecording) -> bool:
     """True if a value that both calls have read of their arguments is not the same."""
     return any(not torch.equal(old.value, new.value) for old, new in zip(a.argument_reads, b.argument_reads, strict=False))
@@ -243,6 +265,9 @@ def difference(a: CallRecording, b: CallRecording, names_a: dict[int, Any], name
         extra = longer.ops[min(len(a.ops), len(b.ops))]
         text = f"this call has {len(b.ops)} ops, the call before had {len(a.ops)}; {extra.name} is the first that only one has"
         return Difference(where(extra.origin), text)
+    for path in sorted(a.counts.items() ^ b.counts.items()):
+        was, now = (tape.counts.get(path[0], 0) for tape in (a, b))
+        return Difference("", f"the function adds {now} to {path[0]}, and has added {was} in the call before")
     return None
 
 

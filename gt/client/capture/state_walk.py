@@ -28,6 +28,7 @@ from gt import env
 from gt.client.capture.user_code import LIBRARIES, STATEFUL, has_library_base, is_installed, is_library, is_own, is_stateless
 from gt.client.device.remote_tensor import RemoteTensor, Shown, is_leaf
 from gt.client.device.sparse_tensor import RemoteSparse
+from gt.client.values.counters import counted, may_count
 
 _UNSET = object()  # value of a context variable without one
 MAX_ITEMS = 200_000  # values that one snapshot compares
@@ -110,6 +111,7 @@ class StateSnapshot:
     grads: dict[str, RemoteTensor] = field(default_factory=dict)  # path of a leaf -> its gradient
     overflow: bool = False  # more than MAX_ITEMS
     names: set[str] = field(default_factory=set)  # that user code on the walk uses
+    counters: dict[str, StateItem] = field(default_factory=dict)  # path -> an integer that the code only counts
 
     def tensors(self) -> Iterator[tuple[str, RemoteTensor]]:
         """Paths and remote tensors, gradients included."""
@@ -137,6 +139,7 @@ def snapshot(roots: dict[str, Any]) -> StateSnapshot:
             state.names = walker.names
             return state
         if walker.names <= used:
+            state.counters = walker.counters()
             return state
         used |= walker.names
 
@@ -152,6 +155,8 @@ class StateWalker:
         self._visited_tensors: set[int] = set()  # tensors, by identity
         self._library_state: set[int] = set()  # objects held by library code, which is not walked; by identity
         self._unordered: set[int] = set()  # dictionaries whose order does not matter, by identity
+        self._codes: set[types.CodeType] = set()  # of the user's functions
+        self._integers: dict[int, str] = {}  # identity of an item -> name of the variable or attribute that holds an integer
         self._queue.extend(_GLOBAL_HOOKS)
         # A tensor that is an argument is compared by its metadata, as part of the key. As a leaf it may have a .grad
         for name, root in roots.items():
@@ -173,6 +178,21 @@ class StateWalker:
                 break
             self._visit(path, thing)
         return self.snapshot
+
+    def counters(self) -> dict[str, StateItem]:
+        """Integers that the code on the walk only counts, by path."""
+        names = counted(self._codes) if self._integers else ()
+        items = [item for item in self.snapshot.items if type(item.value) is int]
+        kept = {id(item) for item in items if self._integers.get(id(item)) in names}
+        # A place that is also reached by other means, as a key of a dictionary, may be read there
+        elsewhere = {(id(item.holder), item.key) for item in items if id(item) not in kept}
+        return {i.path: i for i in items if id(i) in kept and (id(i.holder), i.key) not in elsewhere}
+
+    def _note_integer(self, name: str) -> None:
+        """The newest item is a variable or attribute of this name, which may be a counter."""
+        item = self.snapshot.items[-1]
+        if type(item.value) is int:
+            self._integers[id(item)] = name
 
     def _visit(self, path: str, thing: Any) -> None:
         kind = type(thing)
@@ -304,6 +324,7 @@ class StateWalker:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             try:
                 self._add_item(f"{path}.{name}" if path else name, cell, "cell_contents", True, cell.cell_contents)
+                self._note_integer(name)
             except ValueError:  # empty
                 continue
         self._queue.append((f"{path or function.__qualname__}'s attributes", function.__dict__))
@@ -320,12 +341,14 @@ class StateWalker:
         # Globals that the code names, and the names for later walks
         names = _names(function.__code__)
         self.names |= names
+        self._codes.add(function.__code__)
         if names & _ENVIRONMENT:
             self._queue.append(("os.environ", env.every_variable()))
         # First the cheap test by names, which include attributes; disassembly then tells which names are globals
         named = names & function.__globals__.keys()
         for name in sorted(named & _operands(function.__code__, _GLOBAL_OPS) if named else ()):
             self._add_item(name, function.__globals__, name, False, function.__globals__[name])
+            self._note_integer(name)
         self._visit_imported(function, names)
 
     def _visit_imported(self, function: types.FunctionType, names: set[str]) -> None:
@@ -344,6 +367,7 @@ class StateWalker:
             for name, value in list(module.__dict__.items()):
                 if name == "__getattr__" or (not name.startswith("__") and (every or name in self.used)):  # type: ignore[operator]
                     self._add_item(f"{path}.{name}", module.__dict__, name, False, value)
+                    self._note_integer(name)
 
     def _visit_class(self, path: str, cls: type) -> None:
         if is_library(cls.__module__):
@@ -386,7 +410,7 @@ class StateWalker:
                     self._add_item(f"{path}.{name}", thing, name, True, getattr(thing, name))
 
     def _visit_attributes(self, path: str, thing: Any, own: dict) -> None:
-        module = isinstance(thing, torch.nn.Module)
+        module, kind = isinstance(thing, torch.nn.Module), type(thing)
         if is_installed(type(thing).__module__):
             self._library_state.update(map(id, own.values()))
         # Library code is not walked, so it is not known which attributes it names: where it knows the object, all count
@@ -405,6 +429,8 @@ class StateWalker:
                 if isinstance(value, dict) and type(thing).__module__.startswith(STATEFUL):
                     self._unordered.add(id(value))
                 self._add_item(f"{path}.{name}", own, name, False, value)
+                if type(value) is int and may_count(kind, name):  # type: ignore[arg-type]
+                    self._note_integer(name)
 
 
 def _names(code: types.CodeType) -> set[str]:

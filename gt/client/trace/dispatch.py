@@ -35,7 +35,7 @@ from gt.client.trace.op_info import (
     _infos,
     info_of,
 )
-from gt.client.trace.refusals import as_on_cpu, check_call, note_accepted
+from gt.client.trace.refusals import WITH_A_SIZE, as_on_cpu, check_call, note_accepted
 from gt.client.trace.shape_inference import infer
 from gt.client.trace.uploads import upload_operands
 from gt.errors import UnsupportedOp
@@ -339,7 +339,9 @@ def finish_call(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tu
         return several(info, entry, args, kwargs)
     recorder, origin = current(), row[1]
     if entry.mode == ASK and recorder.tape is not None:
-        recorder.tape.refuse(f"the shape of {info.name}'s result depends on values, which a replay does not know", origin)
+        cure = WITH_A_SIZE.get(info.name.split(".")[1], "")
+        what = f"the shape of {info.name}'s result depends on values, which a replay does not know{cure}"
+        recorder.tape.refuse(what, origin)
     operands = tensors((args, kwargs)) if entry.written else ()
     if info.counts_writes:
         _count_writes([operands[i] for i in entry.written])

@@ -16,6 +16,7 @@ from torch._higher_order_ops import utils as higher_order
 from torch.utils._pytree import tree_flatten, tree_map
 
 from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.trace.meta_kernels.missing import CHECKED_BY_THE_CPU
 from gt.errors import UnsupportedOp
 
 MAX_ELEMENTS_ON_CPU = 1 << 20  # of all operands together: the CPU executes smaller ops to get torch's error
@@ -27,7 +28,7 @@ _MORE_THAN_META = frozenset({
     "diagonal_scatter", "geqrf", "heaviside", "index", "index_add", "index_copy", "index_fill", "index_put", "index_reduce",
     "index_select", "masked_scatter", "masked_select", "max", "min", "multinomial", "mvlgamma", "nll_loss_forward", "polar",
     "searchsorted", "select_scatter", "sort", "topk",
-})  # fmt: skip
+}) | CHECKED_BY_THE_CPU  # fmt: skip
 # Ops of integers alone, which refuse float32: other ops of float32 and float64 are not tried
 _OF_INTEGERS = frozenset({
     "bincount", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "gcd",
@@ -73,6 +74,16 @@ SHARDED_CONFIG = (
     "have GT shard its weights, gradients and optimizer state: write `gt: {data_parallel: null, zero: 3}` into a YAML, and "
     "pass it as gt.gpu_workers(2, config='the.yaml')"
 )
+
+
+# Ops whose results' shapes depend on values -> what to write in a step that is to be captured
+WITH_A_SIZE = {
+    "index": ": keep all elements, and use torch.where(mask, x, 0) or weights of zero",
+    "masked_select": ": keep all elements, and use torch.where(mask, x, 0) or weights of zero",
+    "bincount": ": torch.zeros(n, device=x.device).index_add(0, x, torch.ones(x.shape, device=x.device)) has n bins",
+    "nonzero": ": torch.nonzero_static(x, size=n) has n rows",
+    "repeat_interleave": ": pass output_size=n",
+}
 
 
 def as_on_cpu(info: Any, args: list, kwargs: dict, error: Exception) -> Exception:

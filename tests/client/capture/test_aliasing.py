@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import register_dataclass
 
 import gt
 
@@ -356,3 +358,45 @@ def test_a_view_that_torch_calls_ambiguous_may_be_captured_and_printed(one: None
         return results, weight.detach(), "grad_fn=<Invalid>" in repr(view)
 
     assert values(train("remote", gt.compile)) == values(train("cpu", lambda step: step))
+
+
+@dataclass
+class Batch:
+    """An argument of a registered class, which the step may change."""
+
+    x: torch.Tensor
+    loss: torch.Tensor | None = None
+    seen: int = 0
+    parts: list = field(default_factory=list)
+
+
+register_dataclass(Batch)
+
+
+@pytest.mark.usefixtures("one")
+def test_fields_of_a_registered_class_are_arguments() -> None:
+    w = torch.ones(4, device="remote")
+    step = gt.compile(lambda batch: (batch.x * w).sum() + batch.parts[0].sum())
+    for n in range(8):
+        x = torch.full((4,), float(n))
+        assert step(Batch(x, parts=[x])).item() == 8.0 * n
+    assert sum(program.replays for program in step._programs) >= 5
+
+
+@pytest.mark.usefixtures("one")
+def test_what_a_step_writes_to_an_object_of_a_registered_class_is_not_lost() -> None:
+    w = torch.ones(4, device="remote")
+
+    @gt.compile
+    def step(batch: Batch) -> None:
+        batch.loss = (batch.x * w).sum()
+        batch.seen += 1
+        batch.parts.append(batch.x)
+
+    for n in range(8):
+        x = torch.full((4,), float(n), device="remote" if n % 2 else "cpu")
+        batch = Batch(x)
+        step(batch)
+        assert batch.loss is not None and batch.loss.item() == 4.0 * n
+        assert batch.seen == 1 and batch.x is x and batch.parts[0] is x
+    assert "changes a list, dictionary or object that it gets" in step.explain()

@@ -347,3 +347,66 @@ def test_draws_in_a_pipeline_schedule(session, use, schedule):
     *want, _ = train(False)
     assert got == want
     assert f"schedule {schedule}" in step.explain()
+
+
+def averaged(remote: bool, use, calls: int = 14):
+    """Weights, their average and its count after some calls, with `use(average)` in each."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    average = torch.optim.swa_utils.AveragedModel(model.to("remote") if remote else model)
+    x = torch.ones(3, 4, device="remote" if remote else "cpu")
+
+    def step():
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(model(x).mean() * 0.1)
+        average.update_parameters(model)
+        return use(average, model(x).sum().detach())
+
+    run = gt.compile(step) if remote else step
+    seen = []
+    for n in range(calls):
+        if n == 10:  # from outside, as a checkpoint does
+            average.n_averaged.fill_(3)
+        seen.append(run().item())
+    return seen, int(average.n_averaged), [p.detach().tolist() for p in average.parameters()], run
+
+
+def skewed(average, loss):
+    """Reads the count by other means than ops of torch, after it changes it so."""
+    average.n_averaged.numpy()[...] += 1
+    return loss * int(average.n_averaged.numpy())
+
+
+USES = {
+    "averages": (lambda average, loss: loss, 1),
+    "decides": (lambda average, loss: loss * 2 if average.n_averaged > 6 else loss, 2),
+    "computes": (lambda average, loss: loss * (average.n_averaged + 1).to(loss.device), 1),
+    "a number": (lambda average, loss: loss * average.n_averaged.item(), 0),
+    "mixed": (lambda average, loss: loss * average.n_averaged, None),
+    "numpy": (skewed, 0),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_cpu_tensor_that_the_function_counts_in_is_that_of_plain_torch(one, plain_threads, name):
+    use, programs = USES[name]
+    seen, count, weights, run = averaged(True, use)
+    wanted, counted, averages, _ = averaged(False, use)
+    assert seen == wanted and count == counted and weights == averages
+    if programs is not None:
+        assert len(run._programs) == programs, run.explain()
+
+
+def test_two_programs_count_in_one_tensor(one):
+    count, w = torch.zeros(()), torch.ones(3, device="remote")
+
+    @gt.compile
+    def step(x):
+        count.add_(1)
+        return w * count.to("remote") + x
+
+    for n in range(1, 21):
+        x = torch.zeros(3) if n % 10 < 7 else torch.zeros(1)
+        assert step(x).tolist() == [float(n)] * 3
+    assert count.item() == 20 and len(step._programs) >= 1

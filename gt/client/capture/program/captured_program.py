@@ -117,6 +117,8 @@ class CapturedProgram:
         if self.replays == 1:
             recorder.session.compiles = True
 
+        self.guard.count()
+
         # Hand the results to leaves, written arguments and the caller. These copies follow the launch in the op stream
         self.grads.set()
         if self.written or self.memory.required:

@@ -49,7 +49,7 @@ def own_obstacle(now: RecordedCall, entry: StateSnapshot, leaving: StateSnapshot
             op = tape.ops[first_use]
             text = f"{op.name} uses a tensor that is not in arguments, closure or globals; pass it as an argument"
             return Difference(tape.origins.where(op.origin), text)
-    return side_effect(entry, leaving, tape.first)
+    return side_effect(entry, leaving, tape.first, now.draws)
 
 
 def disagreement(last: RecordedCall, now: RecordedCall) -> Difference | None:
@@ -115,7 +115,7 @@ def captured_program(
         number=sealed.number,
         recorder=tape.recorder,
         key=now.key,
-        guard=Guard(leaving),
+        guard=Guard(leaving, tape.counts, now.draws.state if now.draws else ()),
         inputs=now.inputs,
         same={k: (t, t._ref.id) for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs},
         grads=LeafGradients(grads),

@@ -15,6 +15,7 @@ from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_map_only
 
 from gt.client.device.meta import dtype_name
+from gt.client.trace.meta_kernels.missing import MISSING
 
 
 def _grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> torch.Tensor:
@@ -185,6 +186,7 @@ _PRODUCTS = (
 )  # fmt: skip
 # Ops whose meta kernels differ from their real ones, or are missing
 KERNELS: dict[str, Callable] = {
+    **MISSING,
     "aten._grouped_mm.default": _grouped_mm,
     "aten.convolution.default": _convolution,
     "aten.convolution_backward.default": _convolution_backward,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -131,3 +132,34 @@ def test_the_state_that_an_optimizer_makes_first_is_no_alarm(session: Callable) 
     text = step.explain()
     assert "1 program" in text and "do it outside" not in text and "have the function" not in text
     assert "an earlier call was not kept: the optimizer makes its state in this call" in text
+
+
+CURES = {
+    "distributions": (lambda x: torch.distributions.Normal(x, x.exp()).log_prob(x), "validate_args=False"),
+    "bincount": (lambda x: torch.bincount(x.long(), minlength=4), "index_add"),
+    "a mask": (lambda x: x[x > 0].sum(), "torch.where"),
+    "repeat_interleave": (lambda x: torch.repeat_interleave(x, x.long()), "output_size=n"),
+}
+
+
+@pytest.mark.parametrize("name", CURES)
+def test_a_reason_says_what_to_write(name: str, session: Callable) -> None:
+    session()
+    function, cure = CURES[name]
+    step = gt.compile(lambda x: function(x * 1.0))
+    for _ in range(3):
+        step(torch.arange(4.0))
+    assert cure in step.explain()
+
+
+def test_an_object_argument_that_is_new_at_each_call_has_its_cure_named(session: Callable) -> None:
+    session()
+
+    @dataclass
+    class Batch:
+        x: torch.Tensor
+
+    step = gt.compile(lambda batch: batch.x.sum())
+    for _ in range(5):
+        step(Batch(torch.ones(2, device="remote")))
+    assert "register_dataclass" in step.explain()
