@@ -1,4 +1,4 @@
-"""Delay of Ctrl-C and SIGTERM during short critical sections, and waits that they may end at any moment. Knows nothing else."""
+"""Delay of signals such as Ctrl-C during short critical sections, and waits that they may end at any moment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 _get, _set = _signal.getsignal, _signal.signal
-_NUMBERS = (int(_signal.SIGINT), int(_signal.SIGTERM))
+# Ctrl-C, and signals whose handlers programs have raise an exception too, as after signal.alarm
+_NUMBERS = tuple(
+    int(number)
+    for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGALRM, _signal.SIGHUP, _signal.SIGUSR1, _signal.SIGUSR2)
+)
 
 
 class uninterrupted:

@@ -323,3 +323,20 @@ def test_waiting_threads_ask_again_at_each_change():
         thread.join(limit(20))
         assert not thread.is_alive()
     assert not waiters.wait_for(lambda: False, 1e-3) and waiters.wait_for(lambda: True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_other_signals_whose_handler_raises_are_delayed_too(number):
+    """As of signal.alarm with a TimeoutError: in the middle of a turn it ended the session."""
+
+    def late(number, frame):
+        raise TimeoutError
+
+    before, whole = signal.signal(number, late), []
+    try:
+        with pytest.raises(TimeoutError), uninterrupted():
+            signal.raise_signal(number)
+            whole.append(True)
+        assert whole and signal.getsignal(number) is late
+    finally:
+        signal.signal(number, before)
