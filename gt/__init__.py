@@ -11,6 +11,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gt.wire.signals import uninterrupted
+
 if TYPE_CHECKING:  # the public names once more, since checkers and editors do not run __getattr__
     # isort: off
     # fmt: off
@@ -92,7 +94,7 @@ if not TYPE_CHECKING:  # a checker that saw this function would take a misspelt 
         if name not in _PUBLIC:
             raise AttributeError(f"module 'gt' has no attribute {name!r}")
         module, attribute = _PUBLIC[name]
-        imported = importlib.import_module(module)
+        imported = _import(module)
         return imported if attribute is None else getattr(imported, attribute)
 
 
@@ -100,9 +102,17 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
+def _import(module: str) -> Any:
+    """A module of the package. Ctrl-C waits: half of a library that it imports would stay, and no later import mends that."""
+    if module in sys.modules:
+        return importlib.import_module(module)
+    with uninterrupted():
+        return importlib.import_module(module)
+
+
 def _start() -> None:
     """Open a session for the first remote tensor of a program that has none."""
-    importlib.import_module("gt.api").start()
+    _import("gt.api").start()
 
 
 def _own_process() -> bool:
@@ -121,14 +131,15 @@ def make_device() -> None:
     _made = True
     import torch
 
-    from gt.client import current_session
-    from gt.client.device import register
-    from gt.launch import machine
+    with uninterrupted():
+        from gt.client import current_session
+        from gt.client.device import register
+        from gt.launch import machine
 
+        current_session.auto_start = _start
+        register.prepare()
     if doubt := machine.untested(torch.__version__):
         warnings.warn(doubt, stacklevel=3)
-    current_session.auto_start = _start
-    register.prepare()
 
 
 _made = False

@@ -29,6 +29,7 @@ from gt.config.registry import source
 from gt.errors import ConfigError, ProgramError, SystemFailure
 from gt.launch import machine
 from gt.logs import private_file
+from gt.wire.signals import uninterrupted
 
 if TYPE_CHECKING:
     from gt.observe.plan import Plan
@@ -93,6 +94,7 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
     Raises DispatcherLost if no server answers, and Refused if it does not accept this program. ConfigError: the config is
     wrong, or names more workers than there are. ValueError: `workers` or `stall_timeout` is no such number.
     """
+    import_libraries()
     from gt.client.session import Session
 
     if _Started.plan is None and (why := machine.unsupported()):
@@ -119,6 +121,12 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
         _Started.trace.begin(session)
     for doubt in doubts(load(text, path)):
         log.warning("%s", doubt)
+
+
+def import_libraries() -> None:
+    """Import the libraries of a link, which `import gt` leaves out. Ctrl-C waits, as half of one could not be mended later."""
+    with uninterrupted():
+        import gt.client.session  # noqa: F401
 
 
 def _why_lost(address: str) -> str:
@@ -239,6 +247,7 @@ def _start_local(
     stall_timeout: float | None = None,
     libraries: Sequence[str] | None = None,
 ) -> None:
+    import_libraries()
     from gt.launch import local
 
     _checked(n)

@@ -32,6 +32,7 @@ def main(args: list[str], text: str) -> int:
     try:
         token = env.token(given.token_file)
         with RecordStream(address, token) as stream:  # an address or token that is wrong is an error now
+            observing.tell_delay("gt dashboard", stream)
             stream.next()
         feed = Feed(lambda log: RecordStream(address, token, given.interval, CONNECT_SECONDS, log), given.always)
         try:

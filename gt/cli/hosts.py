@@ -248,8 +248,8 @@ def measured(agents: Sequence[Agent], known: Sequence[Facts]) -> dict[tuple[int,
 def way_back(agents: Sequence[Agent], here: str = "") -> list[dict[str, Any]]:
     """Attempts from each host to this one, where a server would be, by default at the address that its ssh is from."""
     token = secrets.token_hex(16)
-    port = Listener(token).port
-    return [agent.ask(do="connect", address=here, port=port, token=token) for agent in agents]
+    with contextlib.closing(Listener(token)) as listener:
+        return [agent.ask(do="connect", address=here, port=listener.port, token=token) for agent in agents]
 
 
 def subnets(one: Facts, other: Facts) -> list[tuple[list[Any], list[Any]]]:

@@ -82,7 +82,10 @@ def _handler(collector: StateCollector, host: str) -> type[BoundedHandler]:
             if host in LOOPBACK and not names_this(self.headers.get("Host", ""), host):
                 self.send_error(421, "this server has another name")
             else:
-                MetricsHandler.do_GET(self)
+                try:
+                    MetricsHandler.do_GET(self)
+                except ValueError:  # it parses the address before it answers
+                    self.send_error(400)
 
     Handler.registry.register(collector)
     return Handler

@@ -14,6 +14,7 @@ from gt.observe.record_stream import RecordStream
 from gt.wire.socket import PORT
 
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.5, 60.0  # between two Records, as the server grants them
+NOTICE_SECONDS = 1.0  # without records; then the user is told
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +44,7 @@ def observe(command: str, given: argparse.Namespace, interval: float, show: Call
     address = given.address or env.get("GT_SERVER") or f"127.0.0.1:{PORT}"
     try:
         with RecordStream(address, token(given.token_file), interval) as stream:
+            tell_delay(command, stream)
             return show(stream)
     except KeyboardInterrupt:
         return 0
@@ -51,6 +53,12 @@ def observe(command: str, given: argparse.Namespace, interval: float, show: Call
     except (GTError, ValueError, OSError) as error:
         sys.stderr.write(f"{command}: {error}\n")
     return 1
+
+
+def tell_delay(command: str, stream: RecordStream) -> None:
+    """Tell on stderr what is waited for, unless the first records are here soon."""
+    if delay := stream.delay(NOTICE_SECONDS):
+        sys.stderr.write(f"{command}: {delay}; Ctrl-C ends the wait\n")
 
 
 def token(file: Path | None) -> str:

@@ -7,7 +7,6 @@ only, and no dtypes: an element is a number of bytes.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
@@ -19,6 +18,7 @@ from gt.errors import ProtocolError
 from gt.ir.layout import Boxes, piece_shape, read_boxes, runs, write_boxes
 from gt.wire.arena import WORDS, check_boxes
 from gt.wire.messages import CHUNK
+from gt.wire.signals import Latch
 
 Frames = Iterator[
     tuple[int, int, list[memoryview]]
@@ -186,7 +186,7 @@ class PendingAnswer:
 
     def __init__(self, into: Into = Assembly) -> None:
         self.into = into
-        self.done = threading.Event()
+        self.done = Latch()
         self.value: Any = None
         self.error: Exception | None = None
         self.assembly: Assembly | None = None

@@ -1,7 +1,7 @@
 """The client's connection to a dispatcher: batches of ops out, values back, host copies on request, and errors.
 
-Callers never touch the socket. They append to an outbox, one atomic step that Ctrl-C cannot tear, and wait on threading
-events, which Ctrl-C interrupts at once. The link's I/O thread numbers, packs and sends as credit allows.
+Callers never touch the socket. They append to an outbox, one atomic step that Ctrl-C cannot tear, and wait on
+latches, which Ctrl-C interrupts at once. The link's I/O thread numbers, packs and sends as credit allows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import atexit
 import itertools
 import logging
 import os
-import threading
 import time
 import weakref
 from collections import deque
@@ -50,6 +49,7 @@ from gt.wire.messages import (
     Trace,
     TraceRows,
 )
+from gt.wire.signals import Waiters
 
 log = logging.getLogger("gt.client")
 
@@ -99,7 +99,7 @@ class Session:
         self._outbox: deque[Message | tuple[Any, ...]] = deque()
         self._arenas = ClientArenas(self._outbox.append)
         self._uploads = KeptUploads(self._arenas, lambda message, frames: self._link.send(message, frames))
-        self._room = threading.Condition()
+        self._room = Waiters()
         self._window = link.Window(0)
         self._deferred_error: GTError | None = None  # raised by the next wait
         self.interrupts = 0  # each may have dropped ops that were submitted
@@ -207,9 +207,7 @@ class Session:
             return
         with spans.span("wait until workers have taken ops"):
             if not self._link.lead(self._unblocked):
-                with self._room:
-                    while not self._unblocked():
-                        self._room.wait()
+                self._room.wait_for(self._unblocked)
         if not self.has_credit():
             self._raise_deferred()
 
@@ -352,8 +350,7 @@ class Session:
             return not self._arenas.crowded(nbytes) or self._idle or self.failure is not None
 
         if not self._link.lead(ready, ROOM_SECONDS):
-            with self._room:
-                self._room.wait_for(ready, ROOM_SECONDS)
+            self._room.wait_for(ready, ROOM_SECONDS)
         if not ready():
             self.synchronize()
             self._arenas.reclaim()
@@ -473,8 +470,7 @@ class Session:
                 self._link.send(item)
             outbox.popleft()
         if full:
-            with self._room:
-                self._room.notify_all()
+            self._room.notify_all()
 
     def _on_message(self, message: Message, frames: tuple[Any, ...]) -> None:
         handler = self._handlers.get(type(message))
@@ -500,8 +496,7 @@ class Session:
         if self.failure is None:
             self.failure = failure
         self._outbox.clear()
-        with self._room:
-            self._room.notify_all()
+        self._room.notify_all()
         self._greeting.done.set()
         for pending in list(self._pending.values()):
             pending.done.set()
@@ -536,8 +531,7 @@ class Session:
     def _note_room(self) -> None:
         """Wake threads in `wait_room`, but for a thread that leads the link: it looks by itself."""
         if self._uploads.in_arenas:
-            with self._room:
-                self._room.notify_all()
+            self._room.notify_all()
 
     def _failed(self, message: messages.Failed, frames: tuple[Any, ...]) -> None:
         error = errors.from_wire(message.error)
@@ -547,8 +541,7 @@ class Session:
         self._last_unsolicited = error
         if self._deferred_error is None:
             self._deferred_error = error
-            with self._room:
-                self._room.notify_all()
+            self._room.notify_all()
 
     def _release(self, message: messages.Release, frames: tuple[Any, ...]) -> None:
         self._uploads.release(message.tensors)

@@ -5,6 +5,7 @@ It reads orders, one JSON line each on stdin, answers each by a line on stdout, 
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import os
@@ -23,11 +24,13 @@ from gt import env
 from gt.launch import machine
 from gt.wire.link import RELEASE
 from gt.wire.liveness import home
+from gt.worker.plane.net.strangers import Strangers
 from gt.worker.process import network_links
 from gt.worker.process.rdma_devices import rdma_devices
 
 PINGS, BLOCK_BYTES = 64, 1 << 20
 SECONDS = 5.0  # for a connection, and for each wait on it
+FULL_SECONDS = 0.01  # between two attempts to accept a connection without a free descriptor
 BULK_SECONDS, MAX_BULK_BYTES = 1.0, 1 << 30  # limits of a measurement of the rate
 PACKAGES = ("torch", "numpy", "pyzmq", "nvshmem4py-cu12", "nvshmem4py-cu13")
 
@@ -91,7 +94,7 @@ def _text(path: str | Path) -> str:
 
 
 class Listener:
-    """Answers pings, and swallows bytes, of peers that know the token."""
+    """Answers pings, and swallows bytes, of peers that know the token, until `close`."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
@@ -99,34 +102,63 @@ class Listener:
         family = socket.AF_INET6 if six else socket.AF_INET
         self._sock = socket.create_server(("", 0), family=family, dualstack_ipv6=six)
         self.port = self._sock.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._strangers = Strangers()  # whoever reaches the port can connect
+        self._closing = False
+        self._thread = threading.Thread(target=self._accept, name="gt-listen", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take no connections any more. Measurements under way go on."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # ends the wait for one
+        self._thread.join()
+        self._sock.close()
+        self._strangers.end()
 
     def _accept(self) -> None:
         while True:
-            peer, _ = self._sock.accept()
-            threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
+            try:
+                peer, _ = self._sock.accept()
+            except OSError:
+                if self._closing:
+                    return
+                time.sleep(FULL_SECONDS)  # such as too few descriptors: it stays to be accepted
+                continue
+            self._strangers.add(peer)
+            try:
+                threading.Thread(target=self._serve, args=(peer,), name="gt-measured", daemon=True).start()
+            except RuntimeError:  # too many threads
+                self._strangers.remove(peer)
+                peer.close()
 
     def _serve(self, peer: socket.socket) -> None:
         with peer:
             try:
-                peer.settimeout(SECONDS)
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 # The token was made for these measurements, and opens nothing else.
-                if not hmac.compare_digest(exactly(peer, len(self._token)), self._token):
+                shown = exactly(peer, len(self._token), time.monotonic() + SECONDS)
+                if not hmac.compare_digest(shown, self._token) or not self._strangers.remove(peer):
                     return
-                # First round trips, then bulk: a size of 8 bytes, so many bytes, and an answer once all are here.
-                for _ in range(PINGS):
-                    peer.sendall(exactly(peer, 8))
-                view = memoryview(bytearray(BLOCK_BYTES))
-                while (size := int.from_bytes(exactly(peer, 8), "big")) and size <= MAX_BULK_BYTES:
-                    while size:
-                        received = peer.recv_into(view, min(size, BLOCK_BYTES))
-                        if not received:
-                            return
-                        size -= received
-                    peer.sendall(b"!")
+                peer.settimeout(SECONDS)
+                self._answer(peer)
             except OSError:  # the peer's end has the reason
                 return
+            finally:
+                self._strangers.remove(peer)
+
+    def _answer(self, peer: socket.socket) -> None:
+        """First round trips, then bulk: a size of 8 bytes, so many bytes, and an answer once all are here."""
+        for _ in range(PINGS):
+            peer.sendall(exactly(peer, 8))
+        view = memoryview(bytearray(BLOCK_BYTES))
+        while (size := int.from_bytes(exactly(peer, 8), "big")) and size <= MAX_BULK_BYTES:
+            while size:
+                received = peer.recv_into(view, min(size, BLOCK_BYTES))
+                if not received:
+                    return
+                size -= received
+            peer.sendall(b"!")
 
 
 def measure(address: str, port: int, token: str) -> dict[str, Any]:
@@ -193,20 +225,21 @@ def serve(orders: TextIO, answers: TextIO) -> bool:
     """Answer orders until they end. True if the last is to work: no answer is wanted."""
     # Orders: {"do": "facts"}; {"do": "listen", "token"}; {"do": "connect",
     # "address", "port", "token"}; {"do": "work"}, the last.
-    listener: Listener | None = None
-    for line in orders:
-        order = json.loads(line)
-        answer: dict[str, Any]
-        if order["do"] == "work":
-            return True
-        if order["do"] == "facts":
-            answer = facts()
-        elif order["do"] == "listen":
-            listener = listener or Listener(order["token"])
-            answer = {"port": listener.port}
-        else:
-            address = order["address"] or env.ssh_client() or "127.0.0.1"  # "": where this process is logged in from
-            answer = {"address": address, **measure(address, order["port"], order["token"])}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    with contextlib.ExitStack() as stack:
+        listener: Listener | None = None
+        for line in orders:
+            order = json.loads(line)
+            answer: dict[str, Any]
+            if order["do"] == "work":
+                return True
+            if order["do"] == "facts":
+                answer = facts()
+            elif order["do"] == "listen":
+                listener = listener or stack.enter_context(contextlib.closing(Listener(order["token"])))
+                answer = {"port": listener.port}
+            else:
+                address = order["address"] or env.ssh_client() or "127.0.0.1"  # "": where this process is logged in from
+                answer = {"address": address, **measure(address, order["port"], order["token"])}
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
     return False

@@ -44,12 +44,17 @@ class Meeting:
         # A thread for each connection: one that says nothing holds up nobody.
         while len(self._socks) < size - 1 and (left := until - time.monotonic()) > 0:
             self._sock.settimeout(min(left, AGAIN_SECONDS))
-            with contextlib.suppress(TimeoutError):
+            try:
                 sock = self._sock.accept()[0]
-                self._strangers.add(sock)
-                threads = [thread for thread in threads if thread.is_alive()]
-                threads.append(threading.Thread(target=self._admit, args=(sock, size), daemon=True))
-                threads[-1].start()
+            except TimeoutError:
+                continue
+            except OSError:  # such as too few descriptors: it stays to be accepted
+                time.sleep(host_agent.FULL_SECONDS)
+                continue
+            self._strangers.add(sock)
+            threads = [thread for thread in threads if thread.is_alive()]
+            threads.append(threading.Thread(target=self._admit, args=(sock, size), daemon=True))
+            threads[-1].start()
         self._sock.close()
         self._strangers.end()
         for thread in threads:

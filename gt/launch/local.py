@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from gt import env
 from gt.errors import SystemFailure
@@ -55,9 +55,14 @@ class Local:
         """The dispatcher's end in words, if its supervisor reports it within so many seconds; else "", and in a child."""
         if self._pid != os.getpid() or self._process.stdout is None or self._process.stdout.closed:
             return ""
+        with contextlib.suppress(ValueError):  # `stop`, in another thread, has closed it meanwhile
+            return self._read_why(self._process.stdout, seconds)
+        return ""
+
+    def _read_why(self, stdout: IO[bytes], seconds: float) -> str:
         deadline, text = time.monotonic() + seconds, b""
-        while select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            data = os.read(self._process.stdout.fileno(), 1 << 16)
+        while select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            data = os.read(stdout.fileno(), 1 << 16)
             # It has ended, or was killed and its children with it.
             if not data:
                 with contextlib.suppress(subprocess.TimeoutExpired):

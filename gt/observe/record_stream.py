@@ -28,7 +28,7 @@ class RecordStream:
 
     def __init__(self, address: str, token: str = "", interval: float = 0.5, wait: float = 10.0, log: bool = False) -> None:
         self.address, self._log = address, log
-        self.interval = interval
+        self.interval, self._wait = interval, wait
         self._acknowledged = -1  # number of the last Records, 0 before them, -1 before the subscription
         self._changed = threading.Condition()
         self._newest: RecordsMessage | None = None
@@ -86,6 +86,15 @@ class RecordStream:
             rows = [*self._kept, *self._newest.rows]
             self._kept.clear()
         return records(rows)
+
+    def delay(self, seconds: float) -> str:
+        """The reason to wait longer, if no Records and no failure are there within so many seconds, else ""."""
+        with self._changed:
+            if self._changed.wait_for(lambda: self._newest is not None or self._failure is not None, seconds):
+                return ""
+        if self._link.connected:
+            return f"the server at {self.address} has sent no records yet"
+        return f"no server at {self.address} has answered yet, and is tried for {self._wait:g} s"
 
     def nudge(self) -> None:
         """End a wait of another thread in `take`, or the next one, as one without records."""

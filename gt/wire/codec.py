@@ -29,6 +29,7 @@ MAX_STREAM_NUMBERS = 1 << 18
 MAX_LIST_BYTES, MAX_MAP_BYTES = 3 << 18, 1 << 17
 _CONTAINERS = bytes([*range(0x80, 0xA0), 0xDC, 0xDD, 0xDE, 0xDF])  # first bytes of lists and maps in msgpack
 MAX_DEPTH = 24  # nested containers, without the message's own list
+ESCAPES = "backslashreplace"  # for characters that have no form in UTF-8
 _NUMBERS = frozenset({int, float, bool})
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None), list, dict})
 _LONG_LIST = b"\xdd"  # first byte of a list of 65536 or more, before the count in 4 bytes
@@ -116,19 +117,29 @@ _local = _Local()
 
 
 def pack(message: Message) -> bytes:
-    """The body of a message; ProtocolError for a type that msgpack lacks, or a body above MAX_BODY_BYTES."""
-    # A Run may carry a program whose payload is packed already: its bytes are put into the body as they are.
+    """The body of a message; ProtocolError for a type that msgpack lacks, or a body above MAX_BODY_BYTES.
+
+    Characters that have no form in UTF-8 are sent as escapes.
+    """
     try:
-        if type(message) is Run and any(map(_has_packed_payload, message.defines)):
-            body = _joined(_ROWS.row(message), message.defines)
-        else:
-            body = _local.packer.pack(_ROWS.row(message))
+        try:
+            body = _body(message, _local.packer)
+        except UnicodeEncodeError:  # as of a file's name whose bytes are not UTF-8: Python has lone surrogates for them
+            body = _body(message, msgpack.Packer(unicode_errors=ESCAPES))
+            _local.packer = msgpack.Packer()
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         _local.packer = msgpack.Packer()  # the old packer may hold half a body
         raise _blame(message, error) from None
     if len(body) > messages.MAX_BODY_BYTES:
         raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes, at most {messages.MAX_BODY_BYTES} fit a body")
     return body
+
+
+def _body(message: Message, packer: msgpack.Packer) -> bytes:
+    # A Run may carry a program whose payload is packed already: its bytes are put into the body as they are.
+    if type(message) is Run and any(map(_has_packed_payload, message.defines)):
+        return _joined(_ROWS.row(message), message.defines, packer)
+    return packer.pack(_ROWS.row(message))
 
 
 def packed_payload(payload: dict[str, Any]) -> PackedPayload:
@@ -140,10 +151,9 @@ def _has_packed_payload(definition: Any) -> bool:
     return type(definition) is list and bool(definition) and type(definition[-1]) is PackedPayload
 
 
-def _joined(row: tuple, defines: list) -> bytes:
+def _joined(row: tuple, defines: list, packer: msgpack.Packer) -> bytes:
     """The body of a Run's row, whose definitions may have packed payloads."""
     # The same bytes as `pack` would make. A msgpack list is a header with its length, then its items.
-    packer = _local.packer
     parts = [packer.pack_array_header(len(row))]
     for field in row:
         if field is not defines:
@@ -250,7 +260,7 @@ def _blame(message: Message, error: Exception) -> ProtocolError:
     code, *values = _ROWS.row(message)
     for name, value in zip(_ROWS.names[code], values, strict=True):
         try:
-            msgpack.packb(value)
+            msgpack.packb(value, unicode_errors=ESCAPES)
         except (TypeError, ValueError, OverflowError, RecursionError) as cause:
             return ProtocolError(f"{type(message).__name__}.{name} cannot be sent: {cause}")
     return ProtocolError(f"{type(message).__name__} cannot be sent: {error}")

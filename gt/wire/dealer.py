@@ -149,6 +149,11 @@ class Dealer:
             self._thread.join()
 
     @property
+    def connected(self) -> bool:
+        """True from the end of the handshake to that of the link."""
+        return self._sock is not None
+
+    @property
     def inside(self) -> bool:
         """True in a callback of this link."""
         return self._user == threading.get_ident()

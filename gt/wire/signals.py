@@ -1,13 +1,20 @@
-"""Delay of Ctrl-C and SIGTERM during short critical sections. Knows nothing else."""
+"""Delay of signals such as Ctrl-C during short critical sections, and waits that they may end at any moment."""
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # module signal wraps the same functions in enums, which costs ten times as much
+import contextlib
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 _get, _set = _signal.getsignal, _signal.signal
-_NUMBERS = (int(_signal.SIGINT), int(_signal.SIGTERM))
+# Ctrl-C, and signals whose handlers programs have raise an exception too, as after signal.alarm
+_NUMBERS = tuple(
+    int(number)
+    for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGALRM, _signal.SIGHUP, _signal.SIGUSR1, _signal.SIGUSR2)
+)
 
 
 class uninterrupted:
@@ -77,3 +84,55 @@ class uninterrupted:
         finally:
             if self._seen:
                 self._deliver()
+
+
+class Waiters:
+    """Threads that wait for changes, as at a threading.Condition, whose lock no caller needs to hold.
+
+    A handler that raises within threading.Condition or Event may leave its lock released: the wait then ends in a RuntimeError
+    in place of KeyboardInterrupt, and so may another thread that has the lock. Here a wait is one call of a lock of its own.
+    """
+
+    def __init__(self) -> None:
+        self._locks: list[Any] = []  # one a waiting thread, held until there is a change
+
+    def wait_for(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Wait until ready(), which is asked at each change, for so many seconds at most. Returns ready()."""
+        end = None if seconds is None else time.monotonic() + seconds
+        lock = threading.Lock()
+        lock.acquire()
+        self._locks.append(lock)  # before ready() is asked, so that no change is missed
+        try:
+            while not ready():
+                left = -1.0 if end is None else end - time.monotonic()
+                if end is not None and left <= 0:
+                    return False
+                lock.acquire(timeout=left)
+            return True
+        finally:
+            self._locks.remove(lock)
+
+    def notify_all(self) -> None:
+        """Have all waiting threads ask again."""
+        for lock in self._locks.copy():
+            with contextlib.suppress(RuntimeError):  # it has a change to look at already
+                lock.release()
+
+
+class Latch:
+    """An event that is set once. As a threading.Event, for threads that Ctrl-C may interrupt."""
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiters = Waiters()
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+        self._waiters.notify_all()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it is set, for so many seconds at most. True if it is."""
+        return self._set or self._waiters.wait_for(self.is_set, seconds)

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -50,14 +51,12 @@ def main(argv: list[str] | None = None, own: bool = False) -> int:
     except OSError as error:
         sys.stderr.write(f"gt worker: --token-file {error.filename} cannot be read: {error.strerror}\n")
         return 2
-    if args.wait is None:
-        sys.stderr.write(f"gt worker: waiting for the server at {host}:{port}; Ctrl-C ends the wait\n")
     files = {"--token-file": token if args.token_file else "", "--worker-token-file": secret}
     renew = Renewal(files).start if own else None
     backend = env.backend(args.backend)
     try:
         options = WorkerOptions(host, port, token, args.name, backend, args.device, args.wait, secret, limit, libraries, rank)
-        why = run(options, _joined, renew)
+        why = run(options, _joined, renew, partial(_waits, host, port) if args.wait is None else None)
     except KeyboardInterrupt:
         why = "interrupted"
     if why:
@@ -79,6 +78,10 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
+
+
+def _waits(host: str, port: int) -> None:
+    sys.stderr.write(f"gt worker: waiting for the server at {host}:{port}; Ctrl-C ends the wait\n")
 
 
 def _joined(name: str) -> None:

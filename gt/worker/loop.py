@@ -423,12 +423,14 @@ def run(
     options: WorkerOptions,
     joined: Callable[[str], None] | None = None,
     renew: Callable[[str], object] | None = None,
+    ready: Callable[[], None] | None = None,
 ) -> str:
     """Be a worker until Exit, SIGTERM or the end of the link. Returns the reason why it ended, "" if it was asked to.
 
     joined: called with the name that the server gave.
     renew: restarts the process under that name, when a session that had it to itself ends, or leaves its device unusable.
         Without it the worker ends then. May be called in the main thread of a forked child.
+    ready: called once the options have proved right, before the server is looked for.
     """
     logs.setup("worker", f"gt.worker {options.name}".strip())
     main = threading.current_thread() is threading.main_thread()
@@ -453,6 +455,8 @@ def run(
         elif limit:
             engine.bound(limit)
         loop = Loop(engine, plane, joined, renew, budget)
+        if ready is not None:
+            ready()
         _join(loop, options, {"device": engine.kind, "ops": ops, "rates": engine.host_rates(), **info})
         return loop.serve()
     except Terminated:
@@ -481,7 +485,8 @@ def _join(loop: Loop, options: WorkerOptions, info: dict[str, Any]) -> None:
     """Connect and say Hello. The link's thread starts here: the link is in place before anything is answered."""
     address = written(options.host, options.port)
     loop.link = Dealer(address, loop.receive, loop.lost, timeouts=LinkTimeouts(options.wait), token=options.token)
-    about = {"name": options.name, "pid": os.getpid(), "host": bsd.gethostname(), "home": liveness.home()}
+    # As the server will read it, since the proof covers it
+    about = {"name": logs.sendable(options.name), "pid": os.getpid(), "host": bsd.gethostname(), "home": liveness.home()}
     about.update(backend=options.backend, rank=options.rank, gpu=_gpu(info["device"], options.device), **info)
     if options.secret:
         about["proof"] = proof(options.secret, about)

@@ -207,6 +207,20 @@ def test_a_worker_refuses_what_is_no_address() -> None:
     assert "'nowhere' is not an address: want host:port" in ran("-m", "gt", "worker", code=2, GT_SERVER="nowhere").stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--device", "foo"), "no device is called 'foo'"),
+        (("--device", "meta"), "no device is called 'meta'"),
+        (("--backend", "numpy", "--device", "cuda:0"), "the numpy engine runs on the cpu, not on 'cuda:0'"),
+        (("--library", "no_such_library"), "the library 'no_such_library'"),
+    ],
+)
+def test_a_worker_refuses_its_options_before_it_waits(options: tuple[str, ...], said: str) -> None:
+    heard = ran("-m", "gt", "worker", *options, "-p", str(PORT), code=1).stderr
+    assert heard.startswith(f"gt worker: {said}") and heard.count("\n") == 1
+
+
 def test_server_and_worker_have_the_same_port_by_default() -> None:
     from gt.server import parser
 

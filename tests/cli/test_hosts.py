@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
+import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +19,8 @@ import pytest
 
 from gt.cli import hosts
 from gt.errors import SystemFailure
-from gt.launch import job_agents
+from gt.launch import host_agent, job_agents
+from gt.worker.plane.net.strangers import MAX_STRANGERS
 from tests.helpers import ROOT
 from tests.helpers.limits import limit
 from tests.helpers.processes import free_ports, unhurried
@@ -237,3 +243,51 @@ def test_a_stranger_who_says_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyP
         with members.result(limit(60))[1]:
             pass
         assert other.result(limit(30)) is False and stranger.recv(100)[job_agents.NONCE_BYTES :] == b""
+
+
+def test_strangers_keep_no_measurement_out_and_take_few_threads() -> None:
+    """Each had a thread and a descriptor for as long as it said nothing, in the process that would run a host's workers."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(contextlib.closing(host_agent.Listener(TOKEN)))
+        for _ in range(2 * MAX_STRANGERS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", listener.port)))
+        measured = host_agent.measure("127.0.0.1", listener.port, TOKEN)
+        assert measured["rate"] > 0
+        own = [thread for thread in threading.enumerate() if thread.name == "gt-measured"]
+        assert 0 < len(own) < 2 * MAX_STRANGERS
+        listener.close()
+        for thread in own:
+            thread.join(limit(20))
+        assert not any(thread.is_alive() for thread in own)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", listener.port))
+
+
+def test_a_listener_goes_on_after_a_connection_for_which_there_was_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(socket.socket):
+        failed = 0
+
+        def accept(self) -> Any:
+            Full.failed += 1
+            if Full.failed == 1:
+                raise OSError(errno.EMFILE, "too many open files")
+            return super().accept()
+
+    def listens(address: Any, **options: Any) -> socket.socket:
+        sock = made(address, **options)
+        return Full(sock.family, sock.type, sock.proto, sock.detach())
+
+    made = socket.create_server
+    monkeypatch.setattr(socket, "create_server", listens)
+    with contextlib.closing(host_agent.Listener(TOKEN)) as listener:
+        assert host_agent.measure("127.0.0.1", listener.port, TOKEN)["rate"] > 0
+    assert Full.failed > 1
+
+
+def test_a_host_measures_until_it_works() -> None:
+    """The listener's port was open for as long as the job ran."""
+    orders = io.StringIO('{"do": "listen", "token": "abc"}\n{"do": "work"}\n')
+    answers = io.StringIO()
+    assert host_agent.serve(orders, answers)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", json.loads(answers.getvalue())["port"]))

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from gt.ir.text import columns
 from gt.observe import top_view
 from gt.observe.live_view import LiveView
 from gt.observe.record_stream import ANSWER_SECONDS, RecordStream
+from gt.wire.dealer import Dealer
 from gt.wire.records import (
     ErrorRecord,
     HostRecord,
@@ -482,3 +484,24 @@ def test_records_are_waited_for_longer_than_the_interval_between_them(monkeypatc
 def test_a_server_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["nowhere", "--once"], "") == 1
     assert "'nowhere' is not an address" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [main, dashboard_main])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_command_says_what_it_waits_for(
+    command: Callable[[list[str], str], int], there: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was silent for 10 s, or 30 s beside a server that was stopped."""
+    monkeypatch.setattr(observing, "NOTICE_SECONDS", 0.0)
+    monkeypatch.setattr(RecordStream, "next", interrupted)
+    if there:
+        monkeypatch.setattr(Dealer, "connected", True)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        said = f"the server at {address} has sent no records yet" if there else f"no server at {address} has answered yet"
+        assert command([address], "") == 0
+        assert said in capsys.readouterr().err
+
+
+def interrupted(stream: RecordStream) -> list[Record]:
+    raise KeyboardInterrupt

@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -228,3 +229,20 @@ def test_workers_of_a_dispatcher_that_is_ending_have_nothing_to_say(monkeypatch,
         os.waitpid(one._dispatcher, 0)
         for end in (said, say, heard, alive):
             os.close(end)
+
+
+def test_a_program_that_ends_while_it_reads_why_its_server_has_ended_has_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ValueError of the link's thread was printed as the program ended."""
+    end, other = os.pipe()
+    stdout = os.fdopen(end, "rb", buffering=0)
+
+    def closed_meanwhile(*descriptors: object) -> tuple:
+        stdout.close()
+        return [stdout], [], []
+
+    monkeypatch.setattr(local.select, "select", closed_meanwhile)
+    try:
+        started = local.Local("127.0.0.1:1", "", 1, 0, False, SimpleNamespace(stdout=stdout))  # type: ignore[arg-type]
+        assert started.why_ended() == ""
+    finally:
+        os.close(other)

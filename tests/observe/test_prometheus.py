@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import re
+import socket
 import sys
 import threading
 from typing import Any
@@ -100,6 +101,7 @@ def test_a_server_that_is_restarted_is_observed_again(
         assert 'gt_worker_live_bytes{host="a-host",worker="w1"}' in read(url)
         with pytest.raises(HTTPError, match="421"):
             urlopen(Request(url, headers={"Host": "evil.example"}), timeout=limit(20))
+        assert b" 400 " in answer(url, "http://[/")
         first.fail("the server at 127.0.0.1:1 has ended the connection: it was told to stop")
         while "\ngt_server_up 1" in (text := read(url)):
             continue
@@ -115,6 +117,14 @@ def test_a_server_that_is_restarted_is_observed_again(
         second.stop()
         thread.join()
     assert "ended the connection" in capsys.readouterr().err
+
+
+def answer(url: str, target: str) -> bytes:
+    """The first line of the answer to a target that is no address."""
+    host, _, port = url.split("/")[2].partition(":")
+    with socket.create_connection((host, int(port)), limit(20)) as sock, sock.makefile("rb") as answers:
+        sock.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        return answers.readline()
 
 
 def read(url: str) -> str:

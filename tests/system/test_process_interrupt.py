@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import _thread
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch
 import gt
 from gt.client import current_session
 from gt.errors import OpFailed
+from tests.helpers.limits import limit
 
 SIZE, MANY = 700, 4000
 
@@ -163,3 +167,39 @@ def test_workers_of_a_session_drop_the_same_steps(workers: int, capture: bool) -
         torch.testing.assert_close(weight.detach().cpu(), plain(after, x.cpu(), 1), rtol=1e-3, atol=1e-4)
     finally:
         gt.shutdown()
+
+
+IMPORT = """
+import signal, sys
+import torch
+
+class Press:  # Ctrl-C in the middle of a library's import
+    def find_spec(self, name, path, target=None):
+        if name == sys.argv[1]:
+            sys.meta_path.remove(self)
+            signal.raise_signal(signal.SIGINT)
+
+def again(work):
+    while True:
+        try:
+            return work()
+        except KeyboardInterrupt:
+            pressed.append(work)
+
+def value():
+    import gt
+    return torch.ones(3, device="remote").sum().item()
+
+pressed = []
+sys.meta_path.insert(0, Press())
+print(again(value), len(pressed))
+"""
+
+
+@pytest.mark.parametrize("module", ["zmq.sugar.attrsettr", "gt.client.device.register"])
+def test_a_notebook_goes_on_after_ctrl_c_in_an_import(module: str, tmp_path: Path) -> None:
+    """A half of ZeroMQ's package stayed, with which no later connection could be made."""
+    program = tmp_path / "program.py"
+    program.write_text(IMPORT)
+    done = subprocess.run([sys.executable, program, module], capture_output=True, text=True, timeout=limit(120), check=False)
+    assert done.stdout == "3.0 1\n", done.stderr

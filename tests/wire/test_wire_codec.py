@@ -116,6 +116,16 @@ def test_an_unpackable_value_names_its_field():
     assert codec.unpack(codec.pack(Goodbye())) == Goodbye()
 
 
+def test_characters_without_a_form_in_utf_8_are_sent_as_escapes():
+    """As of a folder whose name is no UTF-8. Before, the first message with such a text ended its link."""
+    assert codec.unpack(codec.pack(Goodbye("/b\udcff\n/é"))) == Goodbye(r"/b\udcff" + "\n/é")
+    assert codec.unpack(codec.pack(Ops(0, [["\ud800"]], [], []))) == Ops(0, [[r"\ud800"]], [], [])
+    assert codec.unpack(codec.pack(Goodbye("é"))) == Goodbye("é")
+    with pytest.raises(ProtocolError, match=r"Ops\.code cannot be sent"):
+        codec.pack(Ops(0, [["\ud800"]], [], [object()]))
+    assert codec.unpack(codec.pack(Stats(3))) == Stats(3)
+
+
 def test_bodies_are_bounded(monkeypatch):
     monkeypatch.setattr(messages, "MAX_BODY_BYTES", 100)
     with pytest.raises(ProtocolError, match="at most 100"):

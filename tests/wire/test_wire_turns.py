@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import queue
 import random
 import signal
+import sys
 import threading
 import time
 
@@ -15,7 +18,7 @@ from gt.wire import codec, signals
 from gt.wire.dealer import STEP_SECONDS, Dealer
 from gt.wire.messages import Ack, Fetch, Report, Stats, UploadChunk
 from gt.wire.router import Arrived, Router
-from gt.wire.signals import uninterrupted
+from gt.wire.signals import Latch, Waiters, uninterrupted
 from tests.helpers.limits import limit
 
 ROUNDS = int(os.environ.get("GT_TEST_ROUNDS", "1500"))  # of each thread
@@ -279,3 +282,61 @@ def test_a_handler_that_is_not_put_back_delays_nothing_and_the_next_block_puts_i
         signal.raise_signal(signal.SIGTERM)
         assert terminations == [signal.SIGTERM]
     assert terminations == [signal.SIGTERM] * 2
+
+
+@pytest.mark.parametrize("at", range(24))
+def test_a_wait_that_ctrl_c_ends_at_any_moment_is_a_keyboard_interrupt(at):
+    """threading.Event ended in a RuntimeError now and then: its lock had been released already."""
+    latch, events = Latch(), iter(range(1000))
+
+    def press(frame, event, value):
+        if next(events) == at:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.setprofile(press)
+        try:
+            assert not latch.wait(1e-3)
+        finally:
+            sys.setprofile(None)
+    threading.Thread(target=latch.set).start()
+    assert latch.wait(limit(20))
+
+
+def test_waiting_threads_ask_again_at_each_change():
+    waiters, asked, numbers = Waiters(), queue.SimpleQueue(), []
+
+    def ready():
+        asked.put(len(numbers))
+        return len(numbers) == 3
+
+    threads = [threading.Thread(target=waiters.wait_for, args=(ready,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(3):
+        for _ in threads:
+            assert asked.get(timeout=limit(20)) == number
+        numbers.append(number)
+        waiters.notify_all()
+    for thread in threads:
+        thread.join(limit(20))
+        assert not thread.is_alive()
+    assert not waiters.wait_for(lambda: False, 1e-3) and waiters.wait_for(lambda: True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_other_signals_whose_handler_raises_are_delayed_too(number):
+    """As of signal.alarm with a TimeoutError: in the middle of a turn it ended the session."""
+
+    def late(number, frame):
+        raise TimeoutError
+
+    before, whole = signal.signal(number, late), []
+    try:
+        with pytest.raises(TimeoutError), uninterrupted():
+            signal.raise_signal(number)
+            whole.append(True)
+        assert whole and signal.getsignal(number) is late
+    finally:
+        signal.signal(number, before)

@@ -34,7 +34,7 @@ from gt.client.session import Session
 from gt.client.trace.uploads import values
 from gt.errors import CheckpointError, GTError, ProgramError
 from gt.wire.arena import place
-from gt.wire.signals import uninterrupted
+from gt.wire.signals import Latch, uninterrupted
 
 log = logging.getLogger("gt.client")
 
@@ -166,7 +166,7 @@ class Save:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._ended = threading.Event()
+        self._ended = Latch()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 

@@ -61,6 +61,7 @@ class OpStream:
         self._work: Iterator[None] | None = None
         self._asked = False  # a fetch follows within the same event
         self.interrupted = -1  # last batch of an interrupt: workers begin nothing more up to it
+        self._through = -1  # last batch that all workers have executed
         self._pausing: set[int] = set()  # workers that have not answered yet how far they have come
         self._questions: Counter[int] = Counter()  # by worker: unanswered questions, also those of interrupts that are over
         self._begun = -1  # largest op number that an answering worker has begun
@@ -243,9 +244,12 @@ class OpStream:
             if self._context.failures.troubled and self.ops >= self._next_look and self._context.tape is None:
                 self._context.failures.recover()
                 self._next_look = self.ops + len(self._context.table.rows)  # so that looks at all tensors cost little an op
-            if 0 <= self.interrupted <= last.seq:
-                self.end_interrupt()
-                self._make_views()
+            self._through = last.seq
+        # Also what no batch waits for, as the Run of a question: a worker that has not come to it would take the place from
+        # which the next interrupt skips for that of this one, and execute what others have skipped.
+        if 0 <= self.interrupted <= self._through and self._outbox.reached(self._outbox.sent):
+            self.end_interrupt()
+            self._make_views()
         acked = self._fetches.answer_ready(last.seq if last is not None else -1)
         if last is not None and not acked:
             self._context.send(Ack(last.seq))

@@ -426,7 +426,7 @@ class Programs:
         """The program of a recording, not defined yet; its storages know of it already."""
         # Storages by their part in a launch, for the journal: a failure spreads from reads to writes and makes. Only those that
         # are alive now count, and each is named once however many ops touch it.
-        rows, costs = self._table.rows, self._emitter.costs
+        rows = self._table.rows
         carried = [rows[read].storage for read, _ in pairs]
         older = [tensor for i in tape.before if (tensor := rows.get(i)) is not None]
         storages = dict.fromkeys(t.storage for t in older)
@@ -439,7 +439,8 @@ class Programs:
         journal, copies = tape.sealed(), self._host_copies.of_program(tape)
         touched = [*reads], [*writes], [*makes]
         program = Program([*uses], journal, layouts, made, *touched, tape.constants, tape.size, copies)
-        program.seconds = {worker: sum(costs.get(row.define.number, 0.0) for row in part) for worker, part in tape.code.items()}
+        duration = self._emitter.duration
+        program.seconds = {worker: duration([row.define.number for row in part]) for worker, part in tape.code.items()}
         for storage in program.changes():
             storage.written_by(program.count)
         return program

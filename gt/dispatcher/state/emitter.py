@@ -16,6 +16,8 @@ from gt.ir.text import PlanLine
 
 TEMPORARY = 1 << 39  # ids of tensors that only the dispatcher names start here, below the session's base
 LONG_SECONDS = 1e-4  # seconds that an instruction is estimated to take, to be counted
+# A program of many short instructions takes long too: each so many seconds, at least
+MANY_INSTRUCTIONS, INSTRUCTION_SECONDS = 256, 2e-6
 COMPILE_SECONDS = 0.1  # estimated seconds until a worker has compiled a program
 
 
@@ -147,6 +149,11 @@ class Emitter:
         """Note the estimated seconds of a definition, which count towards a worker's time from now on."""
         if seconds > max(LONG_SECONDS, self.costs.get(define.number, 0.0)):
             self.costs[define.number] = seconds
+
+    def duration(self, numbers: Sequence[int]) -> float:
+        """Estimated seconds of a program, from the definitions of its instructions. Few short ones count as none."""
+        known = sum(self.costs.get(number, 0.0) for number in numbers)
+        return known + INSTRUCTION_SECONDS * len(numbers) * (len(numbers) >= MANY_INSTRUCTIONS)
 
     def announce(self, worker: Worker, define: Define) -> None:
         """Send a worker a definition that a program will name."""

@@ -44,6 +44,7 @@ class Outbox:
         self.held: list[BufferedInstructions] = []  # until their uploads are here
         self.deferred: list[BufferedInstructions] | None = None  # instructions of the recorded call, None if it is not deferred
         self.uses: set[int] = set()  # workers that were sent something
+        self.sent: dict[int, int] = {}  # each worker's last Run
         self.joined: list[dict[int, int]] = []  # `runs` of what is written and sent with what is written next
         self._cluster.queue.enter(context.number)
 
@@ -167,7 +168,7 @@ class Outbox:
         # In place: batches and requests hold these dicts, and wait for the numbers in them. A worker has to have executed all
         # its Runs up to now, also those without a row here.
         workers = self._cluster.workers
-        reach = {index: workers[index].runs for index in self._emitter.used if not workers[index].lost}
+        reach = self.sent = {index: workers[index].runs for index in self._emitter.used if not workers[index].lost}
         for runs in (buffered.runs, *buffered.also):
             runs.clear()
             runs.update(reach)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 import gt
 from gt.client.groups.group_context import GroupStack, stack
 from tests.helpers.planned import planned
+from tests.helpers.serving import serving
 
 CONFIG = "a: {workers: [0, 1]}\nb: {workers: [2, 3]}\nc: {workers: [4, 5]}\n"
 
@@ -108,3 +111,19 @@ def test_ctrl_c_while_a_group_is_entered_or_left_leaves_it(monkeypatch: pytest.M
         with pytest.raises(KeyboardInterrupt), gt.signal.context("a"):
             assert number, "it was entered"
         assert stack.names == ["", "outer"] and stack.in_backward == [False] * 2 and stack.scope.group == "outer"
+
+
+def test_a_group_or_a_folder_whose_name_is_no_utf_8_costs_no_session(tmp_path: Path) -> None:
+    """Such a name of a group ended the session, with all its tensors; such a folder of a config was a ProtocolError."""
+    folder = tmp_path / os.fsdecode(b"b\xff")
+    folder.mkdir()
+    (folder / "c.yaml").write_text("a: {workers: [0]}\n")
+    with serving(1) as server:
+        gt.connect(server.address, config=str(folder / "c.yaml"))
+        try:
+            x = torch.ones(3, device="remote")
+            with gt.signal.context("g\ud800"):
+                assert (x + 1).sum().item() == 6
+            assert x.sum().item() == 3
+        finally:
+            gt.shutdown()

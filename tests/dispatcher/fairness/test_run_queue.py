@@ -10,6 +10,7 @@ import pytest
 
 from gt.dispatcher.events import PeerLost
 from gt.dispatcher.fairness.run_queue import AHEAD_SECONDS, MAX_UNITS, MIN_UNITS, SHARED_DIVISOR, UNIT_SECONDS, RunQueue, Unit
+from gt.dispatcher.state.emitter import INSTRUCTION_SECONDS, MANY_INSTRUCTIONS
 from gt.ir.instr import BACKENDS, END, END_FRAGMENT, FRAGMENT, PARAM
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, T, Template
@@ -310,6 +311,30 @@ def test_launches_of_programs_go_out_in_units_where_another_session_uses_the_wor
         assert runs and all(len(run.defines) <= most for run in runs)
         seen += sum(define[1] == "fragment" for run in runs for define in run.defines)
     assert seen == 8
+
+
+def test_a_program_of_many_short_ops_is_long_work():
+    """It was none, and all calls that a client has credit for went to the worker: a newcomer waited for each of them."""
+    bench = CoreBench("")
+    templates = [[16, TEMPLATES[0]], [17, TEMPLATES[3]]]
+    bench.give(b"c", Ops(0, templates, [], [16, 0, 0, 1]), (bytes(64),))
+    carried_out(bench)
+    made, length = itertools.count(3), 4 * MANY_INSTRUCTIONS
+
+    def call(number: int) -> list:
+        ids = [1, *itertools.islice(made, length)]
+        ops = [number for ins, out in itertools.pairwise(ids) for number in (17, 0, ins, out)]
+        return [FRAGMENT, 0, number, 0, 0, 0, len(ops), *ops, END_FRAGMENT, length, *ids[1:]]
+
+    sent = 0
+    for number in range(24):
+        bench.give(b"c", Ops(1 + number, [], [], call(number)))
+        sent += len(bench.to(b"w0", Run))
+        while number < 3 and not bench.to(b"c", Ack):
+            carried_out(bench)
+            sent = 0
+    ahead = AHEAD_SECONDS / (length * INSTRUCTION_SECONDS)
+    assert MIN_UNITS <= sent <= ahead + MIN_UNITS < 20
 
 
 def test_a_session_that_ends_leaves_nothing_of_what_waited_for_its_turn():

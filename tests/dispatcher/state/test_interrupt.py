@@ -69,6 +69,24 @@ def test_a_question_that_was_not_begun_is_answered_by_an_error(bench):
     assert not bench.core.sessions[b"c"].fetches.open and run.runs
 
 
+def test_an_interrupt_lasts_until_the_run_of_a_question_is_through(bench):
+    """It is of no batch. A worker that had not come to it took the next interrupt's place for this one's: it waited in the
+    question's collective for another, which had skipped that.
+    """
+    (batch,) = bench.to(b"w0", Run)
+    bench.give(b"c", Fetch(7, 2))
+    (question,) = bench.to(b"w0", Run)
+    asked = bench.core.sessions[b"c"].fetches.open[7].seq
+    bench.give(b"c", Interrupt(0))
+    for worker in (b"w0", b"w1"):
+        bench.give(worker, Paused(0, asked - 1))
+    bench.give(b"w0", Done(batch.seq))
+    assert not any(not skip.on for skip in bench.to(b"w0", Skip))
+    bench.give(b"w0", OpError(asked, "interrupted", "", {}, [asked]))
+    bench.give(b"w0", Done(question.seq))
+    assert bench.to(b"w0", Skip)[-1] == Skip(0, False)
+
+
 def test_what_was_done_already_is_not_interrupted(bench):
     bench.give(b"w0", Done(bench.core.workers[b"w0"].runs))
     bench.give(b"c", Interrupt(0))

@@ -130,8 +130,7 @@ class FragmentSealer:
                 self._emitter.announce(peers[worker], define)
         defines = {worker: self._emitter.define("fragment", part.payload) for worker, part in code.workers.items()}
         for worker, define in defines.items():
-            seconds = sum(self._emitter.costs.get(row.define.number, 0.0) for row in tape.code[worker])
-            self._emitter.estimate(define, seconds)
+            self._emitter.estimate(define, self._emitter.duration([row.define.number for row in tape.code[worker]]))
         return defines
 
     def _bases(self, ins: list[Tensor], tape: Recording) -> list[tuple[int, int]]:

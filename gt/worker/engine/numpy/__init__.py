@@ -44,7 +44,7 @@ class NumpyEngine:
 
     def __init__(self, device: str = "") -> None:
         if device not in ("", "cpu"):
-            raise ValueError(f"the numpy engine runs on the cpu, not on {device!r}")
+            raise ConfigError(f"the numpy engine runs on the cpu, not on {device!r}: use --device cpu, or --backend torch")
 
     def load(self, libraries: Sequence[str]) -> list[str]:
         if libraries:

@@ -303,10 +303,13 @@ class TorchEngine:
 
 
 def _device(name: str) -> torch.device:
+    unknown = ConfigError(f"no device is called {name!r}: --device may be cpu or cuda:0")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"no device is called {name!r}: --device may be cpu or cuda:0") from None
+        raise unknown from None
+    if device.type not in ("cpu", "cuda"):
+        raise unknown
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"no {name} here, there are {torch.cuda.device_count()} GPUs: see `gt doctor`, or use --device cpu")
     return device
