@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gt.dispatcher.programs.passes import bucket_reductions
@@ -53,7 +55,7 @@ def test_a_change_of_the_planner_is_found_and_shown(tmp_path, monkeypatch, capsy
     assert main(command) == 0
     capsys.readouterr()
     moved = bucket_reductions._moved
-    monkeypatch.setattr(bucket_reductions, "_moved", lambda rows, room: moved(rows, 1 << 10))
+    monkeypatch.setattr(bucket_reductions, "_moved", lambda rows, context: moved(rows, replace(context, bucket=1 << 10)))
     assert main(command) == 1
     out = capsys.readouterr().out
     assert "together" in out and "@@" in out and "random/pipeline-1 differs" in out

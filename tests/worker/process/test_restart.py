@@ -23,7 +23,7 @@ def execute(*line):
     os.kill(os.getpid(), number)  # after all that the old process can check
     real(*line)
 
-def run(options, joined, renew):
+def run(options, joined, renew, ready):
     if "--signals" in sys.argv:
         return "lived on"
     for one in (signal.SIGTERM, signal.SIGINT):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -467,7 +468,7 @@ def test_steps_on_two_workers(config: str, schedule: str | None, optimizer: Call
 def test_a_data_parallel_step_is_the_same_with_its_optimizer_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """On parameters whose gradients are summed, and on those whose are not yet."""
     moved = bucket_reductions._moved
-    monkeypatch.setattr(bucket_reductions, "_moved", lambda rows, room: moved(rows, 1 << 14))
+    monkeypatch.setattr(bucket_reductions, "_moved", lambda rows, context: moved(rows, replace(context, bucket=1 << 14)))
     counts: list[int] = []
     two = bucket_reductions._split_list_op
     monkeypatch.setattr(
