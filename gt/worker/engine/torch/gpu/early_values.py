@@ -81,6 +81,7 @@ class _Slots:
         self.arrived = self.memory.view(torch.int64).numpy()[1::2]
         self.counts = torch.zeros(MAX_SLOTS, dtype=torch.int64, device=device)
         self.free = list(range(MAX_SLOTS))
+        self.launched = [0] * MAX_SLOTS  # replays of all recordings that have had the slot, those under way too
 
     def value(self, number: int, dtype: torch.dtype) -> torch.Tensor:
         start = number * SLOT_BYTES
@@ -165,13 +166,19 @@ class EarlyNumbers:
             return
         slot = slots.free.pop()
         slots.record(slot, tensor)
-        # Nothing is under way that would change the count: recordings are given up once the device has finished.
-        tap = Tap(_Memory(tensor), slot, int(slots.arrived[slot]))
+        # Not the count that has arrived: a replay of the recording that had the slot before may still be under way.
+        tap = Tap(_Memory(tensor), slot, slots.launched[slot])
         weakref.finalize(tap, slots.free.append, slot)
         recording.taps.append(tap)
 
+    def launched(self, tap: Tap) -> None:
+        """A recording was launched that copies this number."""
+        assert self._slots is not None
+        self._slots.launched[tap.slot] += 1
+        tap.count = self._slots.launched[tap.slot]
+
     def replayed(self, tensor: torch.Tensor, tap: Tap) -> None:
-        """A recording was launched that makes this tensor's value."""
+        """The launched recording makes this tensor's value."""
         self._remember(tensor, partial(self._arrival, tap, tap.count), copied=True)
 
     # ---- waits

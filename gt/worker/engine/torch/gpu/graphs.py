@@ -295,8 +295,10 @@ class GraphRun:
         # Copy in, launch, copy back what the graph wrote into slots. Then bring the table of tensors to the state after the
         # run.
         recording.replay()
-        for tap in recording.taps.values():
-            tap.count += 1
+        early = self._replays.graphs.early
+        if early is not None:
+            for tap in recording.taps.values():
+                early.launched(tap)
         for slot in recording.slots:
             slot.copy_back()
         for i in recording.freed:
