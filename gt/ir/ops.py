@@ -26,6 +26,8 @@ RANDOM = frozenset(
         "aten.poisson.default",
         "gt.sdpa.default",
         "gt.sdpa_backward.default",
+        "gt.sdpa_biased.default",
+        "gt.sdpa_biased_backward.default",
     }
 )
 
@@ -43,6 +45,18 @@ GT_OPS = {
     "gt.sdpa_backward.default": (
         "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor out, Tensor logsumexp, "
         "float dropout_p, bool is_causal, float? scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
+        "its backward",
+    ),
+    # The same with a mask of floats that requires a gradient, such as learned relative positions: kernels differ
+    "gt.sdpa_biased.default": (
+        "(Tensor query, Tensor key, Tensor value, Tensor attn_mask, float dropout_p, bool is_causal, float? scale, "
+        "bool enable_gqa) -> (Tensor, Tensor)",
+        "attention with a bias that is learned",
+    ),
+    # gives the gradients of query, key, value and attn_mask
+    "gt.sdpa_biased_backward.default": (
+        "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor attn_mask, Tensor out, Tensor logsumexp, "
+        "float dropout_p, bool is_causal, float? scale, bool enable_gqa) -> (Tensor, Tensor, Tensor, Tensor)",
         "its backward",
     ),
     # Layers of nn.RNN, nn.GRU or nn.LSTM without dropout between them; shapes in ir.recurrent. batch_sizes: of packed rows,

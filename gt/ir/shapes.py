@@ -311,10 +311,14 @@ def _recurrent(call: OpArguments) -> bool:
 # Base name of an op -> its rule, the words of which end the error "... is refused: ".
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("rnn", "rnn_backward"), ("want one dtype, and operands of the shapes that the layers have", _recurrent)),
-    "sdpa": ("want query [..., L, E], key [..., S, E] and value [..., S, V]", _attended),
-    "sdpa_backward": (
-        "want query [..., L, E], key [..., S, E], value [..., S, V], grad, out [..., L, V] and logsumexp [..., L] in float32",
-        _attended_backward,
+    **dict.fromkeys(("sdpa", "sdpa_biased"), ("want query [..., L, E], key [..., S, E] and value [..., S, V]", _attended)),
+    **dict.fromkeys(
+        ("sdpa_backward", "sdpa_biased_backward"),
+        (
+            "want query [..., L, E], key [..., S, E], value [..., S, V], grad, out [..., L, V] and "
+            "logsumexp [..., L] in float32",
+            _attended_backward,
+        ),
     ),
     "_adaptive_avg_pool2d_backward": ("gradient and input want one batch and as many channels", _pooled(2)),
     "_adaptive_avg_pool3d_backward": ("gradient and input want one batch and as many channels", _pooled(3)),

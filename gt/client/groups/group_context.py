@@ -5,9 +5,10 @@ Contexts nest and the innermost wins. The config says what a name means; nothing
 
 from __future__ import annotations
 
+import itertools
 import threading
 from contextlib import ContextDecorator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -29,10 +30,16 @@ class Scope:
 _scopes: dict[tuple[str, int], Scope] = {}
 
 
+_numbers = itertools.count(1)
+
+
 class GroupStack(threading.local):
     """Signal groups that this thread has entered, and its micro-batch."""
 
+    threads: ClassVar[int] = 0  # that have recorded ops so far
+
     def __init__(self) -> None:
+        GroupStack.threads = self.thread = next(_numbers)
         self.names: list[str] = [""]  # paths such as "outer/inner", the innermost last
         self.in_backward: list[bool] = [False]  # True for each that was entered inside a backward pass
         self._micro = -1

@@ -1,19 +1,23 @@
 """Origin of an op: the user's file and line, its signal group and micro-batch. A backward op has its forward op's.
 
-A forward op's origin is written into its autograd node when its output is first used as an input. During backward the current
+A forward op's origin is kept for its autograd node when its output is first used as an input. During backward the current
 node is asked. Frames of torch and of this package are skipped.
+
+The origin is kept by the node's sequence number, which torch counts in each thread: a node's own dictionary takes as long to
+make as the op to record. It is used where several threads record, whose nodes have equal numbers.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from array import array
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gt.client.groups.group_context import Scope, groups_of, stack
+from gt.client.groups.group_context import GroupStack, Scope, groups_of, stack
 
 if TYPE_CHECKING:
     from gt.client.trace.recorder import Recorder
@@ -26,15 +30,8 @@ _OURS = (
 MAX_CODE_POSITIONS = 1 << 16  # with a known origin; then the table starts again
 _node = torch._C._current_autograd_node
 TAG = "gt.origin"  # key in a node's metadata
-
-
-def _tag_of(node: Any) -> int:
-    """Origin in a node, or the home of an AccumulateGrad node's parameter; 0 for none."""
-    number = node.metadata.get(TAG, 0)
-    if number:
-        return number
-    ref = getattr(getattr(node, "variable", None), "_ref", None)
-    return max(ref.home, 0) if ref is not None else 0
+MAX_TAGGED_NODES = 1 << 18  # that are kept by their numbers; the oldest give way
+ORIGIN_BITS = 22  # of a kept number, behind the node's
 
 
 def _inputs(node: Any) -> list:
@@ -61,6 +58,9 @@ class Origins:
         self._last = 0  # origin of the last backward op of another node than an AccumulateGrad
         self._forward: dict[int, tuple[str, int, str, int]] = {}  # number of a forward origin -> file, line, group, micro-batch
         self._places: dict[int, str] = {}
+        self._tags = array("q", bytes(8 * MAX_TAGGED_NODES))  # by the node's sequence number, which is in front of the origin
+        self._thread = 0  # whose nodes are in `_tags`
+        self._in_nodes = False  # whether nodes have tags in their own dictionaries
 
     def here(self) -> int:
         """Origin of the op that the caller's caller records now."""
@@ -78,17 +78,19 @@ class Origins:
         if scope.owner is not self:
             self._own(scope)
 
-        # Outward to the first frame of the user's. It is asked once per code object whether this is GT's or torch's
+        # Outward to the first frame of the user's. It is asked once per code object whether this is GT's or torch's. Each op
+        # of a module passes five frames of torch's: the loop has no call but id
         user: Any = frame
         skipped = self._skipped
-        code = user.f_code
-        while skipped.get(id(code), True):
-            if id(code) not in skipped and not self._classify(code):
+        while True:
+            try:
+                while skipped[id(code := user.f_code)]:
+                    user = user.f_back
                 break
-            user = user.f_back
-            if user is None:
+            except KeyError:
+                self._classify(code)
+            except AttributeError:  # beyond the outermost frame
                 return self._intern("<unknown>", 0, scope.group, scope.micro, False)
-            code = user.f_code
 
         # A position in code (f_lasti) has one line, whose search costs more than an op: the number is kept by position
         numbers = scope.numbers.setdefault(id(code), {})
@@ -129,22 +131,46 @@ class Origins:
         return " ".join(parts)
 
     def tag(self, node: Any, number: int) -> None:
-        """Write the origin of a forward op into its autograd node; this place if the number is not positive."""
-        node.metadata[TAG] = number if number > 0 else self.here()
+        """Keep the origin of a forward op for its autograd node; this place if the number is not positive."""
+        if number <= 0:
+            number = self.here()
+        if GroupStack.threads > 1 or number >> ORIGIN_BITS:
+            self._in_nodes = True
+            node.metadata[TAG] = number
+        else:
+            sequence = node._sequence_nr()
+            self._tags[sequence % MAX_TAGGED_NODES] = sequence << ORIGIN_BITS | number
+            self._thread = stack.thread
+
+    def _tag(self, node: Any) -> int:
+        """Origin that is kept for a node, 0 for none."""
+        number = node.metadata.get(TAG, 0) if self._in_nodes else 0
+        # Another thread's nodes have the numbers of those that were tagged while one thread recorded
+        if not number and (GroupStack.threads == 1 or stack.thread == self._thread):
+            sequence = node._sequence_nr()
+            kept = self._tags[sequence % MAX_TAGGED_NODES]
+            if kept >> ORIGIN_BITS == sequence:
+                number = kept & (1 << ORIGIN_BITS) - 1
+        return number
+
+    def _tag_of(self, node: Any) -> int:
+        """Origin of a node, or the home of an AccumulateGrad node's parameter; 0 for none."""
+        ref = getattr(getattr(node, "variable", None), "_ref", None)
+        return self._tag(node) if ref is None else max(ref.home, 0)
 
     def _of_node(self, node: Any) -> int:
         """Origin of a backward op, 0 if its node is not marked."""
-        number = node.metadata.get(TAG, 0)
+        number = self._tag(node)
         if number:  # so it accumulates no gradient: those nodes are not marked
             self._last = self._backward.get((number, None)) or self._back(number, None)
             return self._last
-        number = _tag_of(node)
+        number = self._tag_of(node)
         if not number:  # a root of this backward pass, whose output no op used: it takes the origin of its inputs
             # Nodes of ops before parameters: a parameter's home has the micro-batch of its first use alone
-            number = next((n for n in map(_tag_of, sorted(_inputs(node), key=_accumulates)) if n), 0)
+            number = next((n for n in map(self._tag_of, sorted(_inputs(node), key=_accumulates)) if n), 0)
             if not number:
                 return 0
-            node.metadata[TAG] = number
+            self.tag(node, number)
         if _accumulates(node):  # its parameter's home has one micro-batch of many
             return self._back(number, stack.micro if stack.micro >= 0 else self._micros.get(self._last, -1))
         self._last = self._back(number, None)
@@ -162,11 +188,10 @@ class Origins:
             self._micros[back] = where[3] if micro is None else micro
         return back
 
-    def _classify(self, code: CodeType) -> bool:
+    def _classify(self, code: CodeType) -> None:
         skip = code.co_filename.startswith(_OURS) or code.co_filename.startswith("<frozen")
         self._skipped[id(code)] = skip
         self._codes.append(code)
-        return skip
 
     def _intern(self, file: str, line: int, group: str, micro: int, backward: bool) -> int:
         key = (file, line, group, backward, micro)

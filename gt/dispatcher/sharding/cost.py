@@ -13,7 +13,11 @@ HOST_FLOPS, HOST_BYTES = 2e11, 2e10  # per second of a worker on several CPU cor
 LATENCY_SECONDS = 2e-5  # seconds of the smallest collective
 Shape = tuple[int, ...]
 _FACTORS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
-_ATTENTION = {"gt.sdpa": (0, 1, 2, 4), "gt.sdpa_backward": (1, 2, 3, 10)}  # indices of q, k, v; operations a score and channel
+# Indices of q, k, v; operations a score and channel
+_ATTENTION = {
+    **dict.fromkeys(("gt.sdpa", "gt.sdpa_biased"), (0, 1, 2, 4)),
+    **dict.fromkeys(("gt.sdpa_backward", "gt.sdpa_biased_backward"), (1, 2, 3, 10)),
+}
 
 _RECURRENT = {"gt.rnn": 2, "gt.rnn_backward": 6}  # operations a row and weight; backward runs forward again at worst
 

@@ -17,7 +17,12 @@ SIZES = {
     "new_empty_strided": 1, "select_backward": 1, "slice_backward": 1, "diagonal_backward": 1, "unfold_backward": 1,
 }  # fmt: skip
 STRIDES = {"empty_strided": 1, "new_empty_strided": 2}
-ATTENTION = {"gt.sdpa.default": 0, "gt.sdpa_backward.default": 1}  # index of the query
+ATTENTION = {  # index of the query
+    "gt.sdpa.default": 0,
+    "gt.sdpa_backward.default": 1,
+    "gt.sdpa_biased.default": 0,
+    "gt.sdpa_biased_backward.default": 1,
+}
 
 WORKER_OPS = {"gt.move.default": "aten.clone.default"}  # the move itself is the redistribution of its input
 

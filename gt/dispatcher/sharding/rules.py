@@ -280,7 +280,7 @@ def embedding_backward(known: OpSchema, places: list[Place], size: int) -> Decis
 def attention(known: OpSchema, places: list[Place], size: int) -> Decision | None:
     """Batch and head dims may be split, in q, k and v alike. A mask is split too, unless it is broadcast there."""
     ins, outs = known.template.ins, known.template.outs
-    backward = known.name == "gt.sdpa_backward"
+    backward = known.name.endswith("_backward")
     ranks = [len(s.shape) for s in ins[backward : backward + 3]]
     rank = ranks[0]
     if len(set(ranks)) > 1:  # some of q, k and v lack batch dims
@@ -294,7 +294,11 @@ def attention(known: OpSchema, places: list[Place], size: int) -> Decision | Non
         sums = backward and index == known.tensors - 1  # the log-sum-exp has q's dims without the last
         dim = place.dim if sums else place.dim + len(spec.shape) - rank
         wants.append(Shard(dim) if dim >= 0 and spec.shape[dim] > 1 else R)
-    return Decision(tuple(wants), (place,) * len(outs))
+    moves: list[Placement] = [place] * len(outs)
+    if known.name == "gt.sdpa_biased_backward":
+        # The mask's gradient: each worker has a term of a mask that is broadcast along the dim
+        moves[3] = wants[4] if wants[4] != R else P
+    return Decision(tuple(wants), tuple(moves))
 
 
 def recurrent(known: OpSchema, places: list[Place], size: int) -> Decision | None:
@@ -387,7 +391,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(REDUCTIONS, reduction),
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv"), matmul),
     **dict.fromkeys(NORMS, layer_norm),
-    **dict.fromkeys(("gt.sdpa", "gt.sdpa_backward"), attention),
+    **dict.fromkeys(("gt.sdpa", "gt.sdpa_backward", "gt.sdpa_biased", "gt.sdpa_biased_backward"), attention),
     **dict.fromkeys(("gt.rnn", "gt.rnn_backward"), recurrent),
     "embedding": embedding,
     "embedding_dense_backward": embedding_backward,

@@ -171,7 +171,9 @@ def attention(op: Shapes) -> bool:
     ranks = [len(shape) for shape in op.ins if len(shape) > rank] or [rank]
     if ranks != [rank] or (backward and (len(op.ins[-1]) != rank - 1 or op.ins[0] != op.ins[-2])):
         return False
-    return op.makes(q, k, v) if backward else [len(shape or ()) for shape in op.outs] == [rank, rank - 1]
+    if not backward:
+        return [len(shape or ()) for shape in op.outs] == [rank, rank - 1]
+    return op.makes(q, k, v, op.ins[4]) if "biased" in op.name else op.makes(q, k, v)
 
 
 def recurrent(op: Shapes) -> bool:
@@ -343,7 +345,7 @@ FORMS: dict[str, Form] = {
     **dict.fromkeys(REDUCTIONS, reduction),
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv"), matmul),
     **dict.fromkeys(NORMS, layer_norm),
-    **dict.fromkeys(("gt.sdpa", "gt.sdpa_backward"), attention),
+    **dict.fromkeys(("gt.sdpa", "gt.sdpa_backward", "gt.sdpa_biased", "gt.sdpa_biased_backward"), attention),
     **dict.fromkeys(("gt.rnn", "gt.rnn_backward"), recurrent),
     "embedding": embedding,
     "embedding_dense_backward": embedding_backward,

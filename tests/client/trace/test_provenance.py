@@ -17,11 +17,20 @@ from torch.utils.checkpoint import checkpoint
 
 import gt
 from gt.client import current_session
+from gt.client.groups import group_context
+from gt.client.trace import provenance
 from tests.helpers.inline_session import InlineSession, inline  # noqa: F401
 from tests.helpers.limits import limit
 from tests.helpers.serving import serving
 
-pytestmark = pytest.mark.usefixtures("inline")
+pytestmark = pytest.mark.usefixtures("inline", "threads")
+
+
+@pytest.fixture(params=["one thread", "several threads"], autouse=True)
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process where one thread has recorded ops so far, or several have."""
+    group_context.stack.thread = 1
+    monkeypatch.setattr(group_context.GroupStack, "threads", 1 if request.param == "one thread" else 2)
 
 
 def origins(session: InlineSession) -> list[tuple[str, str, int, str, bool]]:
@@ -372,6 +381,50 @@ def test_a_line_has_an_origin_of_its_own_in_each_session(inline: InlineSession) 
     for session, count in ((inline, 2), (other, 2)):
         rows = [session.origins[n] for op, n in session.log if op == "aten.add.Tensor"]
         assert [row[2] for row in rows] == [line] * count
+
+
+def test_nodes_of_two_threads_with_equal_numbers_keep_their_groups(inline: InlineSession) -> None:  # noqa: F811
+    def started_at(number: int, group: str) -> torch.Tensor:
+        """A loss whose nodes have the numbers from this one on in their thread."""
+        x = torch.ones(3, device="remote", requires_grad=True)
+        while torch.autograd._get_sequence_nr() < number:
+            x + 1
+        with gt.signal.context(group):
+            return torch.tanh(torch.sigmoid(x)).prod()
+
+    number = torch.autograd._get_sequence_nr() + 10
+    loss = started_at(number, "first")
+    assert torch.autograd._get_sequence_nr() == number + 3
+    thread = threading.Thread(target=lambda: started_at(number, "second").backward())
+    thread.start()
+    thread.join()
+    loss.backward()
+    found = [(op.split(".")[1], group) for op, group in ops_and_groups(inline) if "_backward" in op]
+    assert found == [(op, group) for group in ("second", "first") for op in ("tanh_backward", "sigmoid_backward")]
+
+
+def test_graphs_beyond_the_table_of_nodes_run(inline: InlineSession, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """The oldest nodes give way: their ops in the backward pass are those of the line that called it."""
+    monkeypatch.setattr(provenance, "MAX_TAGGED_NODES", 8)
+    x = torch.ones(3, device="remote", requires_grad=True)
+    with gt.signal.context("group"):
+        y = torch.tanh(x)
+        for _ in range(6):
+            y = torch.sigmoid(y)
+    first = y
+    for _ in range(20):
+        y = y * 2
+    y.sum().backward()
+    gt.stats()
+    del inline.log[:]
+    with gt.signal.context("group"):
+        torch.tanh(torch.sigmoid(x)).sum().backward()
+    assert first.requires_grad and x.grad is not None
+    assert {group for op, group in ops_and_groups(inline) if "_backward" in op} == {"group"}
+
+
+def ops_and_groups(session: InlineSession) -> list[tuple[str, str]]:
+    return [(row[0], row[3]) for row in origins(session)]
 
 
 def test_threads_record_their_own_groups(inline: InlineSession) -> None:  # noqa: F811

@@ -190,6 +190,37 @@ def test_attention_of_any_kind_is_that_of_the_maths(sizes, mask, causal):
     assert choice(AttentionCall(q, k, v, given, *args)).kernel != MATH
 
 
+LEARNED = {
+    **{name: mask for name, mask in MASKS.items() if name.startswith("float")},
+    "float, of a window": lambda keys: torch.randn(HEADS, LONG, keys),
+    "float, one a key": lambda keys: torch.randn(keys),
+}
+
+
+@pytest.mark.parametrize("mask", LEARNED)
+@pytest.mark.parametrize("sizes", HEADS_AND_SIZES)
+def test_a_learned_bias_has_its_gradient_by_a_fused_kernel(sizes, mask):
+    """Forward and backward, against float64 maths of torch's own."""
+    torch.manual_seed(0)
+    groups, size, values, keys = HEADS_AND_SIZES[sizes]
+    shapes = (BATCH, LONG, HEADS, size), (BATCH, keys, groups, size), (BATCH, keys, groups, values)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for shape in shapes)
+    bias = LEARNED[mask](keys).to("cuda", torch.bfloat16)
+    grad = torch.randn(BATCH, HEADS, LONG, values, device="cuda", dtype=torch.bfloat16)
+    args = (0.0, False, None, groups != HEADS)
+    with torch.no_grad():
+        out, lse = bind("gt.sdpa_biased.default", None)(q, k, v, bias, *args, **DRAW)
+        got = [out, *bind("gt.sdpa_biased_backward.default", None)(grad, q, k, v, bias, out, lse, *args, **DRAW)]
+    live = [t.double().requires_grad_() for t in (q, k, v, bias)]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        want = torch.nn.functional.scaled_dot_product_attention(*live, 0.0, False, enable_gqa=groups != HEADS)
+    want = [want, *torch.autograd.grad(want, live, grad.double())]
+    for name, ours, theirs in zip(("out", "of q", "of k", "of v", "of the bias"), got, want, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours.double(), theirs, rtol=4e-2, atol=6e-2, msg=lambda text, name=name: f"{name}: {text}")
+    assert choice(AttentionCall(q, k, v, bias, *args, learns=True)).kernel != MATH
+
+
 BOXES = {  # global shape, boxes that the worker holds
     "whole": None,
     "rows": [[6, 10, 8], [[[2, 5], [0, 10], [0, 8]]]],

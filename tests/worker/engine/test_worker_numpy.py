@@ -227,6 +227,24 @@ def test_attention_is_torchs(causal: bool, mask: str | None, gqa: bool, dropout:
         close(ours, theirs, "attention", strides=False)
 
 
+@pytest.mark.parametrize("bias", [(2, 4, 7, 9), (4, 7, 9), (2, 1, 7, 9), (1, 4, 1, 9), (7, 1)])
+def test_the_gradient_of_a_learned_bias_is_torchs(bias: tuple[int, ...]) -> None:
+    x = maker(torch.float32, "contiguous")
+    q, k, v, m, grad = x(2, 4, 7, 8), x(2, 4, 9, 8), x(2, 4, 9, 8), x(*bias), x(2, 4, 7, 8)
+    rest, draw = (0.0, False, None, False), {"seed": 3, "counter": 4}
+    names = "gt.sdpa_biased.default", "gt.sdpa_biased_backward.default"
+    want = attention.bind(names[0], None)(q, k, v, m, *rest, **draw)
+    grads = attention.bind(names[1], None)(grad, q, k, v, m, *want, *rest, **draw)
+    memory = Arrays()
+    a, b, c, d, g = (memory[t] for t in (q, k, v, m, grad))
+    with ENGINE.guard():
+        got = resolve(names[0], None)(a, b, c, d, *rest, **draw)
+        back = resolve(names[1], None)(g, a, b, c, d, *got, *rest, **draw)
+    assert len(back) == 4
+    for ours, theirs in zip((got[0], *back), (want[0], *grads), strict=True):
+        close(ours, theirs, "attention", strides=False)
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "strided"])
 @pytest.mark.parametrize("shape", [(6,), (4, 6)])
 @pytest.mark.parametrize("weighed, eps", [(True, None), (False, 0.1)])

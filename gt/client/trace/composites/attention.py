@@ -16,6 +16,7 @@ from gt.client.trace.op_info import OpInfo, info_of
 from gt.client.trace.uploads import mixed_devices
 
 aten = torch.ops.aten
+NO_SECOND = b"attention with dropout on remote has no second derivative: want dropout_p=0, or torch's formula in plain ops"
 NO_SEED = (-1, 0)  # (seed, counter) of attention without dropout; a seed is never negative
 
 
@@ -29,7 +30,7 @@ def attention(  # noqa: PLR0913 - the op's arguments
             raise mixed_devices(info_of(aten.scaled_dot_product_attention.default), operand)
     if attn_mask is not None and not isinstance(attn_mask, RemoteTensor):
         raise mixed_devices(info_of(aten.scaled_dot_product_attention.default), attn_mask)
-    if q.dim() < 3 or (attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()):
+    if q.dim() < 3:
         return _composite(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     scaled = None if scale is None else float(scale)
     return _Attention.apply(q, k, v, attn_mask, float(dropout_p), bool(is_causal), scaled, bool(enable_gqa))
@@ -38,7 +39,7 @@ def attention(  # noqa: PLR0913 - the op's arguments
 def _composite(  # noqa: PLR0913 - the op's arguments
     q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool
 ) -> torch.Tensor:
-    """Attention as matrix products and a softmax, for a mask that needs a gradient."""
+    """Attention as matrix products and a softmax: without heads, and where its gradient is differentiated."""
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
     return aten._scaled_dot_product_attention_math.default(q, k, v, mask, p, causal, None, scale=scale, enable_gqa=gqa)[0]
@@ -102,22 +103,51 @@ class _Attention(torch.autograd.Function):
         # The backward op gets the same seed and counter, and so computes the same dropout mask: the mask is not stored
         seeds = draw() if p > 0 else NO_SEED
         rest = (p, causal, scale, gqa)
-        out, logsumexp = record("gt.sdpa.default", (q, k, v, mask, *rest), lambda: _outs(q, k, v, mask, *rest), seeds)
+        ctx.name = "gt.sdpa_biased" if ctx.needs_input_grad[3] else "gt.sdpa"
+        out, logsumexp = record(f"{ctx.name}.default", (q, k, v, mask, *rest), lambda: _outs(q, k, v, mask, *rest), seeds)
         ctx.save_for_backward(q, k, v, mask, out, logsumexp)
         ctx.rest, ctx.seeds = rest, seeds
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        q, k, v, mask, out, logsumexp = ctx.saved_tensors
-        grads = record(
-            "gt.sdpa_backward.default",
-            (grad, q, k, v, mask, out, logsumexp, *ctx.rest),
-            lambda: tuple(metas.of(torch.empty_like(x._ref.meta.stand_in())) for x in (q, k, v)),
-            ctx.seeds,
-        )
-        return (*grads, None, None, None, None, None)
+        if not torch.is_grad_enabled():
+            return _backward_once(ctx, grad)
+        # create_graph=True: kernels have no second derivative, and the composite would draw another dropout mask
+        if not ctx.rest[0]:
+            return _backward_twice(ctx, grad)
+        with torch.no_grad():
+            grads = _backward_once(ctx, grad)
+        made = [tensor for tensor in grads if tensor is not None]
+        fails = torch._C._functions.DelayedError(NO_SECOND, len(made))
+        return *fails(*[tensor.requires_grad_() for tensor in made]), *[None] * (len(grads) - len(made))
+
+
+def _backward_once(ctx: Any, grad: Any) -> tuple:
+    """Gradients of _Attention's arguments, by the worker's kernel."""
+    q, k, v, mask, out, logsumexp = ctx.saved_tensors
+    likes = (q, k, v) if ctx.name == "gt.sdpa" else (q, k, v, mask)
+    grads = record(
+        f"{ctx.name}_backward.default",
+        (grad, q, k, v, mask, out, logsumexp, *ctx.rest),
+        lambda: tuple(metas.of(torch.empty_like(like._ref.meta.stand_in())) for like in likes),
+        ctx.seeds,
+    )
+    return *grads, *[None] * (8 - len(grads))
+
+
+def _backward_twice(ctx: Any, grad: Any) -> tuple:
+    """The same as ops that can be differentiated."""
+    q, k, v, mask, *_ = ctx.saved_tensors
+    p, causal, scale, gqa = ctx.rest
+    needed = [number for number in range(4) if ctx.needs_input_grad[number]]
+    operands = [(q, k, v, mask)[number] for number in needed]
+    # Each operand as a view of its own: the same tensor may be given as q, k and v
+    views = {number: operand.view_as(operand) for number, operand in zip(needed, operands)}
+    q, k, v, mask = (views.get(number, operand) for number, operand in enumerate((q, k, v, mask)))
+    out = _composite(q, k, v, mask, p, causal, scale, gqa)
+    grads = dict(zip(needed, torch.autograd.grad(out, list(views.values()), grad, create_graph=True)))
+    return *[grads.get(number) for number in range(4)], None, None, None, None
 
 
 # ---- inference's fused layers of torch.nn: the same mathematics in the ops above, which can be split

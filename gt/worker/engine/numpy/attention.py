@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -63,8 +64,8 @@ def _forward(  # noqa: PLR0913 - the op's arguments
 
 def _backward(  # noqa: PLR0913 - the op's arguments
     words: Words, grad: Array, query: Array, key: Array, value: Array, mask: Array | None, out: Array, logsumexp: Array,
-    dropout: float, causal: bool, scale: float | None, gqa: bool,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    dropout: float, causal: bool, scale: float | None, gqa: bool, learns: bool = False,
+) -> tuple[Array, ...]:  # fmt: skip
     g, q, k, v = fractions(grad, query, key, value)
     k, v = _heads(k, q.shape[-3]), _heads(v, q.shape[-3])
     factor = q.dtype.type(1 / sqrt(q.shape[-1]) if scale is None else scale)
@@ -77,12 +78,24 @@ def _backward(  # noqa: PLR0913 - the op's arguments
     # Backward of softmax: dS = W * (dW - sum(dW * W)). The weights are computed again from the inputs, and not kept.
     scores -= np.add.reduce(scores * weights, -1, keepdims=True)
     scores *= weights
+    of_mask = (_summed(scores, mask),) if learns and mask is not None else ()
     scores *= factor
     grad_q, grad_k = np.matmul(scores, k), np.matmul(scores.swapaxes(-1, -2), q)
-    return grad_q, _grouped(grad_k, key), _grouped(grad_v, value)
+    return grad_q, _grouped(grad_k, key), _grouped(grad_v, value), *of_mask
 
 
-OPS: dict[str, Callable[..., Any]] = {"gt.sdpa.default": _forward, "gt.sdpa_backward.default": _backward}
+def _summed(grad: Array, mask: Array) -> Array:
+    """The gradient of a mask from that of the scores [..., heads, L, S], summed along the dims that it broadcasts."""
+    grad = np.add.reduce(grad, tuple(range(grad.ndim - mask.ndim)))
+    return np.add.reduce(grad, tuple(dim for dim, size in enumerate(mask.shape) if size == 1), keepdims=True)
+
+
+OPS: dict[str, Callable[..., Any]] = {
+    "gt.sdpa.default": _forward,
+    "gt.sdpa_backward.default": _backward,
+    "gt.sdpa_biased.default": _forward,
+    "gt.sdpa_biased_backward.default": partial(_backward, learns=True),
+}
 
 
 def bind(name: str, place: list | None) -> Callable:

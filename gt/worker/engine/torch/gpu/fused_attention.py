@@ -47,7 +47,7 @@ class Choice:
 
 def choice(call: AttentionCall) -> Choice:
     """torch's choice for inputs of these sizes, the same in forward and backward."""
-    mask = None if call.mask is None else (call.mask.shape, call.mask.dtype)
+    mask = None if call.mask is None else (call.mask.shape, call.mask.dtype, call.learns)
     sizes = call.q.shape, call.k.shape, call.v.shape, call.q.dtype, call.q.device
     # torch's choice depends on these alone, and asking it costs more than a small kernel: so it is remembered.
     key = sizes, mask, call.dropout, call.causal, call.scale, call.gqa, torch.are_deterministic_algorithms_enabled()
@@ -76,8 +76,10 @@ def _choose(call: AttentionCall) -> Choice:
 def _ask(call: AttentionCall) -> int:
     with torch.enable_grad():  # some kernels lack a backward for inputs of their forward
         q, k, v = (tensor.detach().requires_grad_() for tensor in call.inputs)
-        with _no_cudnn() if call.dropout else nullcontext():  # cuDNN draws by a generator of its own kind
-            return torch._fused_sdp_choice(q, k, v, call.mask, call.dropout, call.causal, scale=call.scale, enable_gqa=call.gqa)
+        mask = call.mask.detach().requires_grad_() if call.mask is not None and call.learns else call.mask
+        # cuDNN draws by a generator of its own kind, and gives no gradient of a mask
+        with _no_cudnn() if call.dropout or call.learns else nullcontext():
+            return torch._fused_sdp_choice(q, k, v, mask, call.dropout, call.causal, scale=call.scale, enable_gqa=call.gqa)
 
 
 @contextmanager
@@ -108,8 +110,8 @@ def forward(call: AttentionCall, chosen: Choice) -> tuple[torch.Tensor, torch.Te
 
 def backward(
     call: AttentionCall, chosen: Choice, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, draw: Draw | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, by the kernel that made out and lse. draw: of forward's dropout."""
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of q, k, v and a mask that learns, by the kernel that made out and lse. draw: of forward's dropout."""
     sizes = [tensor.shape[-1] for tensor in call.inputs]
     groups, given = call.k.shape[-3], _given(call, chosen)
     seed, offset = _state(call, chosen, draw)
@@ -132,13 +134,20 @@ def backward(
         lse = pad(lse, (0, -lse.shape[-1] % LSE_MULTIPLE), value=inf)
         efficient = aten._scaled_dot_product_efficient_attention_backward
         inputs, saved = (*given.inputs, _whole_bias(given)), (_heads_within_rows(out), lse, seed, offset)
-        wanted = [True, True, True, False]
+        wanted = [True, True, True, call.learns]
         grads = efficient(grad, *inputs, *saved, p, wanted, given.causal, **rest)
     of_q, of_k, of_v = (part[..., :size] for part, size in zip(grads, sizes, strict=False))
     if chosen.repeat:
         # Grouped keys were repeated for each query head of a group: their gradient is the sum over the group.
         of_k, of_v = (part.unflatten(-3, (groups, -1)).sum(-3) for part in (of_k, of_v))
-    return of_q, of_k, of_v
+    if call.mask is None or not call.learns:
+        return of_q, of_k, of_v
+    return of_q, of_k, of_v, _summed(grads[3], call.mask)
+
+
+def _summed(grad: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The gradient of a mask from that of the scores [batch, heads, L, S], summed along the dims that it broadcasts."""
+    return grad.sum_to_size(mask.shape).to(mask.dtype)
 
 
 # ---- inputs as kernels want them

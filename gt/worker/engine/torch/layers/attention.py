@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from math import inf, sqrt
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -34,6 +35,8 @@ def choice(call: AttentionCall, seeds: AttentionSeeds | None = None) -> Choice:
         return Choice(MATH)
     if call.q.is_cuda:
         return fused_attention.choice(call)
+    if call.learns:  # the CPU has no kernel that gives the gradient of a mask
+        return Choice(MATH)
     pick = torch._fused_sdp_choice(*call.inputs, call.mask, 0.0, call.causal, scale=call.scale, enable_gqa=call.gqa)
     return Choice(pick if pick in FUSED else MATH)
 
@@ -80,8 +83,8 @@ def _flash_on_host(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return flash(*call.inputs, 0.0, call.causal, attn_mask=call.bias(), scale=call.scale)
 
 
-def _forward(words: Words, seeds: AttentionSeeds | None, *args: Any) -> tuple[Tensor, Tensor]:
-    call = AttentionCall(*args)
+def _forward(words: Words, seeds: AttentionSeeds | None, *args: Any, learns: bool = False) -> tuple[Tensor, Tensor]:
+    call = AttentionCall(*args, learns)
     chosen = choice(call, seeds)
     if chosen.kernel == MATH:
         out = _maths(call, _kept(call, words, seeds))  # batch dims broadcast: of q they need not be all
@@ -91,10 +94,12 @@ def _forward(words: Words, seeds: AttentionSeeds | None, *args: Any) -> tuple[Te
     return out, lse[..., : call.q.shape[-2]].to(torch.float32)
 
 
-def _backward(words: Words, seeds: AttentionSeeds | None, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _backward(
+    words: Words, seeds: AttentionSeeds | None, grad: Tensor, *args: Any, learns: bool = False
+) -> tuple[Tensor, ...]:
     q, k, v, mask, out, lse, *rest = args
     grad, out, lse = map(within, (grad, out, lse))
-    call = AttentionCall(q, k, v, mask, *rest)
+    call = AttentionCall(q, k, v, mask, *rest, learns)
     chosen = choice(call, seeds)
     if chosen.kernel == MATH:
         kept = _kept(call, words, seeds)
@@ -111,12 +116,18 @@ def _backward(words: Words, seeds: AttentionSeeds | None, grad: Tensor, *args: A
 def _again(call: AttentionCall, grad: Tensor, forward: Callable[[AttentionCall], Tensor]) -> tuple[Tensor, ...]:
     """torch's own backward of the forward, which is run once more under autograd."""
     with torch.enable_grad():
-        leaves = tuple(tensor.detach().requires_grad_() for tensor in call.inputs)
-        live = replace(call, q=leaves[0], k=leaves[1], v=leaves[2])
-        return torch.autograd.grad(forward(live), leaves, grad)
+        q, k, v = (tensor.detach().requires_grad_() for tensor in call.inputs)
+        mask = call.mask.detach().requires_grad_() if call.mask is not None and call.learns else call.mask
+        leaves = (q, k, v) if mask is None or not call.learns else (q, k, v, mask)
+        return torch.autograd.grad(forward(replace(call, q=q, k=k, v=v, mask=mask)), leaves, grad)
 
 
-OPS: dict[str, Callable[..., Any]] = {"gt.sdpa.default": _forward, "gt.sdpa_backward.default": _backward}
+OPS: dict[str, Callable[..., Any]] = {
+    "gt.sdpa.default": _forward,
+    "gt.sdpa_backward.default": _backward,
+    "gt.sdpa_biased.default": partial(_forward, learns=True),
+    "gt.sdpa_biased_backward.default": partial(_backward, learns=True),
+}
 
 
 def bind(name: str, place: list | None, seeds: AttentionSeeds | None = None) -> Callable:

@@ -19,6 +19,7 @@ class AttentionCall:
     causal: bool
     scale: float | None
     gqa: bool
+    learns: bool = False  # whether the mask, of floats, requires a gradient
 
     @property
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
