@@ -84,7 +84,7 @@ def _flash_on_host(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def _forward(words: Words, seeds: AttentionSeeds | None, *args: Any, learns: bool = False) -> tuple[Tensor, Tensor]:
-    call = AttentionCall(*args, learns)
+    call = replace(AttentionCall(*args), learns=learns)
     chosen = choice(call, seeds)
     if chosen.kernel == MATH:
         out = _maths(call, _kept(call, words, seeds))  # batch dims broadcast: of q they need not be all
@@ -99,7 +99,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     q, k, v, mask, out, lse, *rest = args
     grad, out, lse = map(within, (grad, out, lse))
-    call = AttentionCall(q, k, v, mask, *rest, learns)
+    call = replace(AttentionCall(q, k, v, mask, *rest), learns=learns)
     chosen = choice(call, seeds)
     if chosen.kernel == MATH:
         kept = _kept(call, words, seeds)
