@@ -215,9 +215,11 @@ def test_a_learned_bias_has_its_gradient_by_a_fused_kernel(sizes, mask):
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         want = torch.nn.functional.scaled_dot_product_attention(*live, 0.0, False, enable_gqa=groups != HEADS)
     want = [want, *torch.autograd.grad(want, live, grad.double())]
+    summed = BATCH * HEADS * LONG * keys / bias.numel()  # terms of an element of the bias's gradient, each rounded
     for name, ours, theirs in zip(("out", "of q", "of k", "of v", "of the bias"), got, want, strict=True):
         assert ours.shape == theirs.shape
-        torch.testing.assert_close(ours.double(), theirs, rtol=4e-2, atol=6e-2, msg=lambda text, name=name: f"{name}: {text}")
+        loose = {"rtol": 4e-2, "atol": 4e-2 * (1 + summed**0.5 / 8 if name == "of the bias" else 1)}
+        torch.testing.assert_close(ours.double(), theirs, **loose, msg=lambda text, name=name: f"{name}: {text}")
     assert choice(AttentionCall(q, k, v, bias, *args, learns=True)).kernel != MATH
 
 
