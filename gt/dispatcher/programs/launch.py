@@ -44,16 +44,16 @@ class ProgramLauncher:
 
     def _restore_layouts(self, program: Program) -> None:
         """Bring tensors to their recorded layouts. Once all have them, that holds until some tensor's layout changes."""
-        if program.layouts.hold() and program.made.hold():
+        if program.inputs.hold() and program.results.hold():
             program.compared = self._table.relaid
             return
-        for tensor, layout in program.layouts.changed():
+        for tensor, layout in program.inputs.changed():
             self._redistributor.relayout(tensor.storage, root_layout(tensor, layout))
-        for tensor, layout in program.made.changed():
+        for tensor, layout in program.results.changed():
             if tensor.storage.tensors:
-                self._made_again(tensor.storage, layout)
+                self._restore_result(tensor.storage, layout)
 
-    def _made_again(self, storage: Storage, layout: Layout) -> None:
+    def _restore_result(self, storage: Storage, layout: Layout) -> None:
         """Restore the layout of a result that was changed since: its terms were added up, or it moved."""
         # A result is overwritten by the replay, so its present value does not count. It moves to the layout without terms, and
         # is then declared to be terms: the replay writes these.

@@ -36,7 +36,7 @@ class RecordedLayouts:
 
 @dataclass(slots=True)
 class Program:
-    """code: its definitions by worker, in order. layouts, made: of its inputs and of its results, when it was recorded.
+    """code: its definitions by worker, in order. inputs, results: tensors of it, and their layouts when it was recorded.
 
     compared: the table's `relaid` at which all layouts were as recorded. A launch refers to its containers as they are, and
     nothing changes them: the cost of a launch does not grow with the number of tensors.
@@ -44,8 +44,8 @@ class Program:
 
     uses: list[Define]  # definitions that its code names: they live as long as it
     journal: list[Planned]
-    layouts: RecordedLayouts
-    made: RecordedLayouts
+    inputs: RecordedLayouts
+    results: RecordedLayouts
     reads: list[Storage]
     writes: list[Storage]
     makes: list[Storage]
@@ -75,5 +75,5 @@ class Program:
         for part in (self.writes, self.makes):
             leavings.add(part, emptied)
         # A trace may hold the journal, as that of a replay: a copy is emptied
-        for rest in ([*self.journal], self.reads, self.layouts.tensors, self.made.tensors, self.uses):
+        for rest in ([*self.journal], self.reads, self.inputs.tensors, self.results.tensors, self.uses):
             leavings.add(rest)

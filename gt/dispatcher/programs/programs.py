@@ -370,13 +370,14 @@ class Programs:
         storages = dict.fromkeys(t.storage for t in older)
         reads = dict.fromkeys(r for row in tape.journal for r in row.reads if r in storages)
         writes = dict.fromkeys([w for row in tape.journal for w in row.writes if w in storages] + carried)
-        makes = dict.fromkeys(t.storage for i, t in rows.items() if i not in tape.before)
-        layouts = RecordedLayouts(t for t in older if (t.storage in reads or t.storage in writes) and t.layout is not None)
-        made = RecordedLayouts(t for i, t in rows.items() if i not in tape.before and t.layout is not None and t.base is None)
+        new = [t for i, t in rows.items() if i not in tape.before]
+        makes = dict.fromkeys(t.storage for t in new)
+        inputs = RecordedLayouts(t for t in older if (t.storage in reads or t.storage in writes) and t.layout is not None)
+        results = RecordedLayouts(t for t in new if t.layout is not None and t.base is None)
         uses = dict.fromkeys(row.define for part in tape.code.values() for row in part)
         journal, copies = tape.sealed(), self._host_copies.of_program(tape)
         touched = [*reads], [*writes], [*makes]
-        program = Program([*uses], journal, layouts, made, *touched, tape.constants, tape.size, copies)
+        program = Program([*uses], journal, inputs, results, *touched, tape.constants, tape.size, copies)
         duration = self._emitter.duration
         program.seconds = {worker: duration([row.define.number for row in part]) for worker, part in tape.code.items()}
         for storage in program.changes():
@@ -440,7 +441,7 @@ class Programs:
         """Assert the invariants between events."""
         for program in self.all.values():
             if program.compared == self._table.relaid:
-                assert program.layouts.hold() and program.made.hold(), "a layout has changed, and Table.relaid has not"
+                assert program.inputs.hold() and program.results.hold(), "a layout has changed, and Table.relaid has not"
             assert all(program.count in storage.programs for storage in program.changes())
 
 
