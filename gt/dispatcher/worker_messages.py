@@ -14,7 +14,7 @@ from gt.dispatcher.events import Peer
 from gt.dispatcher.fairness.round_robin import RoundRobin
 from gt.dispatcher.programs.profile import record_times
 from gt.dispatcher.session import ClientSession
-from gt.dispatcher.state.failures import op_failed
+from gt.dispatcher.state.failures import Planned, op_failed
 from gt.dispatcher.state.memory_report import memory_report
 from gt.errors import ProtocolError
 from gt.wire.messages import (
@@ -139,7 +139,7 @@ class WorkerMessages:
                 self._core.guarded(session, "an interrupt", session.op_stream.paused, worker.index, message.seq)
 
     def _op_error(self, peer: Peer, message: OpError, frames: tuple) -> None:
-        """An instruction failed: the session that issued the op learns of it, with the op's origin."""
+        """Handle the failure of an instruction: the session that issued its op learns of it, with the op's origin."""
         worker, lease = self._worker(peer), self._core.lease(peer)
         numbers, issued = (message.seq, *message.others), lease.cluster.seq
         if len(message.others) > MAX_OTHERS or max(numbers) > issued:
@@ -158,36 +158,37 @@ class WorkerMessages:
 
         # Op numbers are unique over all sessions, so one journal at most has it. An answer to a client is in no journal.
         for session in sessions:
-            row = session.journal.find(message.seq)
-            if row is None:
-                if session.fetches.failed(message.seq, worker.name, message.message):
-                    self._resume(session)
-                    return
-                continue
-
-            # A peer that does not answer, or a tensor that is not there, follows from a worker's loss, which has been told.
-            follows = message.kind == "peer" or (message.kind == "missing" and session.failures.missing)
-            if follows and (loss := session.failures.loss()) is not None:
-                self._core.guarded(session, "a failed op", session.failures.taint, message.seq, loss, message.others)
+            if (row := session.journal.find(message.seq)) is not None:
+                self._failed(worker, session, row, message)
                 return
-
-            # The user's error: the line of the op, the worker's words, and who holds the memory if it was short.
-            who = memory_report(session, worker, message.memory) if message.memory else ""
-            if session.failures.dropped and message.kind == "missing":
-                who = ", since an interrupt (Ctrl-C) dropped the op that makes it: compute it again"
-            error = op_failed(row, message.seq, message.kind, message.message[:MAX_ERROR_CHARACTERS] + who, worker.name)
-            failed = row.at(message.seq)
-            self._core.log_line("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)
-
-            full = message.kind == "memory"
-            self._core.observers.recent.add_error(
-                self._core.now, session.number, worker.name, str(error), failed.known.template.op, failed.origin
-            )
-            self._core.guarded(session, "a failed op", session.failures.trouble, message.seq, error, message.others, full)
-            return
+            if session.fetches.failed(message.seq, worker.name, message.message):
+                self._resume(session)
+                return
 
         # Nobody's: its session has ended meanwhile.
         self._core.warn(peer, f"op {message.seq} failed: {message.message}")
+
+    def _failed(self, worker: Worker, session: ClientSession, row: Planned, message: OpError) -> None:
+        """Tell a session that its op has failed on a worker. row: of the op in its journal."""
+        # A peer that does not answer, or a tensor that is not there, follows from a worker's loss, which has been told.
+        follows = message.kind == "peer" or (message.kind == "missing" and session.failures.missing)
+        if follows and (loss := session.failures.loss()) is not None:
+            self._core.guarded(session, "a failed op", session.failures.taint, message.seq, loss, message.others)
+            return
+
+        # The user's error: the line of the op, the worker's words, and who holds the memory if it was short.
+        detail = memory_report(session, worker, message.memory) if message.memory else ""
+        if session.failures.dropped and message.kind == "missing":
+            detail = ", since an interrupt (Ctrl-C) dropped the op that makes it: compute it again"
+        error = op_failed(row, message.seq, message.kind, message.message[:MAX_ERROR_CHARACTERS] + detail, worker.name)
+        failed = row.at(message.seq)
+        self._core.log_line("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)
+
+        full = message.kind == "memory"
+        self._core.observers.recent.add_error(
+            self._core.now, session.number, worker.name, str(error), failed.known.template.op, failed.origin
+        )
+        self._core.guarded(session, "a failed op", session.failures.trouble, message.seq, error, message.others, full)
 
     def _trace_rows(self, peer: Peer, message: TraceRows, frames: tuple) -> None:
         self._core.traces.rows(peer, self._worker(peer), message)
