@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from gt import errors, logs
-from gt.client import host_buffers
-from gt.client.arenas import ClientArenas
-from gt.client.kept_uploads import FileTensor, KeptUploads
+from gt.client.exchange import host_buffers
+from gt.client.exchange.arenas import ClientArenas
+from gt.client.exchange.kept_uploads import FileTensor, KeptUploads
 from gt.client.reports import progress, spans
 from gt.client.reports.this_process import about_process
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
