@@ -154,7 +154,7 @@ def test_collectives_within_a_stage_are_no_transfer(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pipeline_report, "price_pipeline", lambda *args: pipes.append(price(*args)) or pipes[-1])
     transfers = planned("tp2pp2", 3)["transfers"]
     (nbytes,) = {row["bytes"] for row in transfers}
-    assert pipes[0].found.costs.transfer == (pytest.approx(1e6 * nbytes / 2 / LINK),)  # each of two workers sends half
+    assert pipes[0].priced.costs.transfer == (pytest.approx(1e6 * nbytes / 2 / LINK),)  # each of two workers sends half
 
 
 def test_too_few_workers_are_an_error_as_in_a_run() -> None:

@@ -82,7 +82,7 @@ class PricedPipeline:
     stages: StageAssignment
     places: list[tuple[int, ...]]
     parts: Parts
-    found: StageCosts
+    priced: StageCosts
 
 
 def price_pipeline(
@@ -118,7 +118,7 @@ def apply_schedule(recording: Recording, context: PassContext) -> Recording:
         # Rows become parts of actions with costs; costs give a schedule; its simulation gives each part its time.
         name, limit = asked(text)
         pipe = price_pipeline(recording.journal, recording.code, context.times, context.older, context.compiled, context.shared)
-        stages, places, parts, priced = pipe.stages, pipe.places, pipe.parts, pipe.found
+        stages, places, parts, priced = pipe.stages, pipe.places, pipe.parts, pipe.priced
         request = schedule.ScheduleRequest(name, places, stages.micro, limit, stages.backward)
         chosen = schedule.make(request, priced.costs)
         timeline = schedule.simulate(chosen.rows, priced.costs)
@@ -410,7 +410,7 @@ def _inside(parts: Parts) -> set[int]:
         for part in rows:
             if part.moves:
                 keys[part.op.seq].add(part.key)
-    return {seq for seq, found in keys.items() if len(found) == 1}
+    return {seq for seq, actions in keys.items() if len(actions) == 1}
 
 
 def _first(parts: Parts) -> None:
