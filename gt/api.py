@@ -42,7 +42,7 @@ MAX_WORKERS = 1 << 16
 AUTO_SHARD = "gt: {data_parallel: null}"  # the config of GT_AUTO_SHARD
 cat, stack = torch.cat, torch.stack
 Factory = TypeVar("Factory", bound=Callable)
-Config = str | Mapping[str, Any] | None
+Config = str | os.PathLike[str] | Mapping[str, Any] | None
 
 
 class _Started:
@@ -251,6 +251,8 @@ def _start_local(
     from gt.launch import local
 
     _checked(n)
+    if isinstance(libraries, str):
+        raise TypeError(f"libraries is {libraries!r:.80}, want a list of modules, such as [{libraries!r:.80}]")
     _switches(stall_timeout)
     everyone = False
     if _Started.plan is None:
@@ -267,6 +269,9 @@ def _start_local(
     if _Started.plan is not None:
         _Started.plan(config, n)
         return
+    if address := env.get("GT_SERVER"):
+        text = "GT_SERVER=%s is not used, since the program starts workers of its own: leave that call out, or gt.connect(%r)"
+        log.warning(text, address, address)
     loaded = env.names("GT_LIBRARIES") if libraries is None else libraries
     started = local.start(n, gpu=gpu, backend=env.backend(), meanwhile=shape_inference.warm, libraries=loaded)
     try:

@@ -7,7 +7,6 @@ latches, which Ctrl-C interrupts at once. The link's I/O thread numbers, packs a
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import os
 import time
@@ -20,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from gt import errors, logs
-from gt.client import host_buffers
-from gt.client.arenas import ClientArenas
-from gt.client.kept_uploads import FileTensor, KeptUploads
+from gt.client.exchange.answers import AwaitedAnswers, PendingAnswer
+from gt.client.exchange.arenas import ClientArenas
+from gt.client.exchange.host_buffers import Assembly, Into
+from gt.client.exchange.kept_uploads import FileTensor, KeptUploads
 from gt.client.reports import progress, spans
 from gt.client.reports.this_process import about_process
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
@@ -93,9 +93,7 @@ class Session:
         self.on_idle: Callable[[], None] | None = None
         self.why_lost: Callable[[], str] = str  # why a server that this program started has ended; may wait a moment
         self._pid = os.getpid()
-        self._pending: dict[int, host_buffers.PendingAnswer] = {}
-        self._pieces: dict[int, host_buffers.PendingAnswer] = {}  # key of an incomplete piece -> its fetch
-        self._numbers = itertools.count()
+        self._answers = AwaitedAnswers()
         self._outbox: deque[Message | tuple[Any, ...]] = deque()
         self._arenas = ClientArenas(self._outbox.append)
         self._uploads = KeptUploads(self._arenas, lambda message, frames: self._link.send(message, frames))
@@ -112,7 +110,7 @@ class Session:
         self.watched = False  # somebody observes the server
         self.compiles = False  # a captured program was launched for the first time, and no answer was awaited since
         self._handlers = self._message_handlers()
-        self._greeting = host_buffers.PendingAnswer()
+        self._greeting = PendingAnswer()
         timeouts = LinkTimeouts(wait, heartbeat)
         self._link = Dealer(address, self._on_message, self._on_lost, on_turn=self._turn, timeouts=timeouts, token=token)
         try:
@@ -141,8 +139,8 @@ class Session:
             messages.Release: self._release,
             messages.Value: self._value,
             messages.Piece: self._piece,
-            messages.Described: lambda m, _: self._finish(m.request, m.specs),
-            messages.Report: lambda m, _: self._finish(m.request, m.body),
+            messages.Described: lambda m, _: self._answers.finish(m.request, m.specs),
+            messages.Report: lambda m, _: self._answers.finish(m.request, m.body),
             messages.Failed: self._failed,
             messages.Notice: self._notice,
             messages.TraceRows: lambda m, _: self._trace_rows.append(m),
@@ -185,7 +183,7 @@ class Session:
     @property
     def waiting(self) -> bool:
         """True while a thread waits for an answer."""
-        return bool(self._pending)
+        return bool(self._answers.pending)
 
     @property
     def busy(self) -> bool:
@@ -239,7 +237,7 @@ class Session:
         self._arenas.free(block)
         return shape, dtype, data
 
-    def fetch_into(self, tensor: int, into: host_buffers.Into) -> tuple[tuple[int, ...], str]:
+    def fetch_into(self, tensor: int, into: Into) -> tuple[tuple[int, ...], str]:
         """Have a tensor's value assembled by `into`; its shape and dtype. Waits. OSError if a disk does not take it."""
         return self.wait(self.begin(lambda request: Fetch(request, tensor), into))[:2]
 
@@ -396,22 +394,21 @@ class Session:
         with spans.span("" if spans.current is None else WAITS.get(type(question(0)), "wait for an answer")):
             return self.wait(self.begin(question), tick)
 
-    def begin(self, question: Question, into: host_buffers.Into = host_buffers.Assembly) -> int:
-        """Ask a question; its number, for `wait`. into: see host_buffers.PendingAnswer."""
+    def begin(self, question: Question, into: Into = Assembly) -> int:
+        """Ask a question; its number, for `wait`. into: see PendingAnswer."""
         self._check()
         self._raise_deferred()
-        request = next(self._numbers)
-        self._pending[request] = host_buffers.PendingAnswer(into)
+        request = self._answers.expect(into)
         self._outbox.append(question(request))
         return request
 
     def forget(self, request: int) -> None:
         """Nobody waits for this answer any more."""
-        self._pending.pop(request, None)
+        self._answers.forget(request)
 
     def wait(self, request: int, tick: progress.Tick | None = None) -> Any:
         """The answer to a question, or its error. tick: called now and then meanwhile."""
-        pending = self._pending[request]
+        pending = self._answers.pending[request]
         try:
             # The first turn that this thread leads sends it. A link that has ended saw this request, or has set failure before.
             if self.failure is None and not self._link.lead(pending.done.is_set, TICK_SECONDS if tick else float("inf")):
@@ -422,12 +419,9 @@ class Session:
             self.interrupt()
             raise
         finally:
-            self._pending.pop(request, None)
-            if self._pending:  # other threads wait for answers that this thread would have received
+            self._answers.forget(request)
+            if self._answers.pending:  # other threads wait for answers that this thread would have received
                 self._link.resume()
-            if pending.assembly is not None:
-                for key in pending.assembly.keys:
-                    self._pieces.pop(key, None)
         if pending.error is not None:
             raise pending.error
         self._check()
@@ -498,8 +492,7 @@ class Session:
         self._outbox.clear()
         self._room.notify_all()
         self._greeting.done.set()
-        for pending in list(self._pending.values()):
-            pending.done.set()
+        self._answers.end_waits()
 
     def _answer_to_hello(self, message: Any, frames: tuple[Any, ...]) -> None:
         if isinstance(message, messages.Welcome):
@@ -519,11 +512,6 @@ class Session:
     def _watch(self, message: messages.Watched, frames: tuple[Any, ...]) -> None:
         self.watched = message.on
 
-    def _finish(self, request: int, value: Any = None, error: GTError | None = None) -> None:
-        pending = self._pending.get(request)  # None: the caller was interrupted
-        if pending is not None:
-            pending.finish(value, error)
-
     def _ack(self, message: messages.Ack, frames: tuple[Any, ...]) -> None:
         self._window.ack(message.seq, time.monotonic())
         self._note_room()
@@ -536,7 +524,7 @@ class Session:
     def _failed(self, message: messages.Failed, frames: tuple[Any, ...]) -> None:
         error = errors.from_wire(message.error)
         if message.request >= 0:
-            self._finish(message.request, error=error)
+            self._answers.finish(message.request, error=error)
             return
         self._last_unsolicited = error
         if self._deferred_error is None:
@@ -551,37 +539,12 @@ class Session:
         if message.acked >= 0:
             self._window.ack(message.acked, time.monotonic())
             self._note_room()
-        pending = self._pending.get(message.request)
-        if pending is None:
-            return
-        if message.dtype not in DTYPES:
-            raise ProtocolError(f"Value.dtype is {message.dtype!r}, want one of {', '.join(DTYPES)}")
-        shape = tuple(message.shape)
-        if not message.pieces:
-            pending.finish((shape, message.dtype, None))
-            return
-        pending.assembly = pending.into(shape, DTYPES[message.dtype][0], message.pieces)
-        pending.value = (shape, message.dtype, pending.assembly.data)
-        if not frames:
-            self._pieces.update(dict.fromkeys(pending.assembly.keys, pending))
-        self._add(pending, (message.pieces[0][0], 0, len(frames[0]), frames[0]) if frames else None)
+        self._answers.value(message, frames)
 
     def _piece(self, message: messages.Piece, frames: tuple[Any, ...]) -> None:
         if message.total > messages.AHEAD:
             self._link.send(messages.UploadProgress(message.key, message.offset + len(frames[0])))
-        pending = self._pieces.get(message.key)
-        if pending is not None:  # else its fetch was interrupted
-            self._add(pending, (message.key, message.offset, message.total, frames[0] if frames else None))
-
-    def _add(self, pending: host_buffers.PendingAnswer, frame: tuple[int, int, int, Any] | None) -> None:
-        """Add a frame, if there is one, to a value that is fetched."""
-        try:
-            if frame is not None and pending.assembly is not None and pending.error is None:
-                pending.assembly.add(*frame)
-            if pending.assembly is not None and pending.assembly.complete:
-                pending.done.set()
-        except OSError as error:  # raised by the file that the value is written into
-            pending.finish(error=error)
+        self._answers.piece(message, frames)
 
 
 @atexit.register

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from gt.errors import ConfigError
 
 log = logging.getLogger("gt")
 Workers = Sequence[int] | Sequence[Sequence[int]]
+Given = str | os.PathLike[str] | Mapping[str, Any]  # a path, YAML text or the mapping
 _registered: dict[str, dict[str, Any]] = {}  # groups by name
 
 
@@ -50,7 +52,7 @@ def register_config(name: str, config: SignalConfig | Mapping[str, Any]) -> None
     _registered[name] = group
 
 
-def load_config(config: str | Mapping[str, Any]) -> None:
+def load_config(config: Given) -> None:
     """Add the groups of a YAML to the configs of sessions that begin from now on. config: as for gt.connect."""
     text, path = _given(config)
     load(text, path)
@@ -62,7 +64,7 @@ def clear_configs() -> None:
     _registered.clear()
 
 
-def source(config: str | Mapping[str, Any] | None, default: str) -> tuple[str, str]:
+def source(config: Given | None, default: str) -> tuple[str, str]:
     """Text and path of a session's config: a path, YAML text or a mapping; None for `default`, a path.
 
     Registered groups are added, unless the config is "". ConfigError for a file that cannot be read.
@@ -75,11 +77,14 @@ def source(config: str | Mapping[str, Any] | None, default: str) -> tuple[str, s
     return _text({**(yaml.load(text, LOADER) or {}), **_registered}), path or "gt.register_config"
 
 
-def _given(config: str | Mapping[str, Any]) -> tuple[str, str]:
+def _given(config: Given) -> tuple[str, str]:
     if isinstance(config, Mapping):
         return _text(dict(config)), "the dict"
+    if isinstance(config, os.PathLike):
+        path = os.fsdecode(config)
+        return read(path), path
     if not isinstance(config, str):
-        raise ConfigError(f"config is {type(config).__name__} {config!r:.80}, want a path, YAML text or a dict")
+        raise ConfigError(f"config is {config!r:.80} of type {type(config).__name__}; want a path, YAML text or a dict")
     # A path has none of these.
     if "\n" in config or config.lstrip().startswith("{") or ": " in config:
         return config, "the text"
@@ -102,8 +107,9 @@ def _group(config: SignalConfig) -> dict[str, Any]:
 def _text(config: dict[str, Any]) -> str:
     try:
         return yaml.safe_dump(_plain(config), sort_keys=False)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the config has a value that YAML lacks: {error!s:.200}") from None
+    except yaml.representer.RepresenterError as error:
+        value, want = error.args[-1], "want text, numbers, true, false, null, lists and dicts"
+        raise ConfigError(f"the config has {value!r:.80} of type {type(value).__name__}; {want}") from None
 
 
 def _plain(value: Any) -> Any:

@@ -116,7 +116,7 @@ class _Emitter(Emitter):
 class _Core(Core):
     """A dispatcher in its client's process: the client raises the errors, and a log would say them twice."""
 
-    def warn(self, peer: bytes, error: errors.GTError) -> None:
+    def warn(self, peer: bytes, what: object) -> None:
         pass
 
 

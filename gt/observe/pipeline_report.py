@@ -63,7 +63,7 @@ def describe(dry: Dry, step: PlannedStep) -> dict[str, Any]:
     report["choices"] = _choices(pipe, costs)
     name, limit = asked(step.schedule) if step.schedule else ("1f1b", None)
     request = ScheduleRequest(name, pipe.places, stages.micro, limit, stages.backward)
-    report["balance"] = balance(costs, pipe.found.units, request)
+    report["balance"] = balance(costs, pipe.priced.units, request)
     return report
 
 
@@ -88,7 +88,7 @@ def _last_pass(step: PlannedStep) -> tuple[list[Planned], dict[int, list[Instruc
 def _costs(pipe: PricedPipeline, step: PlannedStep) -> Costs:
     """Costs in seconds and bytes: those by which the dispatcher scheduled a captured step, else nominal costs."""
     told = (step.answer.get("schedule") or {}).get("costs")
-    costs = pipe.found.costs if told is None else Costs.from_wire(told)
+    costs = pipe.priced.costs if told is None else Costs.from_wire(told)
     timed: dict[str, Any] = {name: _seconds(getattr(costs, name)) for name in TIMED}
     return replace(costs, **timed)
 

@@ -44,7 +44,7 @@ def place(address: str) -> tuple[str, int]:
 def host_and_port(address: str) -> tuple[str, int]:
     """Name and port of "host:port", an IPv6 address being in brackets. DispatcherLost for another text."""
     # An IPv6 address has colons of its own, so it must be in brackets: "::1:80" would be ambiguous.
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host, _, port = str(address).removeprefix("tcp://").rpartition(":")
     inner = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not inner or not port.isdecimal() or not 0 < int(port) < 1 << 16 or (":" in host and inner is host):
         want = f"host:port, such as localhost:{PORT} or [::1]:{PORT}, with a port of 1 to 65535"

@@ -27,7 +27,7 @@ def test_a_config_is_a_path_a_text_or_a_dict(tmp_path: Path) -> None:
     path = tmp_path / "sharding.yaml"
     path.write_text(TEXT)
     want = load(TEXT).groups["s"].workers
-    for config in (str(path), TEXT, "s: {workers: [0, 1]}", "{s: {workers: [0, 1]}}", {"s": {"workers": (0, 1)}}):
+    for config in (str(path), path, TEXT, "s: {workers: [0, 1]}", "{s: {workers: [0, 1]}}", {"s": {"workers": (0, 1)}}):
         assert load(*source(config, "")).groups["s"].workers == want
     assert load(*source(None, str(path))).groups["s"].workers == want
     assert source("", str(path)) == ("", "")
@@ -59,9 +59,11 @@ def test_a_file_that_the_reader_accepts_can_be_registered() -> None:
         (lambda: register_config("s", {"worker": [0]}), "did you mean 'workers'"),
         (lambda: register_config("s_colpar", SignalConfig(ShardConfig(axis=0, workers=[0, 1]))), "axis is 0"),
         (lambda: register_config("s", SignalConfig(ShardConfig(axis=7, workers=[0, 1]))), "axis is 7"),
-        (lambda: source({"s": {"workers": torch.ones(2)}}, ""), "YAML lacks"),
-        (lambda: source(3, ""), "config is int 3"),
+        (lambda: source({"s": {"workers": torch.ones(2)}}, ""), "of type Tensor; want text, numbers"),
+        (lambda: source({"gt": {"precision": torch.bfloat16}}, ""), "torch.bfloat16 of type dtype; want text"),
+        (lambda: source(3, ""), "config is 3 of type int; want a path"),
         (lambda: source("nosuch.yaml", ""), "cannot be read"),
+        (lambda: source(Path("nosuch.yaml"), ""), "nosuch.yaml: cannot be read"),
     ],
 )
 def test_a_mistake_is_a_config_error(call, message: str) -> None:

@@ -223,7 +223,7 @@ def test_a_checker_sees_the_types_of_public_names(tmp_path: Path) -> None:
     command.append(str(tmp_path / "user.py"))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(100))
     said = {int(line.split(":")[1]): line for line in done.stdout.splitlines()}
-    config = "config: str | typing.Mapping[str, Any] | None ="
+    config = "config: str | os.PathLike[str] | typing.Mapping[str, Any] | None ="
     assert f'"def (n: int, {config}, *, name: bool =' in said[2], done.stdout + done.stderr
     assert "gt.client.groups.group_context.context" in said[3] and "error" not in said[3], said[3]
     assert "gt.errors.OpFailed" in said[4]

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 import gt
-from gt.client.arenas import ClientArenas
+from gt.client.exchange.arenas import ClientArenas
 from gt.errors import GTError
 from gt.worker.loop import WorkerOptions
 from gt.worker.loop import run as work

@@ -22,7 +22,7 @@ import torch
 import gt
 from gt import api
 from gt.client import current_session
-from gt.client.arenas import ARENA_BYTES
+from gt.client.exchange.arenas import ARENA_BYTES
 from gt.client.session import Session
 from gt.errors import SystemFailure
 from gt.ir.instr import FIRST

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gt.client.host_buffers import file_frames
+from gt.client.exchange.host_buffers import file_frames
 from gt.errors import CheckpointError, WorkerStuck
 from gt.wire.arena import place, upload_index
 from gt.worker import files

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import gt
 from gt.config.load import load
 from gt.errors import ConfigError, DispatcherLost, ProgramError, SystemFailure
 from gt.launch import local
@@ -51,6 +52,22 @@ def test_workers_that_cannot_start_say_why_and_nothing_else(capfd: pytest.Captur
     with pytest.raises(SystemFailure, match=r"worker \d died while starting: gt worker: no engine is named 'nonsense'"):
         local.start(1, backend="nonsense")
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_server_that_a_call_passes_over_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def no_workers(*args: object, **named: object) -> None:
+        raise SystemFailure("none are started here")
+
+    monkeypatch.setattr(local, "start", no_workers)
+    monkeypatch.setenv("GT_SERVER", "localhost:5")
+    with pytest.raises(SystemFailure, match="none are started here"):
+        gt.cpu_workers(1)
+    assert "GT_SERVER=localhost:5 is not used" in caplog.text and "gt.connect('localhost:5')" in caplog.text
+
+
+def test_one_library_is_not_taken_for_a_list_of_its_letters() -> None:
+    with pytest.raises(TypeError, match=r"libraries is 'torchvision', want a list of modules, such as \['torchvision'\]"):
+        gt.cpu_workers(1, libraries="torchvision")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -249,8 +249,8 @@ def test_a_server_on_all_addresses_of_ipv6_has_those_of_ipv4_too(folder):
             Session(f"{host}:{running.port}", token="t").close()
 
 
-@pytest.mark.parametrize("address", ["::1:5", "[::1]", "[]:5", "[::1]:0", ":5", "a:b:5"])
-def test_an_address_of_ipv6_is_in_brackets(address):
+@pytest.mark.parametrize("address", ["::1:5", "[::1]", "[]:5", "[::1]:0", ":5", "a:b:5", 12345])
+def test_an_address_is_a_host_and_a_port_and_one_of_ipv6_in_brackets(address):
     with pytest.raises(DispatcherLost, match=r"is not an address: want host:port, such as .* or \[::1\]:\d+, with"):
         host_and_port(address)
 

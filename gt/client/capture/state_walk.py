@@ -168,15 +168,15 @@ class StateWalker:
 
     def run(self) -> StateSnapshot:
         while self._queue:
-            path, thing = self._queue.popleft()
+            path, node = self._queue.popleft()
             # Breadth first, so that an object is named by its shortest path
-            if id(thing) in self._seen:
+            if id(node) in self._seen:
                 continue
-            self._seen[id(thing)] = thing  # kept alive, so that identities stay unique
+            self._seen[id(node)] = node  # kept alive, so that identities stay unique
             if len(self.snapshot.items) > MAX_ITEMS:
                 self.snapshot.overflow = True
                 break
-            self._visit(path, thing)
+            self._visit(path, node)
         return self.snapshot
 
     def counters(self) -> dict[str, StateItem]:
@@ -194,89 +194,89 @@ class StateWalker:
         if type(item.value) is int:
             self._integers[id(item)] = name
 
-    def _visit(self, path: str, thing: Any) -> None:
-        kind = type(thing)
-        if isinstance(thing, _CONTAINERS):
-            self._visit_container(path, thing)
+    def _visit(self, path: str, node: Any) -> None:
+        kind = type(node)
+        if isinstance(node, _CONTAINERS):
+            self._visit_container(path, node)
             if kind.__module__ not in LIBRARIES:  # a user's subclass, which may have attributes
-                self._visit_object(path, thing)
+                self._visit_object(path, node)
                 return
-        elif not self._visit_code(path, thing):
-            self._visit_value(path, thing)
-        if not isinstance(thing, (type, types.ModuleType, types.MethodType)):
+        elif not self._visit_code(path, node):
+            self._visit_value(path, node)
+        if not isinstance(node, (type, types.ModuleType, types.MethodType)):
             # A function that functools.wraps has wrapped is user code, even if the wrapper is a library's
-            wrapped = getattr(thing, "__dict__", {}).get("__wrapped__")  # lru_cache, gt.compile
+            wrapped = getattr(node, "__dict__", {}).get("__wrapped__")  # lru_cache, gt.compile
             if wrapped is not None:
                 self._queue.append((path, wrapped))
 
-    def _visit_container(self, path: str, thing: Any) -> None:
-        if isinstance(thing, (dict, types.MappingProxyType)):
-            self._visit_dict(path, thing)
-        elif isinstance(thing, (list, tuple, deque)):
-            self._add_length(path, thing)
-            for index, value in enumerate(list(iter(thing))):  # list(thing) would call its __len__
-                self._add_item(f"{path}[{index}]", thing, index, False, value)
-        elif isinstance(thing, functools.partial):
-            self._queue.extend([(path, thing.func), (path, thing.args), (path, thing.keywords)])
+    def _visit_container(self, path: str, node: Any) -> None:
+        if isinstance(node, (dict, types.MappingProxyType)):
+            self._visit_dict(path, node)
+        elif isinstance(node, (list, tuple, deque)):
+            self._add_length(path, node)
+            for index, value in enumerate(list(iter(node))):  # list(node) would call its __len__
+                self._add_item(f"{path}[{index}]", node, index, False, value)
+        elif isinstance(node, functools.partial):
+            self._queue.extend([(path, node.func), (path, node.args), (path, node.keywords)])
         else:  # a set
             # The order of a set says nothing. An empty one is compared by its length alone, as any empty container
-            if thing:
-                self._add_fingerprint(path, thing)
+            if node:
+                self._add_fingerprint(path, node)
             else:
-                self._add_length(path, thing)
-            for index, value in enumerate(list(thing)):
+                self._add_length(path, node)
+            for index, value in enumerate(list(node)):
                 self._queue.append((f"{path}[{index}]", value))
 
-    def _visit_code(self, path: str, thing: Any) -> bool:
+    def _visit_code(self, path: str, node: Any) -> bool:
         """Visit a function, method, class, module or weak reference; False for any other object."""
-        if isinstance(thing, types.FunctionType):
-            self._visit_function(path, thing)
-        elif isinstance(thing, types.MethodType):
-            self._queue.extend([(path, thing.__self__), (path, thing.__func__)])
-        elif isinstance(thing, type):
-            self._visit_class(path, thing)
-        elif isinstance(thing, types.ModuleType):
-            self._visit_module(path, thing)
-        elif isinstance(thing, weakref.ref):
-            self._queue.append((path, thing()))
+        if isinstance(node, types.FunctionType):
+            self._visit_function(path, node)
+        elif isinstance(node, types.MethodType):
+            self._queue.extend([(path, node.__self__), (path, node.__func__)])
+        elif isinstance(node, type):
+            self._visit_class(path, node)
+        elif isinstance(node, types.ModuleType):
+            self._visit_module(path, node)
+        elif isinstance(node, weakref.ref):
+            self._queue.append((path, node()))
         else:
             return False
         return True
 
-    def _visit_value(self, path: str, thing: Any) -> None:
-        kind = type(thing)
-        if not isinstance(thing, RemoteTensor) and fingerprint(thing) is not None:
-            self._add_fingerprint(path, thing)
+    def _visit_value(self, path: str, node: Any) -> None:
+        kind = type(node)
+        if not isinstance(node, RemoteTensor) and fingerprint(node) is not None:
+            self._add_fingerprint(path, node)
         elif hasattr(kind, "__next__") and is_library(kind.__module__):
             self.snapshot.opaque.append(f"{path} is an iterator ({kind.__name__}), whose position cannot be compared")
-        elif not isinstance(thing, (types.BuiltinFunctionType, torch.Tensor)):
-            self._visit_object(path, thing)
+        elif not isinstance(node, (types.BuiltinFunctionType, torch.Tensor)):
+            self._visit_object(path, node)
 
-    def _visit_dict(self, path: str, thing: Any) -> None:
-        self._add_length(path, thing)
+    def _visit_dict(self, path: str, node: Any) -> None:
+        self._add_length(path, node)
         # The order of keys decides the order of ops, but in libraries'
         # own tables, as an optimizer's state, where code looks keys up
-        if id(thing) in self._unordered:
-            self._unordered.update(id(value) for value in thing.values() if isinstance(value, dict))
-        elif len(thing) > 1:
-            self.snapshot.orders.append((path, thing, list(map(id, thing))))
-        for index, (key, value) in enumerate(list(dict.items(thing) if isinstance(thing, dict) else thing.items())):
+        if id(node) in self._unordered:
+            self._unordered.update(id(value) for value in node.values() if isinstance(value, dict))
+        elif len(node) > 1:
+            self.snapshot.orders.append((path, node, list(map(id, node))))
+        for index, (key, value) in enumerate(list(dict.items(node) if isinstance(node, dict) else node.items())):
             name = repr(key) if is_scalar_like(key) else str(index)
-            self._add_item(f"{path}[{name}]", thing, key, False, value)
+            self._add_item(f"{path}[{name}]", node, key, False, value)
             if not is_scalar_like(key) and not isinstance(key, torch.Tensor):
                 self._queue.append((f"{path} key {index}", key))
 
-    def _add_fingerprint(self, path: str, thing: Any) -> None:
-        if isinstance(thing, np.ndarray) and thing.nbytes > MAX_COMPARED_BYTES and not thing.flags.writeable:
+    def _add_fingerprint(self, path: str, node: Any) -> None:
+        if isinstance(node, np.ndarray) and node.nbytes > MAX_COMPARED_BYTES and not node.flags.writeable:
             return  # most are mapped files, which nothing in Python writes
-        if isinstance(thing, (np.ndarray, torch.Tensor)) and thing.nbytes > MAX_COMPARED_BYTES:
-            self.snapshot.opaque.append(f"{path} is a large {'array' if isinstance(thing, np.ndarray) else 'CPU tensor'}")
+        if isinstance(node, (np.ndarray, torch.Tensor)) and node.nbytes > MAX_COMPARED_BYTES:
+            self.snapshot.opaque.append(f"{path} is a large {'array' if isinstance(node, np.ndarray) else 'CPU tensor'}")
         else:
-            self.snapshot.fingerprints[f"{path}, {type(thing).__name__}"] = (thing, fingerprint(thing))
+            self.snapshot.fingerprints[f"{path}, {type(node).__name__}"] = (node, fingerprint(node))
 
-    def _add_length(self, path: str, thing: Any) -> None:
-        length = tuple.__len__(thing) if isinstance(thing, tuple) else len(thing)  # a class of tuples may refuse len()
-        self.snapshot.lengths.append((thing, length, path))
+    def _add_length(self, path: str, node: Any) -> None:
+        length = tuple.__len__(node) if isinstance(node, tuple) else len(node)  # a class of tuples may refuse len()
+        self.snapshot.lengths.append((node, length, path))
 
     def _add_item(self, path: str, holder: Any, key: Any, attribute: bool, value: Any) -> None:
         # Tensors are compared by identity, scalars by value; all else is walked into
@@ -391,30 +391,30 @@ class StateWalker:
         for base in cls.__bases__:
             self._queue.append((path, base))
 
-    def _visit_object(self, path: str, thing: Any) -> None:
-        kind = type(thing)
+    def _visit_object(self, path: str, node: Any) -> None:
+        kind = type(node)
         if is_stateless(kind):
             return
-        self.snapshot.kinds.append((path, thing, kind))
-        if isinstance(thing, torch.optim.Optimizer):
-            self.snapshot.optimizers.append(thing)
+        self.snapshot.kinds.append((path, node, kind))
+        if isinstance(node, torch.optim.Optimizer):
+            self.snapshot.optimizers.append(node)
         self._queue.append((kind.__name__, kind))
-        own = getattr(thing, "__dict__", None)
+        own = getattr(node, "__dict__", None)
         if isinstance(own, dict):
             self._add_length(f"{path}'s attributes", own)
-            self._visit_attributes(path, thing, own)
+            self._visit_attributes(path, node, own)
         for cls in kind.__mro__:
             slots = vars(cls).get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
-                if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
-                    self._add_item(f"{path}.{name}", thing, name, True, getattr(thing, name))
+                if name not in ("__dict__", "__weakref__") and hasattr(node, name):
+                    self._add_item(f"{path}.{name}", node, name, True, getattr(node, name))
 
-    def _visit_attributes(self, path: str, thing: Any, own: dict) -> None:
-        module, kind = isinstance(thing, torch.nn.Module), type(thing)
-        if is_installed(type(thing).__module__):
+    def _visit_attributes(self, path: str, node: Any, own: dict) -> None:
+        module, kind = isinstance(node, torch.nn.Module), type(node)
+        if is_installed(type(node).__module__):
             self._library_state.update(map(id, own.values()))
         # Library code is not walked, so it is not known which attributes it names: where it knows the object, all count
-        every = self.used is None or has_library_base(type(thing)) or id(thing) in self._library_state
+        every = self.used is None or has_library_base(type(node)) or id(node) in self._library_state
 
         # A module's children are at `model.layer`, not at `model._modules['layer']`, in paths that a user reads.
         # Its empty tables of hooks are compared by length alone: a model has a dozen of them for each module
@@ -426,7 +426,7 @@ class StateWalker:
             elif module and name in _HOOK_FIELDS and isinstance(value, dict) and not value:
                 self._add_length(f"{path}.{name}", value)
             elif every or name in self.used:  # type: ignore[operator]
-                if isinstance(value, dict) and type(thing).__module__.startswith(STATEFUL):
+                if isinstance(value, dict) and type(node).__module__.startswith(STATEFUL):
                     self._unordered.add(id(value))
                 self._add_item(f"{path}.{name}", own, name, False, value)
                 if type(value) is int and may_count(kind, name):  # type: ignore[arg-type]
@@ -451,30 +451,30 @@ def _operands(code: types.CodeType, ops: frozenset[str]) -> frozenset[str]:
     return frozenset(own.union(*(_operands(part, ops) for part in code.co_consts if isinstance(part, types.CodeType))))
 
 
-def fingerprint(thing: Any) -> Any:
+def fingerprint(node: Any) -> Any:
     """The comparable value of an object that changes in place; None for objects that have no such value."""
-    if isinstance(thing, np.ndarray):
-        return (thing.shape, thing.dtype.str, thing.tobytes() if thing.nbytes <= MAX_COMPARED_BYTES else b"")
-    if isinstance(thing, torch.Tensor):
-        if thing.device.type != "cpu" or thing.layout is not torch.strided or thing.nbytes > MAX_COMPARED_BYTES:
+    if isinstance(node, np.ndarray):
+        return (node.shape, node.dtype.str, node.tobytes() if node.nbytes <= MAX_COMPARED_BYTES else b"")
+    if isinstance(node, torch.Tensor):
+        if node.device.type != "cpu" or node.layout is not torch.strided or node.nbytes > MAX_COMPARED_BYTES:
             # Not compared by value: torch counts writes in a version. An inference tensor has none
-            return (thing.shape, 0 if thing.is_inference() else thing._version)
-        return (thing.shape, thing.dtype, bytes(thing.detach().contiguous().view(-1).view(torch.uint8).numpy()))
-    if isinstance(thing, (set, frozenset)):
-        return frozenset((type(e), comparable(e)) if is_scalar_like(e) else id(e) for e in thing)
-    if isinstance(thing, random.Random):
-        return thing.getstate()
-    if isinstance(thing, torch.Generator):
-        return bytes(thing.get_state().numpy()) if thing.device.type in ("cpu", *Shown.types) else None
-    if isinstance(thing, (np.random.Generator, np.random.RandomState)):
-        bits = thing.bit_generator if isinstance(thing, np.random.Generator) else thing._bit_generator  # type: ignore[attr-defined]
+            return (node.shape, 0 if node.is_inference() else node._version)
+        return (node.shape, node.dtype, bytes(node.detach().contiguous().view(-1).view(torch.uint8).numpy()))
+    if isinstance(node, (set, frozenset)):
+        return frozenset((type(e), comparable(e)) if is_scalar_like(e) else id(e) for e in node)
+    if isinstance(node, random.Random):
+        return node.getstate()
+    if isinstance(node, torch.Generator):
+        return bytes(node.get_state().numpy()) if node.device.type in ("cpu", *Shown.types) else None
+    if isinstance(node, (np.random.Generator, np.random.RandomState)):
+        bits = node.bit_generator if isinstance(node, np.random.Generator) else node._bit_generator  # type: ignore[attr-defined]
         return repr(bits.state)
-    if isinstance(thing, ContextVar):
-        value = thing.get(_UNSET)
+    if isinstance(node, ContextVar):
+        value = node.get(_UNSET)
         return type(value), comparable(value) if is_scalar_like(value) else id(value)
-    if isinstance(thing, bytearray) or type(thing).__module__ in ("array", "ctypes", "_ctypes"):
+    if isinstance(node, bytearray) or type(node).__module__ in ("array", "ctypes", "_ctypes"):
         try:
-            return bytes(memoryview(thing))
+            return bytes(memoryview(node))
         except TypeError:
             return None
     return None

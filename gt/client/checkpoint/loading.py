@@ -24,7 +24,7 @@ from gt.client.checkpoint.safetensors_format import FileEntry
 from gt.client.current_session import Current
 from gt.client.device.meta import LARGE_BYTES
 from gt.client.device.remote_tensor import RemoteTensor
-from gt.client.host_buffers import Frames, file_frames
+from gt.client.exchange.host_buffers import Frames, file_frames
 from gt.client.reports import progress
 from gt.client.session import Session
 from gt.client.trace.uploads import upload_from_file

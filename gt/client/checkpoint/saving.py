@@ -28,7 +28,7 @@ from gt.client.checkpoint.safetensors_format import NAMES, WRITER, FileEntry
 from gt.client.current_session import Current
 from gt.client.device.meta import dtype_name
 from gt.client.device.remote_tensor import RemoteTensor
-from gt.client.host_buffers import FileAssembly, write
+from gt.client.exchange.host_buffers import FileAssembly, write
 from gt.client.reports import progress
 from gt.client.session import Session
 from gt.client.trace.uploads import values

@@ -38,6 +38,8 @@ def apply(
     group of the stage around the module. With a list of groups the modules are divided into as many runs. A second
     call replaces the first. Returns name of a module -> its rule. ConfigError if a pattern matches no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"gt.signal.apply takes a torch.nn.Module, got {type(model).__name__}")
     listed = read(rules)
     names = [name for name, _ in model.named_modules()]
     missed = unmatched(listed, names)
@@ -58,7 +60,10 @@ def apply(
 def read(rules: Mapping[str, Group | Mapping[str, Any]] | Iterable[Rule]) -> list[Rule]:
     """Rules of a user in the form of a config's rules; ConfigError for any other form."""
     if not isinstance(rules, Mapping):
-        return list(rules)
+        known = list(rules) if isinstance(rules, Iterable) else [rules]
+        if not all(isinstance(rule, Rule) for rule in known):
+            raise ConfigError(f"the rules are {rules!r:.80}, want a dict from patterns to groups, as {{'encoder.*': 'stage0'}}")
+        return known
     listed = []
     for pattern, value in rules.items():
         whole: Mapping[str, Any] = value if isinstance(value, Mapping) else {"group": value}

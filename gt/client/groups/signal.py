@@ -5,6 +5,7 @@ The config says what the name of a group means; nothing here knows it.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,8 @@ from gt.client import current_session
 from gt.client.groups.group_context import context as context  # a public name of gt.signal
 from gt.client.groups.group_context import stack
 from gt.client.trace.custom_ops import Move
+
+log = logging.getLogger("gt")
 
 
 class _Entered(threading.local):
@@ -47,8 +50,10 @@ def exit(name: str) -> None:
     """Leave the group that `enter` entered last. ValueError if that is another one, or none is open."""
     opened = _entered.open[-1][0] if _entered.open else None
     if opened != name:
-        have = f"the group entered last is {opened!r}" if opened else "no group is open"
-        raise ValueError(f"gt.signal.exit({name!r}), but {have}: leave groups in the reverse order")
+        have = "no group is open: gt.signal.enter opens one"
+        if opened is not None:
+            have = f"the group entered last is {opened!r}: leave groups in the reverse order"
+        raise ValueError(f"gt.signal.exit({name!r}), but {have}")
     _entered.open.pop()[1].__exit__()
 
 
@@ -72,14 +77,18 @@ def apply(model: torch.nn.Module, rules: Any = None) -> dict:
     rules: {pattern: group} or {pattern: {"group": ..., "parts": ...}}, where parts is the number of weights fused in one;
     None for the `modules:` of the session's config. A group may be a suffix such as `_colpar`, or a list of groups, over
     which the modules are divided. A second call replaces the first. Returns name of a module -> its rule.
-    ConfigError for a pattern that matches no module.
+    ConfigError for a pattern that matches no module, TypeError for a model that is no module.
     """
     from gt.client.groups import placement
     from gt.config.load import load
+    from gt.config.schema import DATA_PARALLEL
 
     if rules is None:
         current_session.current()
-        rules = load(*current_session.Current.config).modules
+        config = load(*current_session.Current.config)
+        rules = config.modules
+        if not rules and set(config.groups) - {DATA_PARALLEL}:  # where data parallelism alone is wanted, no rule is
+            log.warning("gt.signal.apply(model) places no module: %s has no rules under gt: modules:", config.path)
     return placement.apply(model, rules, context)
 
 

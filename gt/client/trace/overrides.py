@@ -268,6 +268,7 @@ _ROWS: dict[str, Handler | None] = {
     "aten.lift.default": itself,
     "aten.linear.default": linear,
     "aten.batch_norm.default": batch_norm.handler,
+    "aten.native_batch_norm_backward.default": batch_norm.backward,
     "aten._fused_rms_norm.default": rms_norm,
     "aten.lift_fresh.default": itself,
     "aten.copy_.default": host_ops.copy,

@@ -294,8 +294,8 @@ def _check_target(info: OpInfo, meta: Meta, stand_in: torch.Tensor, args: list, 
     stand_in: the tensor's, after the meta kernel.
     """
     if tuple(stand_in.shape) != meta.shape:
-        found = list(stand_in.shape)
-        raise RuntimeError(f"output with shape {list(meta.shape)} doesn't match the broadcast shape {found}")
+        broadcast = list(stand_in.shape)
+        raise RuntimeError(f"output with shape {list(meta.shape)} doesn't match the broadcast shape {broadcast}")
     if any(size > 1 and step == 0 for size, step in zip(meta.shape, meta.stride, strict=True)):
         refusals.overlapping(info, args, kwargs)
 

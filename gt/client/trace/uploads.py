@@ -18,7 +18,7 @@ from gt.client.values.uploaded_values import DTYPES, MAX_BYTES
 from gt.ir.template import Out, Template
 
 if TYPE_CHECKING:  # which imports zmq
-    from gt.client.kept_uploads import FileTensor
+    from gt.client.exchange.kept_uploads import FileTensor
 
 MAX_INLINE_BYTES = 256 << 10  # uploaded in the batch of ops; larger data stays on the client until a worker requests it
 _uploads: dict[Meta, int] = {}

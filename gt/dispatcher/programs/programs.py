@@ -9,97 +9,34 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter, is_
 from typing import Any
 
 from gt.dispatcher.fairness.time_slices import Leavings
-from gt.dispatcher.planning.host_copies import LaunchedCopies, SessionHostCopies
+from gt.dispatcher.planning.host_copies import SessionHostCopies
 from gt.dispatcher.planning.materializer import root_layout
 from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.programs.codegen import ProgramWriter
 from gt.dispatcher.programs.deferred import DeferredRuns
+from gt.dispatcher.programs.launch import ProgramLauncher
 from gt.dispatcher.programs.pass_manager import PASSES, run_passes
 from gt.dispatcher.programs.passes.context import PassContext
 from gt.dispatcher.programs.passes.rematerialize import BOUNDS, rematerialize
+from gt.dispatcher.programs.program import Program, RecordedLayouts
 from gt.dispatcher.programs.recording import MAX_INSTRUCTIONS_PER_SESSION, Instruction, Recording
 from gt.dispatcher.state.context import SessionContext
-from gt.dispatcher.state.failures import Launched, Planned
 from gt.dispatcher.state.outbox import Outbox
 from gt.dispatcher.state.records import Cause
-from gt.dispatcher.state.tensors import LaunchCount, Storage, Tensor
+from gt.dispatcher.state.tensors import Storage, Tensor
 from gt.errors import ProtocolError
 from gt.ir.instr import BACKENDS, Define
-from gt.ir.layout import Layout, Partial, R, local_shape, replicated
+from gt.ir.layout import Layout, local_shape, replicated
 from gt.wire.codec import packed_payload
 from gt.wire.messages import FinishCapture
 
 MAX_PROGRAMS_PER_SESSION = 64
 STEP = 1024  # tensors that are placed, or aliases that are written, before other sessions have a turn
 MAX_HINTED_SLOTS = 4096  # functions whose inputs' layouts are remembered
-_LAYOUT = attrgetter("layout")
-
-
-class RecordedLayouts:
-    """Tensors, and the layouts that they had when a program was recorded."""
-
-    def __init__(self, placed: Iterable[Tensor]) -> None:
-        self.tensors = list(placed)
-        self.layouts: list[Layout] = list(map(_LAYOUT, self.tensors))
-
-    def hold(self) -> bool:
-        """True if each tensor has its recorded layout, at the cost of a comparison for each."""
-        return all(map(is_, map(_LAYOUT, self.tensors), self.layouts))
-
-    def changed(self) -> Iterator[tuple[Tensor, Layout]]:
-        """Tensors whose layout is another one now, and their recorded layouts. To move one may move those behind it."""
-        return ((t, layout) for t, layout in zip(self.tensors, self.layouts, strict=True) if t.layout is not layout)
-
-
-@dataclass(slots=True)
-class Program:
-    """code: its definitions by worker, in order. layouts, made: of its inputs and of its results, when it was recorded.
-
-    compared: the table's `relaid` at which all layouts were as recorded. A launch refers to its containers as they are, and
-    nothing changes them: the cost of a launch does not grow with the number of tensors.
-    """
-
-    uses: list[Define]  # definitions that its code names: they live as long as it
-    journal: list[Planned]
-    layouts: RecordedLayouts
-    made: RecordedLayouts
-    reads: list[Storage]
-    writes: list[Storage]
-    makes: list[Storage]
-    constants: list[tuple[list[int], int]]
-    size: int
-    host_copies: LaunchedCopies
-    code: dict[int, list[Define]] = field(default_factory=dict)
-    numbers: dict[int, list[int]] = field(default_factory=dict)  # numbers of its definitions, by worker
-    seconds: dict[int, float] = field(default_factory=dict)  # that it takes on each worker, by estimate
-    count: LaunchCount = field(default_factory=LaunchCount)
-    compared: int = -1
-    order: dict = field(default_factory=dict)  # the report of its schedule
-    failed: Cause | None = None  # a worker of it is lost: a process that takes its place knows nothing of it
-
-    def define(self, code: dict[int, list[Define]]) -> None:
-        """Give it its definitions."""
-        self.code = code
-        self.numbers = {worker: [define.number for define in defines] for worker, defines in code.items()}
-
-    def changes(self) -> Iterable[Storage]:
-        """Storages that a launch writes or makes."""
-        return dict.fromkeys((*self.writes, *self.makes))
-
-    def leave(self, leavings: Leavings, forget: bool = False) -> None:
-        """Nothing names it any more. forget: storages live on, and forget it."""
-        emptied = partial(Storage.forget, program=self.count) if forget else None
-        for part in (self.writes, self.makes):
-            leavings.add(part, emptied)
-        # A trace may hold the journal, as that of a replay: a copy is emptied
-        for rest in ([*self.journal], self.reads, self.layouts.tensors, self.made.tensors, self.uses):
-            leavings.add(rest)
 
 
 class Programs:
@@ -110,6 +47,7 @@ class Programs:
     ) -> None:
         self._context, self._outbox, self._redistributor = context, outbox, redistributor
         self._host_copies = host_copies
+        self._launcher = ProgramLauncher(context, redistributor, host_copies)
         self._emitter, self._cluster, self._table = context.emitter, context.cluster, context.table
         self._failures, self._journal = context.failures, context.journal
         self.deferred = DeferredRuns(context, outbox, self)
@@ -432,13 +370,14 @@ class Programs:
         storages = dict.fromkeys(t.storage for t in older)
         reads = dict.fromkeys(r for row in tape.journal for r in row.reads if r in storages)
         writes = dict.fromkeys([w for row in tape.journal for w in row.writes if w in storages] + carried)
-        makes = dict.fromkeys(t.storage for i, t in rows.items() if i not in tape.before)
-        layouts = RecordedLayouts(t for t in older if (t.storage in reads or t.storage in writes) and t.layout is not None)
-        made = RecordedLayouts(t for i, t in rows.items() if i not in tape.before and t.layout is not None and t.base is None)
+        new = [t for i, t in rows.items() if i not in tape.before]
+        makes = dict.fromkeys(t.storage for t in new)
+        inputs = RecordedLayouts(t for t in older if (t.storage in reads or t.storage in writes) and t.layout is not None)
+        results = RecordedLayouts(t for t in new if t.layout is not None and t.base is None)
         uses = dict.fromkeys(row.define for part in tape.code.values() for row in part)
         journal, copies = tape.sealed(), self._host_copies.of_program(tape)
         touched = [*reads], [*writes], [*makes]
-        program = Program([*uses], journal, layouts, made, *touched, tape.constants, tape.size, copies)
+        program = Program([*uses], journal, inputs, results, *touched, tape.constants, tape.size, copies)
         duration = self._emitter.duration
         program.seconds = {worker: duration([row.define.number for row in part]) for worker, part in tape.code.items()}
         for storage in program.changes():
@@ -463,69 +402,13 @@ class Programs:
     # ---- replaying
 
     def launch(self, number: int, seed: Any, counter: Any) -> None:
-        """One instruction to each worker that has a part in it."""
-        # The hot path of a captured step: while no layout has changed, its cost does not grow with ops and tensors.
+        """Replay a program. ProtocolError if there is none of this number."""
         program = self.all.get(number) if type(number) is int else None
         if program is None or type(seed) is not int or type(counter) is not int:
             raise ProtocolError(f"Ops.code launches {number!r:.40}, which is no program")
         self.order, self.newest = program.order, program.numbers
         self.launches += 1
-        if program.compared != self._table.relaid and program.failed is None:
-            self._restore_layouts(program)
-        self._host_copies.before_launch(program.host_copies)
-        with self._emitter.op(len(program.journal)):
-            row = Launched(
-                self._emitter.seq, program.journal[0].known, self._context.origin, program.reads, program.writes, program.makes,
-                program.journal, program.count.launches + 1,
-            )  # fmt: skip
-            self._journal.add(row)
-            program.count.launches += 1
-            if self._failures.troubled and self._doomed(program, row.seq):
-                return
-            for worker, defines in program.code.items():
-                for define in defines:
-                    self._emitter.write(self._cluster.workers[worker], define, (seed, counter))
-            self._host_copies.after_launch(program.host_copies)
-
-    def _restore_layouts(self, program: Program) -> None:
-        """Bring tensors to their recorded layouts. Once all have them, that holds until some tensor's layout changes."""
-        if program.layouts.hold() and program.made.hold():
-            program.compared = self._table.relaid
-            return
-        for tensor, layout in program.layouts.changed():
-            self._redistributor.relayout(tensor.storage, root_layout(tensor, layout))
-        for tensor, layout in program.made.changed():
-            if tensor.storage.tensors:
-                self._made_again(tensor.storage, layout)
-
-    def _made_again(self, storage: Storage, layout: Layout) -> None:
-        """Restore the layout of a result that was changed since: its terms were added up, or it moved."""
-        # A result is overwritten by the replay, so its present value does not count. It moves to the layout without terms, and
-        # is then declared to be terms: the replay writes these.
-        terms = {axis: place for axis, place in enumerate(layout.placements) if isinstance(place, Partial)}
-        self._redistributor.relayout(
-            storage, Layout(layout.mesh, tuple(R if n in terms else p for n, p in enumerate(layout.placements)))
-        )
-        for tensor in storage.tensors.values() if terms else ():
-            places = enumerate(tensor.layout.placements if tensor.layout else ())
-            self._context.set_layout(tensor, Layout(layout.mesh, tuple(terms.get(n, place) for n, place in places)))
-
-    def _doomed(self, program: Program, seq: int) -> bool:
-        """Taint the results of a replay that reads a failed tensor; True if it cannot be sent, for want of a worker."""
-        # A lost worker or a failed input: results are worthless, so they are marked before the replay. Without either, results
-        # that had failed are good again, since the replay makes them anew. A lost worker heals by no replay.
-        mark = self._journal.set_cause
-        cause = program.failed or next((read.failed for read in program.reads if read.failed is not None), None)
-        for storage in program.makes:
-            if cause is not None:
-                mark(seq, storage, cause)
-            elif storage.failed is not None and storage.failed.lost < 0:
-                mark(seq, storage, None)  # made anew, from good tensors
-                storage.unallocated = False
-        if cause is not None:
-            for storage in program.writes:
-                self._journal.fail(seq, storage, cause)
-        return cause is not None and cause.lost >= 0
+        self._launcher.launch(program, seed, counter)
 
     def lose(self, worker: int, cause: Cause) -> None:
         """A worker is gone, and so is its part of programs."""
@@ -558,7 +441,7 @@ class Programs:
         """Assert the invariants between events."""
         for program in self.all.values():
             if program.compared == self._table.relaid:
-                assert program.layouts.hold() and program.made.hold(), "a layout has changed, and Table.relaid has not"
+                assert program.inputs.hold() and program.results.hold(), "a layout has changed, and Table.relaid has not"
             assert all(program.count in storage.programs for storage in program.changes())
 
 

@@ -59,16 +59,16 @@ def blocks(workers: Placement) -> list[list[int]]:
     return blocks_of
 
 
-def expand(rows: Rows, found: Sequence[Sequence[int]]) -> list[list[Action]]:
+def expand(rows: Rows, members: Sequence[Sequence[int]]) -> list[list[Action]]:
     """Rows of blocks as rows of stages: F in ascending order of stages, all else in descending order.
 
-    found: the stages of each block. With [[0, 1], [2]] the row 0F0, 0B0 becomes 0F0, 1F0, 1B0, 0B0.
+    members: the stages of each block. With [[0, 1], [2]] the row 0F0, 0B0 becomes 0F0, 1F0, 1B0, 0B0.
     """
     return [
         [
             Action(stage, action.kind, action.micro)
             for action in row
-            for stage in (found[action.stage] if action.kind == "F" else reversed(found[action.stage]))
+            for stage in (members[action.stage] if action.kind == "F" else reversed(members[action.stage]))
         ]
         for row in rows
     ]

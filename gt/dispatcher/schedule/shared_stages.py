@@ -27,7 +27,7 @@ NAMES = {"gpipe": (False,), "1f1b": (False,), "zb-h1": (True,), "auto": (True, F
 AHEAD = (1.0, 1.5, 2.0, 3.0)  # forwards that a stage runs ahead of each later stage
 LATE = (0.0, 0.35, 1.0)  # part of its time by which an action may delay a meeting, or a W the next action
 MANY_FORWARDS = 256  # beyond, list scheduling takes tenths of a second, so fewer orders are tried
-Found = tuple[float, int, Action]  # start, rank among equal starts, action
+Offer = tuple[float, int, Action]  # start, rank among equal starts, action
 
 
 def orders(name: str, members: Sequence[Members], micro_batches: int, costs: Costs) -> Iterator[Rows]:
@@ -99,9 +99,9 @@ class _Meetings:
             start, _, action, worker = min(able)
             self.do(self.members[action.stage] if worker < 0 else (worker,), action, start)
 
-    def alone(self, worker: int, gate: float) -> Found | None:
+    def alone(self, worker: int, gate: float) -> Offer | None:
         """A worker's next action of its own and its start. gate: time at which it has to be free for a meeting."""
-        clock, best = self.clock[worker], min((found for stage in self.own[worker] for found in self.able(stage)), default=None)
+        clock, best = self.clock[worker], min((offer for stage in self.own[worker] for offer in self.able(stage)), default=None)
         if best is not None and best[0] + (1 - self.late) * self.took(best[2]) > gate:
             best = None
 
@@ -114,7 +114,7 @@ class _Meetings:
                 return clock, 0, weight
         return best
 
-    def able(self, stage: int) -> Iterator[Found]:
+    def able(self, stage: int) -> Iterator[Offer]:
         """A stage's next F and next I (or B), if their inputs are ready."""
         clock = max(self.clock[worker] for worker in self.members[stage])  # all of them have to be free
         # Micro-batches pass a stage in order, so the next to come back is the one after those that have.

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from gt.dispatcher.cluster.workers import Worker
-from gt.dispatcher.programs.programs import Program
+from gt.dispatcher.programs.program import Program
 from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.records import Origin
 from gt.ir.dataflow import decode, makes

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import gt
-from gt.client.arenas import ClientArenas
 from gt.client.checkpoint import saving
+from gt.client.exchange.arenas import ClientArenas
 from tests.helpers.processes import started
 
 TENSORS, ROWS = 12, 4096  # of 16 MiB each

@@ -16,8 +16,8 @@ from torch import nn
 
 import gt
 from gt.client import current_session
-from gt.client.arenas import ClientArenas
 from gt.client.checkpoint.folder import NewFolder
+from gt.client.exchange.arenas import ClientArenas
 from tests.helpers.limits import limit
 from tests.helpers.serving import settled
 

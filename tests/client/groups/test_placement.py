@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -126,6 +127,17 @@ def test_patterns_that_match_nothing_are_an_error() -> None:
         apply(nn.Linear(2, 2), {"x": "a"}, Spy())
     with pytest.raises(ConfigError, match="want a group's name"):
         apply(model(), {"h.*": 3}, Spy())  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("rules", ["a", ["h.*"], 3])
+def test_rules_are_a_dict(rules: Any) -> None:
+    with pytest.raises(ConfigError, match=r"want a dict from patterns to groups, as \{'encoder"):
+        apply(model(), rules, Spy())
+
+
+def test_what_is_no_module_is_refused_by_its_type() -> None:
+    with pytest.raises(TypeError, match=r"takes a torch.nn.Module, got Tensor"):
+        apply(torch.ones(2), {"": "a"}, Spy())  # type: ignore[arg-type]
 
 
 def best(weights: list[int], parts: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_enter_and_exit_are_a_context() -> None:
 
 
 def test_exit_refuses_another_group_than_the_last() -> None:
-    with pytest.raises(ValueError, match="no group is open"):
+    with pytest.raises(ValueError, match=r"no group is open: gt\.signal\.enter opens one"):
         gt.signal.exit("a")
     gt.signal.enter("a")
     try:
@@ -127,3 +128,14 @@ def test_a_group_or_a_folder_whose_name_is_no_utf_8_costs_no_session(tmp_path: P
             assert x.sum().item() == 3
         finally:
             gt.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"), [("a: {workers: [0]}\n", True), ("gt: {data_parallel: [0, 1]}\n", False), ("", False)]
+)
+def test_apply_tells_of_a_config_with_groups_and_no_rules(
+    config: str, said: bool, session: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    session(config)
+    assert gt.signal.apply(torch.nn.Linear(2, 2)) == {}
+    assert ("places no module" in caplog.text) is said

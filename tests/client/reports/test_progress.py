@@ -20,8 +20,8 @@ import pytest
 import torch
 
 import gt
-from gt.client import host_buffers
-from gt.client.kept_uploads import KeptUploads
+from gt.client.exchange import host_buffers
+from gt.client.exchange.kept_uploads import KeptUploads
 from gt.client.reports import progress
 from gt.wire import messages
 

@@ -95,6 +95,78 @@ def test_a_step_without_stages_says_so(session: Callable, data: list, caplog: py
     assert "so there is one stage" in run.explain()
 
 
+def chain(session: Callable, prepare: Callable[[torch.nn.ModuleList], Any], schedule: str) -> tuple[list, list, Any]:
+    """Losses and state of two layers in two stages, trained eagerly and in a schedule. prepare: changes the layers first."""
+    session(stages(0, 1))
+    outcomes, run = [], None
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Conv2d(2, 2, 3, padding=1), torch.nn.BatchNorm2d(2), torch.nn.Tanh()) for _ in range(2)
+        ).to("remote")
+        prepare(layers)
+        optimizer = torch.optim.SGD([p for p in layers.parameters() if p.requires_grad], lr=0.1)
+
+        def step(x: torch.Tensor, layers=layers, optimizer=optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            total = torch.zeros((), device="remote")
+            for part in gt.microbatches(x, PARTS):
+                for n, layer in enumerate(layers):
+                    with gt.signal.context(f"pp_stage{n}"):
+                        part = layer(part)
+                loss = part.square().mean()
+                loss.backward()
+                total += loss.detach()
+            optimizer.step()
+            return total
+
+        run = gt.compile(step, schedule=schedule) if compiled else step
+        losses = [run(x.to("remote")) for x in torch.randn(CALLS, 8, 2, 4, 4)]
+        outcomes.append([t.detach().cpu() for t in (*losses, *layers.state_dict().values())])
+    return *outcomes, run
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.usefixtures("plain_threads")
+def test_batch_norms_train_in_a_schedule(schedule: str, session: Callable) -> None:
+    want, got, run = chain(session, lambda layers: None, schedule)
+    assert not run._programs[0].answer["schedule"]["why"], run.explain()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "auto"])
+@pytest.mark.usefixtures("plain_threads")
+def test_the_backward_pass_may_end_before_frozen_stages(schedule: str, session: Callable) -> None:
+    want, got, run = chain(session, lambda layers: layers[0].requires_grad_(False), schedule)
+    assert not run._programs[0].answer["schedule"]["why"], run.explain()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_group_that_a_pass_enters_twice_is_told_with_its_lines(session: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    session(stages(0, 1))
+    weights = [torch.ones(4, 4).to("remote").requires_grad_() for _ in range(2)]
+
+    @gt.compile(schedule="1f1b")
+    def step(x: torch.Tensor) -> None:
+        for part in gt.microbatches(x, PARTS):
+            with gt.signal.context("pp_stage0"):
+                hidden = part @ weights[0]
+            with gt.signal.context("pp_stage1"):
+                mask = (part > 0).float()
+            with gt.signal.context("pp_stage0"):
+                hidden = hidden * mask
+            with gt.signal.context("pp_stage1"):
+                loss = (hidden @ weights[1]).sum()
+            loss.backward()
+
+    for _ in range(4):
+        step(torch.ones(8, 4))
+    first = step.__wrapped__.__code__.co_firstlineno
+    visits = [(0, "mm", 4), (1, "gt", 6), (0, "mul", 8), (1, "mm", 10)]
+    entered = " -> ".join(f"pp_stage{n} ({op} at test_compile_schedules.py:{first + line})" for n, op, line in visits)
+    assert f"The forward pass enters {entered}. Enter each group once in a micro-batch" in caplog.text
+
+
 def test_a_schedule_that_is_none_is_an_error_at_once() -> None:
     with pytest.raises(ValueError, match=r"'1f2b' is not known: want one of gpipe, 1f1b"):
         gt.compile(lambda: None, schedule="1f2b")

@@ -14,7 +14,7 @@ from torch import nn
 import gt
 from gt.client import current_session
 from gt.dispatcher.core import Core
-from gt.dispatcher.programs.programs import Program
+from gt.dispatcher.programs.program import Program
 from gt.ir.layout import Layout, Mesh, Shard
 from tests.corpus.session import PlannedSession
 from tests.corpus.transcript import Transcript

@@ -300,12 +300,12 @@ def test_a_replay_that_was_not_begun_leaves_what_it_would_have_failed_or_healed(
     result = session.table.new(9, session.table.rows[1].spec, session.table.rows[1].layout).storage
     read.failed = cause = Cause(OpFailed("no"))
     program = SimpleNamespace(failed=None, reads=[read], writes=[weight], makes=[result])
-    assert not session.programs._doomed(program, 100)
+    assert not session.programs._launcher.doomed(program, 100)
     assert weight.failed is result.failed is cause
     session.drop({100})
     assert weight.failed is None and result.failed is None
     program.reads, result.failed = [weight], cause
-    assert not session.programs._doomed(program, 101) and result.failed is None
+    assert not session.programs._launcher.doomed(program, 101) and result.failed is None
     session.drop({101})
     assert result.failed is cause
     del session.table.rows[9]

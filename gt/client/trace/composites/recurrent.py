@@ -138,10 +138,10 @@ def _differentiable(stack: Stack, count: int, grads: Any, x: Any, rest: list) ->
     used = [(out, grad) for out, grad in zip(outs, grads) if grad is not None]
     operands = [x, *rest]
     wanted = [tensor for tensor in operands if tensor.requires_grad]
-    found = iter(
+    gradients = iter(
         torch.autograd.grad([out for out, _ in used], wanted, [grad for _, grad in used], create_graph=True, allow_unused=True)
     )
-    return [next(found) if tensor.requires_grad else None for tensor in operands]
+    return [next(gradients) if tensor.requires_grad else None for tensor in operands]
 
 
 # Kernels by torch's name of the overload

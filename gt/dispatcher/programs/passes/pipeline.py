@@ -43,6 +43,10 @@ from gt.ir.schedules import asked
 from gt.ir.text import size
 
 SENT = frozenset((0, 1))  # leads to another stage, which is more than one end
+ENTER_ONCE = (
+    "Enter each group once in a micro-batch: ops between two stages belong to one of them or to no group, and two backward "
+    "passes, as a GAN has, to two functions"
+)
 
 
 class NoPipeline(CannotReorder):
@@ -51,10 +55,11 @@ class NoPipeline(CannotReorder):
 
 @dataclass
 class StageAssignment:
-    """Workers of each stage, their groups, and the action of each op in one."""
+    """Workers of each stage, their groups, the first op of each with its line, and the action of each op in one."""
 
     meshes: list[tuple[int, ...]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    starts: list[str] = field(default_factory=list)
     keys: dict[int, Key] = field(default_factory=dict)
     micro: int = 0
 
@@ -62,6 +67,12 @@ class StageAssignment:
     def backward(self) -> bool:
         """True if the step has a backward pass."""
         return any(key.backward for key in self.keys.values())
+
+    def revisited(self) -> str:
+        """The advice for a forward pass that enters a group more than once, with the ops at which it does; else ""."""
+        if len(set(self.names)) == len(self.names):
+            return ""
+        return f". The forward pass enters {_path(self.names, self.starts)}. {ENTER_ONCE}"
 
 
 @dataclass
@@ -71,7 +82,7 @@ class PricedPipeline:
     stages: StageAssignment
     places: list[tuple[int, ...]]
     parts: Parts
-    found: StageCosts
+    priced: StageCosts
 
 
 def price_pipeline(
@@ -107,7 +118,7 @@ def apply_schedule(recording: Recording, context: PassContext) -> Recording:
         # Rows become parts of actions with costs; costs give a schedule; its simulation gives each part its time.
         name, limit = asked(text)
         pipe = price_pipeline(recording.journal, recording.code, context.times, context.older, context.compiled, context.shared)
-        stages, places, parts, priced = pipe.stages, pipe.places, pipe.parts, pipe.found
+        stages, places, parts, priced = pipe.stages, pipe.places, pipe.parts, pipe.priced
         request = schedule.ScheduleRequest(name, places, stages.micro, limit, stages.backward)
         chosen = schedule.make(request, priced.costs)
         timeline = schedule.simulate(chosen.rows, priced.costs)
@@ -116,7 +127,10 @@ def apply_schedule(recording: Recording, context: PassContext) -> Recording:
     except NoRoom as error:
         context.schedule = {"name": name, "why": error.said(size), "pipeline": True}
         return recording
-    except (CannotReorder, ConfigError, ValueError) as error:
+    except ConfigError as error:  # a placement that the schedule does not permit
+        context.reject_schedule(f"{error}{stages.revisited()}", pipeline=True)
+        return recording
+    except (CannotReorder, ValueError) as error:
         context.reject_schedule(str(error), pipeline=not isinstance(error, NoPipeline))
         return recording
     context.schedule = schedule_report(chosen, timeline, priced, stages.names, request)
@@ -142,6 +156,7 @@ def _stages(journal: Sequence[Planned]) -> StageAssignment:
     #    first forward pass says what the stages are: paths[False, 0] = ["embed", "block0", "head"] are stages 0, 1 and 2.
     stages = StageAssignment()
     paths: dict[tuple[bool, int], list[str]] = defaultdict(list)  # by (backward, micro-batch)
+    starts: dict[tuple[bool, int], list[str]] = defaultdict(list)  # op and line at each entry of a path
     visits: dict[int, tuple[bool, int, int]] = {}  # by op: backward, micro-batch, and place in the path
     for row in journal:
         origin = row.origin
@@ -152,29 +167,37 @@ def _stages(journal: Sequence[Planned]) -> StageAssignment:
             continue  # a view stays with what it views, in whatever group
         if not path or path[-1] != name:
             path.append(name)
+            starts[origin.backward, origin.micro].append(f"{row.known.name} at {origin.note().partition(' ')[0]}")
             if not origin.backward and not origin.micro:
                 stages.meshes.append(origin.meaning.mesh.workers)
         visits[row.seq] = (origin.backward, origin.micro, len(path) - 1)
-    # 2. Validation: there are two stages or more, and every path is the first one, or the first one backwards.
+    # 2. Validation: there are two stages or more, and every path is the first one, or the first one backwards. A backward pass
+    #    ends early where the stages before have nothing to train.
     if not stages.meshes:
         raise NoPipeline("no op runs in a signal group within gt.microbatches: put the stages in groups there")
     stages.micro = 1 + max(micro for _, micro in paths)
-    names, count = paths[False, 0], len(stages.meshes)
-    stages.names = names
+    stages.names, stages.starts = paths[False, 0], starts[False, 0]
+    names, count = stages.names, len(stages.meshes)
     if len(set(stages.meshes)) < 2:
         raise NoPipeline("all groups run on the same workers, so there is one stage: give each stage workers of its own")
     for (backward, micro), path in paths.items():
-        if path != (names[::-1] if backward else names):
+        want = names[::-1][: len(path)] if backward else names
+        if path != want:
             way = "backward" if backward else "forward"
-            order = f"{' -> '.join(path)}, want {' -> '.join(names[::-1] if backward else names)}"
             raise CannotReorder(
-                f"micro-batch {micro} runs its {way} pass in the stages {order}: enter the groups in the same order in "
-                "every micro-batch"
+                f"micro-batch {micro} runs its {way} pass in the stages {_path(path, starts[backward, micro])}, want "
+                f"{' -> '.join(names[::-1] if backward else names)}: enter the groups in the same order in every "
+                f"micro-batch{stages.revisited()}"
             )
     # 3. The place in the path is the stage, counted from the end in backward.
     for seq, (backward, micro, visit) in visits.items():
         stages.keys[seq] = Key(count - 1 - visit if backward else visit, backward, micro)
     return stages
+
+
+def _path(names: Sequence[str], starts: Sequence[str]) -> str:
+    """Groups of a pass with the op at which each is entered: `stage0 (aten.mm at model.py:5) -> stage1 (...)`."""
+    return " -> ".join(f"{name} ({start})" for name, start in zip(names, starts))
 
 
 def _scheduled(
@@ -387,7 +410,7 @@ def _inside(parts: Parts) -> set[int]:
         for part in rows:
             if part.moves:
                 keys[part.op.seq].add(part.key)
-    return {seq for seq, found in keys.items() if len(found) == 1}
+    return {seq for seq, actions in keys.items() if len(actions) == 1}
 
 
 def _first(parts: Parts) -> None:

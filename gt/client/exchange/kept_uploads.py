@@ -14,9 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
-from gt.client import host_buffers
-from gt.client.arenas import ArenaBlock, ClientArenas
-from gt.client.host_buffers import Frames
+from gt.client.exchange import host_buffers
+from gt.client.exchange.arenas import ArenaBlock, ClientArenas
+from gt.client.exchange.host_buffers import Frames
 from gt.client.reports import progress
 from gt.errors import ProtocolError
 from gt.ir.layout import Boxes

@@ -18,7 +18,6 @@ from gt.errors import ProtocolError
 from gt.ir.layout import Boxes, piece_shape, read_boxes, runs, write_boxes
 from gt.wire.arena import WORDS, check_boxes
 from gt.wire.messages import CHUNK
-from gt.wire.signals import Latch
 
 Frames = Iterator[
     tuple[int, int, list[memoryview]]
@@ -179,18 +178,3 @@ def write(fd: int, data: memoryview, offset: int) -> None:
     at = 0
     while at < len(data):
         at += os.pwrite(fd, data[at:], offset + at)
-
-
-class PendingAnswer:
-    """One request and its answer: a value or an error, once `done` is set. into: makes the assembly of a fetched value."""
-
-    def __init__(self, into: Into = Assembly) -> None:
-        self.into = into
-        self.done = Latch()
-        self.value: Any = None
-        self.error: Exception | None = None
-        self.assembly: Assembly | None = None
-
-    def finish(self, value: Any = None, error: Exception | None = None) -> None:
-        self.value, self.error = value, error
-        self.done.set()

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from gt.client import host_buffers
+from gt.client.exchange import host_buffers
 from gt.errors import ProtocolError
 from gt.ir.layout import Layout, Mesh, R, Shard, boxes
 from tests.worker.test_files import drawn_layout

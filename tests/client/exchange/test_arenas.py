@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gt.client import arenas, current_session
-from gt.client.arenas import ARENA_BYTES, KEPT_BYTES, ClientArenas
+from gt.client.exchange.arenas import ARENA_BYTES, KEPT_BYTES, ClientArenas
 from gt.wire.arena import BLOCK_BYTES, OwnArena, parse_place
 from gt.wire.messages import CloseArenas, OfferArena
 from tests.helpers.inline_session import inline  # noqa: F401 - a fixture
