@@ -132,7 +132,7 @@ class _SavedState:
         if not self._flat and len(path) > 1 and isinstance(path[0], str) and _SET_NAME.fullmatch(path[0]):
             name, rest = path[0], path[1:]
         files = self.sets.setdefault(name, _FileSet(name))
-        entry = f"{name}/{files.add('.'.join(map(str, rest)) or 'tensor', tensor)}"
+        entry = f"{name}/{files.add(state_tree.name_of(rest) or 'tensor', tensor)}"
         device = "remote" if isinstance(tensor, RemoteTensor) else "cpu"
         self.described.setdefault(entry, [device, grad])
         return entry
