@@ -124,9 +124,8 @@ def _theory(dry: Dry) -> dict[int, dict[str, int]]:
         use = zero.used(layout)
         split = prod(extent for extent, place in zip(use.mesh.sizes, use.placements, strict=True) if isinstance(place, Shard))
         for index in use.mesh.workers:
-            rows = table(dry.state.config.zero, _nbytes(line) // split, parts(use))
-            kinds = (WEIGHTS,) if line.id in dry.frozen else rows  # a frozen weight has neither gradient nor state
-            theory.setdefault(index, Counter()).update({kind: rows[kind] for kind in kinds})
+            rows = table(dry.state.config.zero, _nbytes(line) // split, parts(use), line.id not in dry.frozen)
+            theory.setdefault(index, Counter()).update(rows)
     return {index: dict(rows) for index, rows in sorted(theory.items())}
 
 
