@@ -294,7 +294,7 @@ class Dry:
         return answer
 
     def _replayed(self, number: int) -> dict[int, SimulatedInterval]:
-        """Of each followed worker, a replay of a program; {} if the recording became none."""
+        """A replay of a program on each followed worker; {} if the recording became none."""
         program = self.state.programs.all.get(number)
         code = program.code if program is not None else {}
         streams = {index: [define.payload["code"] for define in code.get(index, ())] for index in self.followed}
