@@ -70,6 +70,7 @@ class PlannedStep:
     schedule: str = ""
     answer: dict = field(default_factory=dict)  # the dispatcher's answer to FinishCapture
     optimizers: list[int] = field(default_factory=list)  # those that stepped, in order, by the client's numbers
+    replay: dict[int, SimulatedInterval] = field(default_factory=dict)  # of a captured step, as the passes have left it
 
     @classmethod
     def joined(cls, steps: Sequence[PlannedStep]) -> PlannedStep:
@@ -85,6 +86,11 @@ class PlannedStep:
         stepped = [number for step in steps for number in step.optimizers]
         held = {i: dict(reduce(or_, (Counter(step.held.get(i)) for step in steps))) for i in last.held}  # the most of each kind
         return cls(intervals, moves, journal, dict(code), held, last.schedule, optimizers=stepped)
+
+    @property
+    def scheduled(self) -> bool:
+        """True if the dispatcher has applied a schedule to this captured step."""
+        return bool((self.answer.get("schedule") or {}).get("rows"))
 
     def shape_of(self, worker: int, tensor: int) -> tuple[tuple[int, ...], int] | None:
         """Local shape and itemsize of a tensor."""
@@ -280,11 +286,19 @@ class Dry:
         answer = self._reports.pop(0)
         if not self.told:
             self.known(self.living())
+        replay = self._replayed(program)
         self._end_interval("captured", schedule)
-        self.steps["captured"].answer = answer
+        self.steps["captured"].answer, self.steps["captured"].replay = answer, replay
         self.captured += 1
         self._tape = None
         return answer
+
+    def _replayed(self, number: int) -> dict[int, SimulatedInterval]:
+        """A replay of a program on each followed worker; {} if the recording became none."""
+        program = self.state.programs.all.get(number)
+        code = program.code if program is not None else {}
+        streams = {index: [define.payload["code"] for define in code.get(index, ())] for index in self.followed}
+        return {index: self.followed[index].replay(parts) for index, parts in streams.items() if code}
 
     def inspect(self, tensor: int) -> dict[str, Any]:
         self._handle(Received(CLIENT, Inspect(1, tensor)))

@@ -78,7 +78,7 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
         **({"zero": dry.state.config.zero, "theory": _theory(dry)} if dry.state.config.zero else {}),
         **({"offload": str(dry.state.planner.offload.choice)} if dry.state.planner.offload.active else {}),
     }  # fmt: skip
-    _scheduled(body, pipe, dry)
+    _scheduled(body, pipe, dry, step)
     body["warnings"] = _warnings(dry, step, body)
     body["time"] = _times(body)
     return body
@@ -124,9 +124,8 @@ def _theory(dry: Dry) -> dict[int, dict[str, int]]:
         use = zero.used(layout)
         split = prod(extent for extent, place in zip(use.mesh.sizes, use.placements, strict=True) if isinstance(place, Shard))
         for index in use.mesh.workers:
-            rows = table(dry.state.config.zero, _nbytes(line) // split, parts(use))
-            kinds = (WEIGHTS,) if line.id in dry.frozen else rows  # a frozen weight has neither gradient nor state
-            theory.setdefault(index, Counter()).update({kind: rows[kind] for kind in kinds})
+            rows = table(dry.state.config.zero, _nbytes(line) // split, parts(use), line.id not in dry.frozen)
+            theory.setdefault(index, Counter()).update(rows)
     return {index: dict(rows) for index, rows in sorted(theory.items())}
 
 
@@ -179,7 +178,10 @@ def _move(line: PlanLine, count: int) -> dict[str, Any]:
 
 
 def _worker(dry: Dry, step: PlannedStep, index: int, eager: bool) -> dict[str, Any]:
+    # The order of a schedule has figures of its own, beside those of the order as written: see _scheduled.
     interval, known = step.intervals[index], (WEIGHTS, GRADIENTS, OPTIMIZER)
+    if not step.scheduled:
+        interval = step.replay.get(index, interval)
     held: Counter[str] = Counter(step.held.get(index))
     # Without an optimizer no tensor has a declared role: the kinds of all blocks are added up.
     if not step.held:
@@ -202,8 +204,13 @@ def _worker(dry: Dry, step: PlannedStep, index: int, eager: bool) -> dict[str, A
     return report
 
 
-def _scheduled(body: dict[str, Any], pipe: dict[str, Any], dry: Dry) -> None:
+def _scheduled(body: dict[str, Any], pipe: dict[str, Any], dry: Dry, step: PlannedStep) -> None:
     """Add activations and peak of the schedule to those of the order as written."""
+    if step.scheduled:
+        for row in body["memory"]:
+            replay = step.replay[row["workers"][0]]
+            row["activations_scheduled"], row["peak_scheduled"] = replay.peak((WEIGHTS, GRADIENTS, OPTIMIZER)), replay.peak()
+        return
     if not pipe.get("activations") or pipe["schedule"] == "as written":
         return
     # `places` has the rows of the schedule that execute each stage. Shared stages, with several rows, are left out.

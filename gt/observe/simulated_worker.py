@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -114,8 +114,23 @@ class SimulatedWorker:
     def end_interval(self) -> SimulatedInterval:
         """End an interval. Blocks that are alive are the start of the next."""
         # The ended interval keeps its blocks as they were. Those that live on get copies with numbers of the new interval.
-        ended, self.now = self.now, SimulatedInterval()
+        ended = self.now
         self._names.clear()
+        self._begin_interval()
+        return ended
+
+    def replay(self, streams: Iterable[Sequence]) -> SimulatedInterval:
+        """Work and memory of one execution of a program's streams after all that was run so far; nothing here changes."""
+        other = SimulatedWorker()
+        other._names, other.defines, other._outs = self._names, self.defines, self._outs
+        other.tensors = {i: replace(held) for i, held in self.tensors.items()}
+        other._begin_interval()
+        for code in streams:
+            other.run((), code)
+        return other.now
+
+    def _begin_interval(self) -> None:
+        self.now = SimulatedInterval()
         blocks = {id(held.block): held.block for held in self.tensors.values()}
         for block in blocks.values():
             fresh = Block(block.nbytes, -1)  # what counts as freed may be used again: another optimizer's weights
@@ -125,7 +140,6 @@ class SimulatedWorker:
             held.block = blocks[id(held.block)]
         self.now.start = list(blocks.values())
         self.now.shapes = {i: (held.shape, held.itemsize) for i, held in self.tensors.items()}
-        return ended
 
     def held(self, tensors: Sequence[int]) -> dict[str, int]:
         """Bytes by kind of the memory of these tensors. Other weights, gradients and optimizer state count as freed."""

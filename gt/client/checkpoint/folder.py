@@ -33,7 +33,10 @@ MAX_RENAMES = 100  # tries to put a folder in its place while others do the same
 
 def find(path: str | os.PathLike) -> Path:
     """The folder or file of a checkpoint, as `path` names it. CheckpointError if there is none."""
-    where = Path(os.path.realpath(path))
+    try:
+        where = Path(os.path.realpath(path))
+    except FileNotFoundError:  # of a relative path alone
+        raise CheckpointError(f"{path} cannot be read: the program's working folder has been removed") from None
     if where.exists():
         return where
     replaced = _beside(where, _OLD) if where.parent.is_dir() else []

@@ -25,6 +25,7 @@ from gt.client.current_session import Current
 from gt.client.device.meta import LARGE_BYTES
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.exchange.host_buffers import Frames, file_frames
+from gt.client.groups import loss_scale
 from gt.client.reports import progress
 from gt.client.session import Session
 from gt.client.trace.uploads import upload_from_file
@@ -64,6 +65,8 @@ def load(path: str | os.PathLike, into: Any = None, *, device: str | None = None
         if into is not None:
             files.wait_for_copies()  # errors of earlier ops are raised before anything is changed
             restoring.restore(into, state, where, files.unread, strict)
+            if files.loss_scale and restoring.trains(into):
+                loss_scale.restore(files.loss_scale)
     return state
 
 
@@ -148,6 +151,7 @@ class _Files:
     def __init__(self, opened: contextlib.ExitStack, device: str | None, tick: progress.Tick) -> None:
         self._opened, self._device, self._tick = opened, device, tick
         self.remote: list[RemoteTensor] = []  # tensors that were made
+        self.loss_scale: dict[str, torch.Tensor] = {}  # that the session had, with `precision: fp16`
         self._sources: dict[int, tuple[LoadedFile, FileEntry, torch.dtype]] = {}  # by id of a loaded tensor
         self._copied = 0  # bytes of unread tensors since ended ones were freed
         self._files: dict[Path, tuple[LoadedFile, dict[str, FileEntry], dict[str, str]]] = {}
@@ -333,7 +337,7 @@ def _read_own(where: Path, files: _Files) -> Any:
         raise CheckpointError(f"{path} has version {manifest.get('version')!r:.40}, this GT reads version {saving.VERSION}")
     try:
         sizes, described, sets = manifest["files"], manifest["tensors"], manifest["sets"]
-        wanted = state_tree.names(manifest["state"])
+        wanted = state_tree.names([manifest["state"], manifest.get("loss_scale")])
         _check(sizes, described, sets)
         if lost := sorted(wanted - set(described)):
             raise ValueError(f"its state has {_some(lost)}, which its tensors lack")
@@ -366,9 +370,21 @@ def _read_own(where: Path, files: _Files) -> Any:
         return tensors[entry]
 
     try:
+        files.loss_scale = _loss_scale(manifest.get("loss_scale"), get)
         return state_tree.decode(manifest["state"], get)
     except _DAMAGE as error:  # such as an array of a dtype that NumPy does not have
         raise _damaged(path, error) from None
+
+
+def _loss_scale(node: Any, get: state_tree.Get) -> dict[str, torch.Tensor]:
+    """The loss scale of a manifest, {} for none; ValueError for anything else."""
+    if node is None:
+        return {}
+    saved = state_tree.decode(node, get)
+    tensors = saved.values() if isinstance(saved, dict) and saved.keys() == loss_scale.KEYS else (None,)
+    if not all(isinstance(tensor, torch.Tensor) and not tensor.shape for tensor in tensors):
+        raise ValueError(f"its loss scale is {saved!r:.80}")
+    return saved
 
 
 def _check_sums(where: Path, manifest: dict[str, Any], files: _Files) -> None:

@@ -75,6 +75,12 @@ def restore(into: Any, state: Any, where: Path, unread: Unread, strict: bool = T
         _apply(sorted(changes, key=lambda change: change.undo is None), where)
 
 
+def trains(into: Any) -> bool:
+    """True if an optimizer is among the objects that are loaded."""
+    parts = into.values() if isinstance(into, Mapping) else into if isinstance(into, (list, tuple)) else ()
+    return isinstance(into, torch.optim.Optimizer) or any(map(trains, parts))
+
+
 def _apply(changes: list[Change], where: Path) -> None:
     """Make all changes, or none: those that an object may refuse first."""
     undone: list[Callable[[], object]] = []

@@ -45,6 +45,7 @@ MAX_REQUESTS = 4  # such requests under way at once, while the program waits
 COPIED_BYTES = 1 << 30  # bytes of tensors that workers copy at once for a save that streams them while the program goes on
 _SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _DEFAULT_SET, _MODEL_SET = "state", "model"
+_SCALE_SET = "gt.loss_scale"  # that of the session, in no dict of the state: a name that no key can have
 
 
 @dataclass(slots=True)
@@ -109,6 +110,8 @@ class _SavedState:
         self.described: dict[str, list] = {}  # in the manifest: [device, requires_grad]
         self._flat = _is_flat(state)
         self.tree = state_tree.encode(state, self._put)
+        scale = {name: self._add(_SCALE_SET, (name,), tensor, False) for name, tensor in Current.loss_scale.items()}
+        self.loss_scale = {"dict": [[name, {"tensor": entry}] for name, entry in scale.items()]} if scale else None
 
     def _put(self, path: state_tree.Path, tensor: torch.Tensor) -> str:
         shown = state_tree.show(path)
@@ -131,8 +134,12 @@ class _SavedState:
         name, rest = (_MODEL_SET, path) if self._flat else (_DEFAULT_SET, path)
         if not self._flat and len(path) > 1 and isinstance(path[0], str) and _SET_NAME.fullmatch(path[0]):
             name, rest = path[0], path[1:]
+        return self._add(name, rest, tensor, grad)
+
+    def _add(self, name: str, rest: state_tree.Path, tensor: torch.Tensor, grad: bool) -> str:
+        """Take a tensor into a set of files; the name of its entry."""
         files = self.sets.setdefault(name, _FileSet(name))
-        entry = f"{name}/{files.add('.'.join(map(str, rest)) or 'tensor', tensor)}"
+        entry = f"{name}/{files.add(state_tree.name_of(rest) or 'tensor', tensor)}"
         device = "remote" if isinstance(tensor, RemoteTensor) else "cpu"
         self.described.setdefault(entry, [device, grad])
         return entry
@@ -377,6 +384,7 @@ class _Writer:
                 "format": "gt", "version": VERSION, "sets": sorted(state.sets), "tensors": state.described, "state": state.tree,
                 "files": {name: os.fstat(fd).st_size for name, fd in sorted(self._folder.files.items())},
                 "sums": dict(sorted(self._sums.items())),
+                **({"loss_scale": state.loss_scale} if state.loss_scale else {}),
             }  # fmt: skip
             self._folder.commit(sealed(manifest))
         except OSError as error:

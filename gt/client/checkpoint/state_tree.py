@@ -18,6 +18,7 @@ from gt.errors import CheckpointError
 from gt.ir.spec import DTYPES
 
 MAX_DEPTH = 200
+LONG_BITS = 2048  # bits from which a number is written in base 16: Python refuses more than some hundred decimal digits
 Path = tuple[Any, ...]  # keys and indices from the root
 Put = Callable[[Path, torch.Tensor], str]  # takes a tensor, returns its name
 Get = Callable[[str], torch.Tensor]
@@ -32,7 +33,19 @@ def has_state(thing: Any) -> bool:
 
 def show(path: Path) -> str:
     """A path as in Python: state['model']['weight']."""
-    return "state" + "".join(f"[{key!r:.100}]" for key in path)
+    return "state" + "".join(f"[{_key(key)!r:.100}]" for key in path)
+
+
+def name_of(path: Path) -> str:
+    """A path as the name of a tensor: its keys with dots between."""
+    return ".".join(str(_key(key)) for key in path)
+
+
+def _key(key: Any) -> Any:
+    """A key, or what stands for it in names and errors: Python writes no long number in decimal digits."""
+    if isinstance(key, tuple):
+        return tuple(map(_key, key))
+    return hex(key) if isinstance(key, int) and key.bit_length() > LONG_BITS else key
 
 
 # Example: {"step": 3, "betas": (0.9, 0.99), "w": tensor} has the JSON {"dict":
@@ -48,7 +61,7 @@ def encode(thing: Any, put: Put, path: Path = ()) -> Any:
     if isinstance(thing, str):
         return str(thing)
     if isinstance(thing, int):
-        return int(thing)
+        return int(thing) if thing.bit_length() <= LONG_BITS else {"int": hex(thing)}
     if isinstance(thing, float):
         return float(thing) if math.isfinite(thing) else {"float": repr(float(thing))}
     if isinstance(thing, torch.Tensor):
@@ -85,7 +98,7 @@ def _plain(thing: Any) -> Any:
 def _encode_mapping(thing: Mapping, put: Put, path: Path) -> dict:
     rows = [[encode(key, put, path), encode(value, put, (*path, key))] for key, value in thing.items()]
     # A key has to be hashable again when it is read: no list, dict or tensor
-    if any(isinstance(key, (dict, list)) and set(key) != {"tuple"} and set(key) != {"float"} for key, _ in rows):
+    if any(isinstance(key, list) or (isinstance(key, dict) and not key.keys() <= _KEYS) for key, _ in rows):
         raise CheckpointError(f"{show(path)} has a key that is not supported: want text, a number, or a tuple of these")
     metadata = getattr(thing, "_metadata", None)  # versions of modules, in torch's state dicts
     if metadata is not None:
@@ -121,6 +134,7 @@ def names(node: Any) -> set[str]:
     return tensors
 
 
+_KEYS = frozenset({"tuple", "float", "int"})  # kinds of JSON objects that are keys
 _DTYPES = {name: getattr(torch, name) for name in DTYPES}
 
 _DECODERS: dict[str, Callable[[Any, Get], Any]] = {
@@ -129,6 +143,7 @@ _DECODERS: dict[str, Callable[[Any, Get], Any]] = {
     "tensor": lambda name, get: get(name),
     "array": lambda name, get: get(name).numpy(),
     "float": lambda text, get: float(text),
+    "int": lambda text, get: int(text, 16),
     "complex": lambda parts, get: complex(float(parts[0]), float(parts[1])),
     "bytes": lambda text, get: base64.b64decode(text, validate=True),
     "dtype": lambda name, get: _DTYPES[name],

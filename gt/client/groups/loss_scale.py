@@ -6,6 +6,7 @@ The scale is a remote tensor. Only an optimizer that takes no `found_inf` has a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from gt.client.current_session import Current
 from gt.client.device.remote_tensor import RemoteTensor
 
 INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000  # GradScaler's
+KEYS = frozenset({"scale", "inverse", "tracker"})  # names of its tensors
 AMP_KEYS = ("grad_scale", "found_inf")  # attributes of an optimizer, by which GradScaler tells a fused step
 
 
@@ -39,11 +41,7 @@ class LossScale:
         return self._tensors()["inverse"]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        if not self._carried:
-            scale = torch.full((), INITIAL, device="remote")
-            tracker = torch.zeros((), dtype=torch.int32, device="remote")
-            self._carried.update(scale=scale, inverse=scale.reciprocal(), tracker=tracker)
-        return self._carried
+        return _filled(self._carried)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Leave out a step with a gradient that is not finite; then the scale is changed."""
@@ -84,6 +82,23 @@ class LossScale:
             parameter.grad = gradient
         for key in AMP_KEYS if not aside else ():
             delattr(optimizer, key)
+
+
+def _filled(carried: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a scale, made at their first use."""
+    if not carried:
+        scale = torch.full((), INITIAL, device="remote")
+        tracker = torch.zeros((), dtype=torch.int32, device="remote")
+        carried.update(scale=scale, inverse=scale.reciprocal(), tracker=tracker)
+    return carried
+
+
+def restore(saved: Mapping[str, torch.Tensor]) -> None:
+    """Go on with the scale of a checkpoint, if the config of this session has one."""
+    if Current.precision.compute == "fp16":
+        with torch.no_grad():  # in place, as in a step
+            for name, tensor in _filled(Current.loss_scale).items():
+                tensor.copy_(saved[name])
 
 
 class ScaledCast(torch.autograd.Function):

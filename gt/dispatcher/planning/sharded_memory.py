@@ -1,7 +1,8 @@
 """Bytes of sharded weights, gradients and optimizer state on each worker, beside the table of the ZeRO paper.
 
 The table (Rajbhandari et al., 2020, figure 1) is that of AdamW in the dtypes of the weights. Weights and gradients count once,
-state twice, each whole or divided by the N workers as the stage says. Pure.
+state twice, each whole or divided by the N workers as the stage says. A weight of which autograd has made no gradient, as a
+frozen one, has neither. Pure.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def sharded_memory(stage: int, tensors: Iterable[Tensor]) -> dict[str, Any]:
                 held.setdefault(index, Counter())["copies"] += nbytes
         if kind == "weights":
             for index, nbytes in _bytes(root, zero.used(layout)):
-                theory.setdefault(index, Counter()).update(table(stage, nbytes, parts(layout)))
+                theory.setdefault(index, Counter()).update(table(stage, nbytes, parts(layout), storage.trained))
     if not theory:
         return {}
     rows = [
@@ -60,13 +61,13 @@ def parts(layout: Layout) -> int:
     return 1 if axis is None else layout.mesh.axes[axis][1]
 
 
-def table(stage: int, nbytes: int, parts: int) -> dict[str, int]:
-    """Bytes for one weight between backward and the optimizer's step, rounded up."""
+def table(stage: int, nbytes: int, parts: int, trained: bool) -> dict[str, int]:
+    """Bytes for one weight between backward and the optimizer's step, rounded up. trained: false for a frozen weight."""
     part = -(-nbytes // parts)
     return {
         "weights": part if stage else nbytes,  # whole copies of stages 1 and 2 are counted apart
-        "gradients": part if stage > 1 else nbytes,
-        "optimizer": MOMENTS * (part if stage else nbytes),
+        "gradients": trained * (part if stage > 1 else nbytes),
+        "optimizer": trained * MOMENTS * (part if stage else nbytes),
     }
 
 

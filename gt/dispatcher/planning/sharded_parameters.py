@@ -60,7 +60,7 @@ class ShardedParameters:
         """Autograd has added to a gradient: it rests as its parameter does."""
         # 1. Where it rests. If strides do not show a layout of its memory that corresponds, it does not rest at all.
         storage, layout = gradient.storage, parameter.layout
-        storage.gradient = True
+        storage.gradient = parameter.storage.trained = True
         root = _root(storage)
         if not self.stage or parameter.storage.rest is None or layout is None or root.layout is None:
             return

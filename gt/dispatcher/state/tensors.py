@@ -45,7 +45,7 @@ class Storage:
 
     __slots__ = (
         "default", "evicted", "failed", "gradient", "home", "host_copy", "made_by", "moved", "origin", "param", "programs",
-        "recipe", "rest", "sharded", "slots", "space", "tensors", "unallocated", "undecided", "writes",
+        "recipe", "rest", "sharded", "slots", "space", "tensors", "trained", "unallocated", "undecided", "writes",
     )  # fmt: skip
 
     def __init__(self, origin: Origin | None = None) -> None:
@@ -67,6 +67,7 @@ class Storage:
         # layout of the root between uses, of a sharded parameter and of its gradient and optimizer state
         self.rest: Layout | None = None
         self.gradient = False  # autograd has added to it
+        self.trained = False  # a parameter of which autograd has added to a gradient; a frozen one has none
         self.space: str | None = None  # where it rests between uses, None for on the device
         self.evicted = False  # workers were told to let it rest there; a use since may have brought it back
         self.host_copy: tuple | None = None  # the value of which workers have a copy in host memory, see planning.offload

@@ -152,6 +152,22 @@ def test_a_folder_that_cannot_be_locked_ends_no_save_in_a_loop(tmp_path, monkeyp
         assert (tmp_path / "c" / "a.safetensors").read_bytes() == b"one"
 
 
+def test_a_relative_path_is_that_of_the_call_and_a_removed_working_folder_is_named(tmp_path, monkeypatch):
+    for name in ("one", "two", "gone"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    saving = gt.save({"a": torch.ones(2)}, "c", wait=False)
+    monkeypatch.chdir(tmp_path / "two")
+    saving.wait()
+    assert (tmp_path / "one" / "c" / folder.MANIFEST).is_file() and not list((tmp_path / "two").iterdir())
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(gt.CheckpointError, match="c cannot be read: the program's working folder has been removed"):
+        gt.load("c", device="cpu")
+    with pytest.raises(gt.CheckpointError, match="c cannot be written: no such file"):
+        gt.save({"a": torch.ones(2)}, "c")
+
+
 def test_a_link_to_a_checkpoint_stays_a_link(tmp_path):
     write(tmp_path / "c1", b"one")
     (tmp_path / "last").symlink_to("c1")

@@ -139,6 +139,51 @@ def test_a_norm_of_gradients_goes_on_bit_for_bit(session, tmp_path, stage):
     assert norms(*again, 4) == want
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("captured", [True, False])
+def test_the_loss_scale_goes_on(session, tmp_path, fused, captured):
+    """Steps are left out until the scale is small enough. A new scale would leave out some more after the load."""
+    config = "gt: {data_parallel: [0, 1], zero: 3, precision: fp16}"
+    data = torch.randn(12, 16, 12, generator=torch.Generator().manual_seed(1))
+
+    def parts(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(12, 13), nn.Tanh(), nn.Linear(13, 12)).to("remote")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+
+        def step(batch):
+            optimizer.zero_grad()
+            loss = (model(batch) - batch).square().mean() * 1000
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return model, optimizer, gt.compile(step) if captured else step
+
+    def losses(step, batches):
+        return [step(batch.to("remote")).item() for batch in batches]
+
+    session(config)
+    model, optimizer, step = parts(0)
+    losses(step, data[:8])
+    save = gt.save({"model": model, "optimizer": optimizer}, tmp_path / "c", wait=False)
+    want = losses(step, data[8:])
+    save.wait()
+    scale = float(current_session.Current.loss_scale["scale"])
+    assert scale < 2.0**16 and len(set(want)) == 4
+    session(config)
+    model, optimizer, step = parts(9)
+    gt.load(tmp_path / "c", into={"model": model, "optimizer": optimizer})
+    assert losses(step, data[8:]) == want and float(current_session.Current.loss_scale["scale"]) == scale
+    assert gt.load(tmp_path / "c").keys() == {"model", "optimizer"}
+    # Into a model alone, nothing is trained on; without the key there is no scale
+    gt.load(tmp_path / "c", into={"model": parts(1)[0]})
+    session("")
+    model, optimizer, step = parts(9)
+    gt.load(tmp_path / "c", into={"model": model, "optimizer": optimizer})
+    assert not current_session.Current.loss_scale
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_optimizer_state_of_another_shape_goes_on_bit_for_bit(session, tmp_path, stage):
     """Adafactor keeps sums of rows and columns, and takes norms. Loaded ones were split as data are."""

@@ -46,6 +46,17 @@ def test_numbers_that_json_lacks_survive():
     assert again(np.float32(0.5)) == 0.5
 
 
+@pytest.mark.parametrize("digits", [600, 700, 4300, 4400, 100_000])
+def test_numbers_of_any_length_survive(digits):
+    """Python writes and reads no decimal number of more than 4300 digits, or of as few as 640."""
+    number = 10**digits + 7
+    state = {"n": number, "m": -number, number: torch.ones(2), (1, number): 3}
+    made = again(state)
+    assert (made["n"], made["m"], made[1, number]) == (number, -number, 3) and made[number].tolist() == [1, 1]
+    with pytest.raises(CheckpointError, match=r"state\["):
+        again({number: {(number, 2): object()}})
+
+
 def test_arrays_of_another_order_of_bytes_keep_their_values():
     for array in (np.arange(5, dtype=">i4"), np.array(0.5, ">f8"), np.arange(6, dtype=">u2").reshape(2, 3).T):
         made = again(array)
