@@ -338,7 +338,7 @@ def stats() -> dict[str, Any]:
     recorder = current_session.current()
     recorder.flush()
     counters = recorder.session.stats()
-    reads = {"fetches": recorder.fetches, "known_reads": recorder.values.answered}
+    reads = {"fetches": recorder.fetches, "known_reads": recorder.values.answered + recorder.read.answered}
     client = {"ops": recorder.ops, **counters.get("client", {}), **reads}
     return {**counters, "client": client}
 

@@ -153,4 +153,28 @@ def adjoint(device: str) -> Program:
     return Program(lambda x, y: train(F.mse_loss(Integrate.apply(x, *weights), y), optimizer), batches(3, draw), [field])
 
 
-PROGRAMS = (published_optimizers, reptile, contrast_with_a_queue, natural_gradient, adjoint)
+def counted_on_the_device(device: str) -> Program:
+    """Counters and rates that are tensors of the device, which the program and ASGD read; a loss that is read twice."""
+    model = mlp(12, 8, 5).to(device)
+    optimizer = torch.optim.ASGD(model.parameters(), lr=0.1, t0=2)
+    steps, decay = torch.zeros((), device=device), torch.ones((), device=device)
+    average = [torch.zeros_like(p) for p in model.parameters()]
+    best = [float("inf")]
+
+    def step(x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        loss = train(F.cross_entropy(model(x), label), optimizer)
+        if loss.item() < best[0]:
+            best[0] = loss.item()
+        with torch.no_grad():
+            steps.add_(1)
+            decay.mul_(0.9)
+            for a, p in zip(average, model.parameters(), strict=True):
+                a.mul_(0.9).add_(p, alpha=0.1)
+                if steps.item() % 2 == 0:
+                    p.lerp_(a / (1 - decay.item()), 0.5)
+        return loss
+
+    return Program(step, labelled(5), [model], lambda: [*average, steps, decay, torch.tensor(best[0])])
+
+
+PROGRAMS = (published_optimizers, reptile, contrast_with_a_queue, natural_gradient, adjoint, counted_on_the_device)

@@ -365,7 +365,7 @@ def side_effect(entry: StateSnapshot, leaving: StateSnapshot, first: int, draws:
     # Values: a path that appears or vanishes, then one whose value differs
     for path in [*before, *after]:
         if path not in after or path not in before:
-            return Difference("", _explain_entry(path, after.get(path) or before[path], path in after, states))
+            return Difference("", _explain_entry(path, after.get(path) or before[path], path in after, states, before))
         old, new = before[path], after[path]
         if path in entry.counters and path in leaving.counters:
             continue  # a replay counts on: see counts()
@@ -377,7 +377,7 @@ def side_effect(entry: StateSnapshot, leaving: StateSnapshot, first: int, draws:
                     "", f"the function assigns to {path} a tensor from before the call; copy_() into the old one instead"
                 )
         elif not unchanged(old.value, new.value) and not (path in empty and type(old.value) is type(new.value)):
-            return Difference("", f"the function changes {path} from {_short(old.value)} to {_short(new.value)}{OUTSIDE}")
+            return Difference("", _explain_change(path, old, new, before))
 
     # Objects that change in place: arrays, sets, generators
     for path, (thing, then) in entry.fingerprints.items():
@@ -400,9 +400,19 @@ def counts(entry: StateSnapshot, leaving: StateSnapshot) -> dict[str, int]:
     return {path: leaving.counters[path].value - entry.counters[path].value for path in sorted(both)}
 
 
-def _explain_entry(path: str, item: StateItem, added: bool, states: set[int]) -> str:
+def _explain_change(path: str, old: StateItem, new: StateItem, before: dict[str, StateItem]) -> str:
+    """Describe a value that a call has changed. before: values before the call, by path."""
+    name = path.partition("[")[0].rpartition(".")[0]
+    if name in before and type(before[name].value).__module__ == _SCHEDULERS:
+        return f"the function steps the scheduler `{name}`, and Python does not run in a replay: step it after the function"
+    return f"the function changes {path} from {_short(old.value)} to {_short(new.value)}{OUTSIDE}"
+
+
+def _explain_entry(path: str, item: StateItem, added: bool, states: set[int], before: dict[str, StateItem]) -> str:
     """Describe an entry that a call added or removed. states: identities of the containers of optimizers' state."""
-    if id(item.holder) in states and added:
+    owner = before.get(path.rpartition(".")[0])
+    optimizers = owner is not None and isinstance(owner.value, torch.optim.Optimizer)
+    if added and (optimizers or id(item.holder) in states):
         return "the optimizer makes its state in this call; the next calls can become a program"
     inside, _, key = path.rpartition("[")
     if not inside or not path.endswith("]"):

@@ -25,7 +25,11 @@ from gt.ir.template import T, to_wire
 
 SHARED = "another thread used remote tensors during the call: have it do so between two calls"
 VALIDATES = " by torch.distributions, which checks its arguments: pass validate_args=False"
-_CURES = {"torch.amp.grad_scaler": " by torch.amp.GradScaler: give the optimizer fused=True"}  # by module of torch
+_CURES = {
+    "torch.amp.grad_scaler": " by torch.amp.GradScaler: give the optimizer fused=True",
+    "torch.optim.lr_scheduler": " by a learning-rate scheduler: call its step() after the function",
+}  # by module of torch
+_CURE = ": return the tensor, and read it after the function"
 SAME = "; have the function do the same ops at each call"
 
 if TYPE_CHECKING:
@@ -222,16 +226,19 @@ class CallRecording:
 
 
 def _reader() -> str:
-    """The part of torch that reads a value now, and the way to have it read none; "" for the user's own code."""
+    """The part of torch that reads a value now, and the way to have it read none; of the user's own code the way alone."""
     frame = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if module in _CURES or module.startswith("torch.distributions."):
             return _CURES.get(module, VALIDATES)
+        if module.startswith("torch.optim.") and module != "torch.optim.optimizer":
+            kind = frame.f_globals.get("__all__", ("an optimizer",))[0]
+            return f" by torch.optim's {kind}, which decides by it in each step: AdamW, for one, reads no values"
         if not is_library(module):
-            return ""
+            break
         frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    return _CURE
 
 
 def reads_differ(a: CallRecording, b: CallRecording) -> bool:

@@ -25,23 +25,26 @@ def fetch(tensor: RemoteTensor) -> torch.Tensor:
     recorder = current_session.current()
     tape = recorder.own_tape()
     # A recording decides by itself which values are constants: one that is known by chance may be another at the next call
-    known = recorder.known_value(tensor) if tape is None or not tape.records else None
+    origin = Current.origins.here()
+    known = recorder.known_value(tensor, origin) if tape is None or not tape.records else None
     if known is None and tape is not None:
         constant = tape.constant(tensor)
         # A recorded call that reads a value which its arguments do not decide becomes no program, and goes on as an eager one
-        known = constant.clone() if constant is not None else recorder.known_value(tensor) if tape.records else None
+        known = constant.clone() if constant is not None else recorder.known_value(tensor, origin) if tape.records else None
     if known is not None:
         return known
 
     # Wait for the workers' answer
     recorder.flush_ops(asks=True)
     recorder.note_wait()
+    recorder.ask_value(tensor)
     meta = tensor._ref.meta
     shape, dtype, data = recorder.session.fetch(tensor._ref.id, meta.numel * meta.dtype.itemsize)
     kind = getattr(torch, dtype)
     if not len(data):
         return torch.empty(shape, dtype=kind)
     values = torch.frombuffer(data, dtype=kind).reshape(shape)
+    recorder.note_read(tensor, values)
     like = tensor._ref.meta
     # Fetched bytes are in row-major order; a transposed or channels-last tensor has its strides here, too
     if values.stride() == like.stride or tuple(shape) != like.shape:

@@ -16,7 +16,10 @@ import torch
 
 from gt.client.device.remote_tensor import LiveTensors
 from gt.client.reports import spans
+from gt.client.values.foldable_ops import FLOATS, MAX_FLOAT_BYTES
 from gt.client.values.known_values import KnownValues
+from gt.client.values.read_values import MAX_BYTES as MAX_READ_BYTES
+from gt.client.values.read_values import ReadValues
 from gt.client.values.uploaded_values import DTYPES, MAX_BYTES, UploadedValues
 from gt.ir import shapes
 from gt.ir.instr import FIRST, FREE, client_length
@@ -36,6 +39,7 @@ MAX_BUSY_LOOKS = 8  # of the I/O thread, each 10 ms after the one before at the 
 MAX_FREED_PER_BATCH = 1 << 15  # tensors
 MAX_PATH_CHARACTERS = 4096  # longest path of a source file
 MAX_TEMPLATES = 16384  # in the table; then it starts again
+MAX_MISSES = 4  # reads of floats on a line that workers alone decide, as of a loss: the next ones are not looked up
 
 _ids = itertools.count(1)  # never restarts, so that ids of an ended session are invalid in the next
 
@@ -70,6 +74,8 @@ class Recorder:
         self._weights: dict[int, tuple[int, int]] = {}  # by template: numbers of a row, bytes that it reads and makes
         self._shares_cores = getattr(session, "shares_cores", False)
         self.values = KnownValues(self.templates)
+        self.read = ReadValues(self.templates)
+        self._misses: dict[int, int] = {}  # line (origin) -> its reads of floats that only workers decided, if none other
         self.cleared = 0  # times that the table was
         self.made_sparse = False  # whether the program has made a sparse tensor
         # A CallRecording or FragmentTape while a compiled function runs: it gets every batch, and says when one is long enough
@@ -98,6 +104,7 @@ class Recorder:
             with uninterrupted(), self._lock:
                 self._hand_over()  # ops that another thread has recorded meanwhile
                 self.values.clear()
+                self.read.clear()
             self.cleared += 1
             self._next_template = FIRST
             self.templates.clear()
@@ -215,22 +222,60 @@ class Recorder:
         with uninterrupted(), self._lock:
             return self.uploaded.of(tensor, self.code[:], self.templates)
 
-    def note_upload(self, number: int, values: np.ndarray) -> None:
-        """A small tensor of DTYPES is uploaded. values: an array that nobody changes."""
+    def note_upload(self, number: int, values: np.ndarray, is_float: bool) -> None:
+        """A small tensor of DTYPES or FLOATS is uploaded. values: an array that nobody changes."""
         with self._lock:
-            self.uploaded.note(number, values)
+            if not is_float:
+                self.uploaded.note(number, values)
             self.values.upload(number, values)
 
-    def known_value(self, tensor: Any) -> torch.Tensor | None:
-        """A copy of a small integer tensor's value, on the CPU; None if constants and uploads alone do not decide it."""
-        meta = tensor._ref.meta
-        if meta.dtype not in DTYPES or meta.numel * meta.dtype.itemsize > MAX_BYTES or self.session.failure is not None:
+    def known_value(self, tensor: Any, origin: int) -> torch.Tensor | None:
+        """A copy of a small tensor's value, on the CPU; None if a worker has to be asked.
+
+        It is known if constants and uploads alone decide it, or if it was read before. origin: of the read.
+        """
+        meta, number = tensor._ref.meta, tensor._ref.id
+        nbytes = meta.numel * meta.dtype.itemsize
+        if nbytes > MAX_BYTES or self.session.failure is not None:
             return None
+        interrupts = getattr(self.session, "interrupts", 0)
         with uninterrupted(), self._lock:
-            value = self.values.of(tensor._ref.id, self.code[:], getattr(self.session, "interrupts", 0))
+            value = self.read.of(number, self.code, interrupts) if self.read else None
+            if value is None:
+                if meta.dtype in FLOATS:
+                    value = self._known_float(number, nbytes, origin, interrupts)
+                elif meta.dtype in DTYPES:
+                    value = self.values.of(number, self.code[:], interrupts)
             if value is None or value.dtype != meta.dtype or tuple(value.shape) != meta.shape:
                 return None
+            if value.stride() == meta.stride:
+                return value.clone(memory_format=torch.preserve_format)
             return torch.empty_like(meta.stand_in(), device="cpu").copy_(value)
+
+    def _known_float(self, number: int, nbytes: int, origin: int, interrupts: int) -> torch.Tensor | None:
+        """As KnownValues.of, for lines where it is of use: most floats that a program reads are results, such as losses."""
+        misses = self._misses.get(origin, 0)
+        if nbytes > MAX_FLOAT_BYTES or misses >= MAX_MISSES:
+            return None
+        value = self.values.of(number, self.code[:], interrupts)
+        if value is not None:
+            self._misses[origin] = -(1 << 30)
+        elif misses >= 0:
+            self._misses[origin] = misses + 1
+        return value
+
+    def ask_value(self, tensor: Any) -> None:
+        """The value of a tensor is about to be fetched: it will be known until something is written."""
+        meta = tensor._ref.meta
+        if meta.numel * meta.dtype.itemsize <= MAX_READ_BYTES:
+            with self._lock:
+                self.read.ask(tensor._ref.id, self.code, getattr(self.session, "interrupts", 0))
+
+    def note_read(self, tensor: Any, value: torch.Tensor) -> None:
+        """The value of ask_value's tensor has come."""
+        if self.read:
+            with self._lock:
+                self.read.note(tensor._ref.id, value.clone())
 
     def note_wait(self) -> None:
         """Count a wait for a value. Workers are idle after it, so batches begin small again."""
@@ -286,6 +331,7 @@ class Recorder:
         if self.uploaded:
             self.uploaded.handed_over(code, self.templates)
         self.values.handed_over(code, freed)
+        self.read.handed_over(code)
 
         # A tape of a compiled call rewrites the batch: a fragment, or a recording that holds back frees
         tape, self.ended_tape = self.ended_tape or self.tape, None

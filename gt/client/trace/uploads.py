@@ -14,6 +14,7 @@ from gt.client.device.meta import Meta
 from gt.client.device.remote_tensor import Ref, RemoteTensor, Shown, make
 from gt.client.trace.op_info import TENSORS, OpInfo
 from gt.client.trace.recorder import Recorder
+from gt.client.values.foldable_ops import FLOATS, MAX_FLOAT_BYTES
 from gt.client.values.uploaded_values import DTYPES, MAX_BYTES
 from gt.ir.template import Out, Template
 
@@ -40,9 +41,10 @@ def upload(host: torch.Tensor) -> RemoteTensor:
     number, origin = recorder.new_id(), Current.origins.here()
     row = [template, origin, -1, number]
 
-    # Values of small integer tensors are kept here too: a program that reads them back, or indexes by them, need not wait
-    if host.dtype in DTYPES and data.nbytes <= MAX_BYTES:
-        recorder.note_upload(number, data.copy())
+    # Values of small tensors are kept here too: a program that reads them back, or indexes by them, need not wait
+    is_float = host.dtype in FLOATS
+    if (is_float or host.dtype in DTYPES) and data.nbytes <= (MAX_FLOAT_BYTES if is_float else MAX_BYTES):
+        recorder.note_upload(number, data.copy(), is_float)
     if data.nbytes <= MAX_INLINE_BYTES:
         recorder.emit_with_frame(row, data.tobytes(), 2)
     else:

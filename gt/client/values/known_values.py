@@ -1,6 +1,6 @@
-"""Values of small integer tensors that constants and uploads alone decide: a program reads them without a wait.
+"""Values of small tensors that constants and uploads alone decide: a program reads them without a wait.
 
-The recorder's batches are kept as they are, and followed once the program reads an integer: recording an op costs nothing here.
+The recorder's batches are kept as they are, and followed once the program reads such a value. So recording an op costs nothing.
 What is followed is a graph of rows between cells. A row is evaluated on this CPU when a read needs it. Rows on one memory are
 evaluated in the order of the program, so writes through views are as on a worker. An op that is not evaluated makes what it
 writes unknown.
@@ -10,8 +10,10 @@ A value is what the ops say. If a worker fails at one of them, the next read tha
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,13 +30,18 @@ MAX_IDLE = 8  # times that a full log is followed for a program that has read no
 
 
 class Memory:
-    """The memory of cells. ids: of the tensors that name it; blank: it is uninitialised."""
+    """The memory of cells. ids: of the tensors that name it; blank: it is uninitialised; floats: it is decided by floats.
 
-    __slots__ = ("blank", "ids", "nbytes")
+    makers, readers: numbers of rows that make or write it, and that read it; some are evaluated already.
+    """
 
-    def __init__(self, nbytes: int, blank: bool = False) -> None:
+    __slots__ = ("blank", "floats", "ids", "makers", "nbytes", "readers")
+
+    def __init__(self, nbytes: int, blank: bool = False, floats: bool = False) -> None:
         self.ids: set[int] = set()
-        self.nbytes, self.blank = nbytes, blank
+        self.nbytes, self.blank, self.floats = nbytes, blank, floats
+        self.makers: list[int] = []
+        self.readers: list[int] = []
 
 
 class Cell:
@@ -55,7 +62,7 @@ class Cell:
 
 @dataclass(slots=True)
 class Row:
-    """An op that is not evaluated yet."""
+    """An op that is not evaluated yet. reads, makes: the memories of its operands, and those that it makes or writes."""
 
     template: Template
     cost: int
@@ -63,6 +70,8 @@ class Row:
     values: list
     outs: list[Cell]
     writes: list[Memory]
+    reads: frozenset[Memory]
+    makes: frozenset[Memory]
 
     def evaluate(self) -> bool:
         """Fill the outputs; False if devices may differ."""
@@ -99,7 +108,8 @@ class KnownValues:
     _followed: int = 0  # numbers of the recorder's buffer that are followed
     _idle: int = 0
     _cells: dict[int, Cell] = field(default_factory=dict)  # by id
-    _rows: list[Row] = field(default_factory=list)
+    _rows: dict[int, Row] = field(default_factory=dict)  # by number, in the order of the program
+    _numbers: Iterator[int] = field(default_factory=itertools.count)  # of rows
     _foldings: dict[int, tuple[int, Folding | None]] = field(default_factory=dict)  # template -> numbers of its rows
     _added: int = 0  # bytes since _rows and _cells were bounded
     _interrupts: int = 0  # interrupts of the session that were seen
@@ -107,7 +117,7 @@ class KnownValues:
     # ---- called while ops are recorded
 
     def upload(self, number: int, values: np.ndarray) -> None:
-        """A small tensor of integers is uploaded. values: an array that nobody changes."""
+        """A small tensor is uploaded. values: an array that nobody changes."""
         self._append(_Upload(number, values), values.nbytes // 8 + 2)
 
     def handed_over(self, code: list, freed: Sequence[int]) -> None:
@@ -173,42 +183,51 @@ class KnownValues:
 
     def _evaluate(self, cell: Cell) -> bool:
         """Carry out the rows that decide a cell's value; False if they are too many, or one of them fails."""
-        rows, rest = self._deciding(cell.memory)
-        if len(rows) > MAX_READ_ROWS or sum(row.cost for row in rows) > MAX_READ_BYTES:
+        rows = self._deciding(cell.memory)
+        if len(rows) > MAX_READ_ROWS or sum(row.cost for row in rows.values()) > MAX_READ_BYTES:
             return False
         try:
             with torch.inference_mode(False), torch.no_grad():
                 # In normal mode even within inference_mode(): values outlive
                 # the read, and an inference tensor could not be written
-                exact = all(row.evaluate() for row in rows)
+                exact = all(row.evaluate() for row in reversed(rows.values()))
         except Exception:  # the worker fails too, and says what is wrong with the arguments
             exact = False
         if exact:
-            self._rows = rest
+            for number in rows:
+                del self._rows[number]
+            self._forget_numbers(rows.values())
         else:
             self._forget_all()
         return exact
 
-    def _deciding(self, memory: Memory) -> tuple[list[Row], list[Row]]:
-        """The rows that decide a memory's present value, in order, and the others.
+    def _deciding(self, memory: Memory) -> dict[int, Row]:
+        """The rows that decide a memory's present value, by number, the newest first. It ends after MAX_READ_ROWS.
 
         A row that reads a memory is executed before one that writes it.
         """
-        needed: set[Memory] = {memory}
-        written: set[Memory] = set()
-        # Backward from the read. A row is needed if it makes or writes a needed memory. A row that reads a memory
-        # which a needed row will write has to be executed before that: else it would see the later value
-        rows, rest = [], []
-        for row in reversed(self._rows):
-            makes = {cell.memory for cell in row.outs}.union(row.writes)
-            reads = {cell.memory for cell in row.ins}
-            if needed.isdisjoint(makes) and written.isdisjoint(reads):
-                rest.append(row)
+        # Backward from the read. A row is needed if it makes or writes memory that a needed row reads. A row that reads
+        # a memory which a needed row will write has to be executed before that: else it would see the later value
+        heap = [-number for number in memory.makers]
+        heapq.heapify(heap)
+        rows: dict[int, Row] = {}
+        while heap and len(rows) <= MAX_READ_ROWS:
+            number = -heapq.heappop(heap)
+            row = self._rows.get(number)
+            if row is None or number in rows:
                 continue
-            rows.append(row)
-            needed |= reads
-            written.update(row.writes)
-        return rows[::-1], rest[::-1]
+            rows[number] = row
+            earlier = [n for read in row.reads for n in read.makers if n < number]
+            earlier += [n for written in row.writes for n in written.readers if n < number]
+            for n in earlier:
+                heapq.heappush(heap, -n)
+        return rows
+
+    def _forget_numbers(self, rows: Iterable[Row]) -> None:
+        """These rows are evaluated, or dropped: the memories that they name forget all such rows."""
+        for memory in {memory for row in rows for memory in row.reads | row.makes}:
+            memory.makers = [n for n in memory.makers if n in self._rows]
+            memory.readers = [n for n in memory.readers if n in self._rows]
 
     # ---- the op stream
 
@@ -265,10 +284,17 @@ class KnownValues:
         results = []
         for number, out in zip(code[outs : outs + len(outputs)], outputs, strict=True):
             # A view is a cell of its base's memory, so that a write through either is seen by both
-            memory = known[out.of].memory if out.kind == "view" else Memory(way.cost, way.blank)
+            memory = known[out.of].memory if out.kind == "view" else Memory(way.cost, way.blank, way.fractions)
             results.append(Cell(memory))
             self._name(number, results[-1])
-        self._rows.append(Row(template, way.cost, known, values, results, writes))
+        reads = frozenset([cell.memory for cell in known])
+        makes = frozenset([*(cell.memory for cell in results), *writes])
+        number = next(self._numbers)
+        self._rows[number] = Row(template, way.cost, known, values, results, writes, reads, makes)
+        for memory in reads:
+            memory.readers.append(number)
+        for memory in makes:
+            memory.makers.append(number)
 
     def _name(self, number: int, cell: Cell) -> None:
         self._cells[number] = cell
@@ -286,25 +312,49 @@ class KnownValues:
             self._cells.pop(number, None)
 
     def _bound(self) -> None:
-        """Drop the rows that decide nothing alive. All, if too much is left."""
+        """Drop the rows that decide nothing alive. If too much is left, drop floats, and then all."""
         # Backward: a row stays if it fills memory that a living tensor, or a later row that stays, reads
         alive = {cell.memory for cell in self._cells.values()}
-        rows = []
-        for row in reversed(self._rows):
-            if not alive.isdisjoint([*(cell.memory for cell in row.outs), *row.writes]):
-                rows.append(row)
-                alive.update(cell.memory for cell in row.ins)
-        self._rows = rows[::-1]
+        kept = {}
+        for number, row in reversed(self._rows.items()):
+            if not alive.isdisjoint(row.makes):
+                kept[number] = row
+                alive |= row.reads
+        self._keep(dict(reversed(kept.items())))
         self._added = sum(memory.nbytes for memory in alive)
-        if self._added > MAX_KEPT_BYTES or len(rows) > MAX_ROWS or len(self._cells) > MAX_CELLS:
+        if self._is_much():
+            self._drop_floats()
+        if self._is_much():
             self._forget_all()
+
+    def _keep(self, rows: dict[int, Row]) -> None:
+        """Drop all other rows."""
+        dropped, self._rows = self._rows, rows
+        self._forget_numbers(dropped.values())
+
+    def _is_much(self) -> bool:
+        return self._added > MAX_KEPT_BYTES or len(self._rows) > MAX_ROWS or len(self._cells) > MAX_CELLS
+
+    def _drop_floats(self) -> None:
+        """Forget what rows on floats decide, such as counters that nobody reads: masks stay known."""
+        lost: set[Memory] = set()
+        kept = {}
+        for number, row in self._rows.items():
+            if any(memory.floats for memory in row.makes) or not lost.isdisjoint(row.reads):
+                lost |= row.makes
+            else:
+                kept[number] = row
+        self._keep(kept)
+        for memory in lost:
+            self._forget(memory)
+            self._added -= memory.nbytes
 
 
 def _is_certain(way: Folding, cells: list[Cell], values: list) -> bool:
-    """False for an op that reads uninitialised memory, or takes a fraction."""
+    """False for an op that reads uninitialised memory, or makes an integer of a fraction."""
     for place, cell in enumerate(cells):
         # Uninitialised memory may be overwritten whole, as by fill_(), where no other tensor names a part of it
         fresh = way.overwrites and place == 0 and len(cell.memory.ids) == 1
         if cell.memory.blank and not fresh:
             return False
-    return all(is_whole(value, way.fills) for value in values)
+    return way.fractions or all(is_whole(value, way.fills) for value in values)

@@ -288,7 +288,7 @@ def test_the_first_ops_after_a_wait_are_handed_over_soon_and_then_more_of_them_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Until they come workers have nothing to do; once they have, large batches cost less."""
-    x = torch.ones(3, device="remote")
+    x = torch.rand(3, device="remote")
     submit = inline.submit
     many: list[int] = []
     monkeypatch.setattr(inline, "submit", lambda *given, **how: (many.append(len(inline.log)), submit(*given, **how)))

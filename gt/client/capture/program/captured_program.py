@@ -109,6 +109,7 @@ class CapturedProgram:
 
         # Launch. Random ops of the program count on from the generator's state, as eager ones would
         recorder.uploaded.clear()  # the program may write to any of them
+        recorder.read.clear()
         state, seed = random._State, random.initial_seed()
         counter = state.counter
         state.counter = counter + self.draws  # Ctrl-C comes after calls: no other one may be between these two lines

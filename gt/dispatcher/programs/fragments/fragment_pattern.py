@@ -124,18 +124,23 @@ def pattern_key(backend: str, code: list) -> tuple:
     return backend, len(code), code[0], code[1] if len(code) > 1 and code[0] >= FIRST else 0
 
 
-def count_ops(code: list, templates: Mapping[int, OpSchema]) -> int:
-    """The number of ops of a fragment that has no pattern, as far as its code can be followed."""
+def count_ops(code: list, templates: Mapping[int, OpSchema]) -> tuple[int, bool]:
+    """The number of ops of a fragment that has no pattern, as far as its code can be followed.
+
+    With it: whether the shape of an op's result depends on values.
+    """
     at = ops = 0
+    dynamic = False
     while at < len(code):
         known, number = templates.get(code[at]), code[at]
         if known is not None:
             ops, at = ops + 1, at + 2 + known.length
+            dynamic = dynamic or known.template.dynamic
         elif number in LENGTHS and at + 1 < len(code):
             at += LENGTHS[number] + (max(code[at + 1], 0) if number == FREE and type(code[at + 1]) is int else 0)
         else:
             break
-    return ops
+    return ops, dynamic
 
 
 # The code is from a client and not trusted: what cannot be followed has no pattern, and is planned op by op, where the errors

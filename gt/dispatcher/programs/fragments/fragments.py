@@ -33,7 +33,7 @@ MAX_TRIES = 4  # recordings of a fragment that can be no program
 MAX_MISFITS = 4  # calls in a row for which a program does not serve; then another is recorded
 SHORT_INSTRUCTIONS = 2048  # instructions on all workers together: a shorter program is written in milliseconds
 NEW, RECORDED = "they were met for the first time", "they were recorded"
-UNFIT = "ZeRO reduces gradients among them, or a shape depends on values"
+DYNAMIC, UNFIT = "the shape of a result depends on values", "ZeRO reduces gradients among them, or they are too many"
 
 
 class Fragments:
@@ -151,7 +151,8 @@ class Fragments:
         """Remember a fragment that was met for the first time: why no program carries it out, and the number of its ops."""
         pattern = parse(code, self._context.templates, seed, counter)
         if pattern is None:
-            return UNFIT, count_ops(code, self._context.templates)
+            ops, dynamic = count_ops(code, self._context.templates)
+            return DYNAMIC if dynamic else UNFIT, ops
         new = outline(code, pattern, seed, counter)
         self._cuts.add(new)
         parts = self._cuts.parts(new, self._context.templates)

@@ -92,6 +92,58 @@ def test_a_list_that_grows_is_told_as_the_append_it_is(session: Callable) -> Non
     assert "the function appends to `losses`, and Python does not run in a replay: do it outside" in step.explain()
 
 
+def trained(optimizer: str, inside: Callable[[Any], None] = lambda scheduler: None) -> Any:
+    """A captured step that was called some times, with a scheduler."""
+    w = torch.ones(4, 4, device="remote", requires_grad=True)
+    o = getattr(torch.optim, optimizer)([w], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(o)
+
+    @gt.compile
+    def step() -> None:
+        o.zero_grad()
+        w.exp().sum().backward()
+        o.step()
+        inside(scheduler)
+
+    for _ in range(3):
+        step()
+    return step
+
+
+def test_readers_of_values_are_named_with_what_to_do(session: Callable) -> None:
+    session()
+    assert "is read by torch.optim's Adafactor, which decides by it in each step: AdamW" in trained("Adafactor").explain()
+    reads = trained("SGD", lambda scheduler: scheduler.step(torch.rand((), device="remote")))
+    assert "is read by a learning-rate scheduler: call its step() after the function" in reads.explain()
+
+    @gt.compile
+    def mine(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.exp().sum() > 1 else x
+
+    mine(torch.ones(2))
+    assert "is read: return the tensor, and read it after the function" in mine.explain()
+
+
+def test_a_scheduler_that_is_stepped_inside_is_named(session: Callable) -> None:
+    session()
+    text = trained("SGD", lambda scheduler: scheduler.step(1.0)).explain()
+    assert "the function steps the scheduler `scheduler`, and" in text and "step it after the function" in text, text
+    assert "last_epoch" not in text and "_opt_called" not in text, text
+
+
+def test_shapes_that_depend_on_values_are_named_where_no_zero_is_used(session: Callable) -> None:
+    session()
+
+    @gt.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0].sum()
+
+    for _ in range(6):
+        step(torch.ones(3))
+    text = step.explain()
+    assert "ops: the shape of a result depends on values" in text and "ZeRO" not in text, text
+
+
 def test_an_entry_and_an_attribute_that_a_call_adds_are_named(session: Callable) -> None:
     session()
     cache: dict[str, float] = {}
