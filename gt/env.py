@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -69,10 +70,21 @@ def backend(name: str | None = None) -> str:
 
 
 def token(file: Path | None = None) -> str:
-    """The shared secret: a file's text, or GT_TOKEN, or the text of GT_TOKEN_FILE. OSError where the file cannot be read."""
+    """The shared secret: a file's text, or GT_TOKEN, or the text of GT_TOKEN_FILE.
+
+    OSError where the file cannot be read, or has no text: a server would ask for nothing.
+    """
     if file is None and not get("GT_TOKEN") and get("GT_TOKEN_FILE"):
         file = Path(get("GT_TOKEN_FILE"))
-    return file.read_text().strip() if file else get("GT_TOKEN")
+    if file is None:
+        return get("GT_TOKEN")
+    try:
+        text = file.read_text().strip()
+    except UnicodeError:
+        raise OSError(errno.EINVAL, "it is no text: `gt key FILE` makes one", str(file)) from None
+    if not text:
+        raise OSError(errno.EINVAL, "it is empty: `gt key FILE` makes one", str(file))
+    return text
 
 
 def of_launcher(names: Iterable[str]) -> dict[str, str]:

@@ -56,8 +56,6 @@ def terms(args: argparse.Namespace) -> Terms:
     if args.max_workers and not exclusive:
         raise Refused("--max-workers is for --sharing exclusive: of a shared server everybody has all workers")
     secret = env.token(file) if file else ""
-    if file and not secret:
-        raise Refused(f"--worker-token-file {file} is empty")
     if exclusive and not secret:
         sys.stderr.write("gt server: who has the token can offer a worker, and see its work: --worker-token-file prevents it\n")
     memory = env.size("--memory-limit", 0, args.memory_limit) if args.memory_limit else 0

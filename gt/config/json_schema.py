@@ -12,6 +12,7 @@ from gt.config.schema import (
     GROUP_KEYS,
     GT_KEYS,
     MAX_AXIS,
+    MAX_FUSED_PARTS,
     OFFLOAD_KEYS,
     PRECISION_KEYS,
     RESERVED,
@@ -32,7 +33,7 @@ _GROUP_NAMES = {"type": "array", "minItems": 1, "items": {"type": "string"}}
 # the form of a value, as schema.py states it -> its JSON Schema
 FORMS: dict[str, dict[str, Any]] = {
     "a whole number": {"type": "integer", "minimum": 0, "maximum": MAX_AXIS},
-    "a whole number of at least 1": {"type": "integer", "minimum": 1},
+    "a whole number from 1 to 999": {"type": "integer", "minimum": 1, "maximum": MAX_FUSED_PARTS},
     "true or false": {"type": "boolean"},
     "a list of worker numbers": {"anyOf": [_NUMBERS, {"type": "array", "minItems": 1, "items": _NUMBERS}, {"type": "null"}]},
     "the name of a group": {"type": "string"},

@@ -24,6 +24,7 @@ from gt.config.schema import (
     GROUP_KEYS,
     GT_KEYS,
     MAX_AXIS,
+    MAX_FUSED_PARTS,
     OFFLOAD_KEYS,
     OFFLOAD_PATH,
     PRECISION_KEYS,
@@ -39,6 +40,7 @@ from gt.config.schema import (
     Offloaded,
     Precision,
     Rule,
+    fault_of_name,
 )
 from gt.errors import ConfigError
 from gt.ir.schedules import NAMES, asked
@@ -244,6 +246,8 @@ class _Reader:
 
     def group(self, name: str, key: yaml.Node, node: yaml.Node) -> Group:
         line = _line(key)
+        if fault := fault_of_name(name):
+            self.fail("", line, f"the group {name[:MAX_SHOWN_CHARACTERS]!a} {fault}")
         if isinstance(node, yaml.ScalarNode) and not node.value:
             self.fail(name, line, f"the group is empty, want a mapping: {WORKERS}")
         keys = self.known(node, GROUP_KEYS, "the group", name)
@@ -465,7 +469,7 @@ class _Reader:
             named = keys["group"]
             if "parts" in keys:
                 parts = self.value(keys["parts"], int, "parts", RULE_KEYS["parts"], where)
-                if parts < 1:
+                if not 1 <= parts <= MAX_FUSED_PARTS:
                     self.fail(where, _line(keys["parts"]), f"parts is {parts}, want {RULE_KEYS['parts']}")
 
         # A list of stages, a suffix (the group of the stage around the module), or the name of one group.

@@ -36,7 +36,7 @@ OFFLOAD_KEYS = {
     "step": "auto, host or device",
 }
 CHECKPOINT_KEYS = {"modules": "a module pattern, or a list of them"}
-RULE_KEYS = {"group": "the name of a group, a suffix, or a list of groups", "parts": "a whole number of at least 1"}
+RULE_KEYS = {"group": "the name of a group, a suffix, or a list of groups", "parts": "a whole number from 1 to 999"}
 
 DATA_PARALLEL = "data_parallel"  # the group of all ops that are in no other group
 DATA_AXIS = "dp"  # the axis of a mesh along which data is split
@@ -47,6 +47,11 @@ STEPS = ("auto", "host", "device")  # where the optimizer of offloaded state com
 OFFLOAD_PATH = "/tmp/nvme_offload"
 BUCKET_BYTES = 12 << 20  # of gradients that are reduced together; on two H200s 64 MiB made a step 2% longer
 SUFFIX_AXIS = {"_colpar": 1, "_rowpar": 0}  # suffix of a group's name -> its axis
+MAX_GROUP_CHARACTERS = 255  # characters of a group's name
+MAX_PATH_CHARACTERS = 4096  # characters of the names of groups within one another
+MAX_NESTED_GROUPS = 32  # groups within one another
+MAX_FUSED_PARTS = 999  # weights that are fused in one, as RULE_KEYS says: each costs a box on every worker
+NO_NAME = "/#"  # characters that no group's name has: they divide names within one another, and a name from its parts
 MAX_AXIS = 4  # the last dim of a batch of volumes, [N, C, D, H, W]
 
 
@@ -140,3 +145,16 @@ class Config:
     def where(self, name: str) -> str:
         """`pp_stage3 (sharding.yaml:14)`: a group in an error."""
         return f"{name} ({self.path or 'config'}:{self.groups[name].line})"
+
+
+def fault_of_name(name: str) -> str:
+    """The reason why a text cannot be the name of a group, "" if it can.
+
+    A character without a glyph would make two names look alike in an error, or divide a line of a log.
+    """
+    if len(name) > MAX_GROUP_CHARACTERS:
+        return f"has {len(name)} characters, at most {MAX_GROUP_CHARACTERS} are taken"
+    odd = next((character for character in name if character in NO_NAME or not character.isprintable()), None)
+    if odd is not None:
+        return f"has the character {odd!a}, want printable characters other than {' and '.join(map(repr, NO_NAME))}"
+    return "" if name.strip() else "is blank, want a name"

@@ -72,12 +72,8 @@ class OwnArena:
         """nbytes: of the blocks that it is to hold. session: number of the session that it belongs to."""
         self.number = number
         self.nbytes = -(-(HEADER_BYTES + nbytes) // PAGE_BYTES) * PAGE_BYTES
-        self._fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._fd = sealed_memory(NAME, self.nbytes)
         try:
-            # Sized once and sealed: no one can shrink it under a reader, whose access would end in SIGBUS.
-            os.fchmod(self._fd, 0o600)
-            os.ftruncate(self._fd, self.nbytes)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
             self._map = mmap.mmap(self._fd, self.nbytes)
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -225,34 +221,65 @@ def _process(offer: OfferArena) -> Iterator[int]:
 
 def _open_proved(offer: OfferArena, process: int) -> int:
     """A descriptor of the arena that is offered, once it is proved to be this process's and the client's."""
+    # Any process of this user could make such memory, but only the client knows the proof.
+    fd = open_memory(process, offer.fd, NAME, offer.nbytes)
+    try:
+        if not HEADER_BYTES < offer.nbytes <= MAX_ARENA_BYTES:
+            raise OSError(f"the arena has {offer.nbytes} bytes, at most {MAX_ARENA_BYTES} are taken")
+        if not hmac.compare_digest(os.pread(fd, NONCE_BYTES, 0).hex().encode(), offer.nonce.encode("utf-8", "replace")):
+            raise OSError("the arena does not begin with the proof that it is its owner's")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def sealed_memory(name: str, nbytes: int) -> int:
+    """A descriptor of anonymous memory, whose size is sealed: no one can shrink it under a reader, whose access would end in
+    SIGBUS.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_memory(process: int, number: int, name: str, nbytes: int) -> int:
+    """A descriptor of another process's `sealed_memory`; OSError for anything else, which is not opened.
+
+    process: its directory in /proc. number: of its descriptor, which may name anything.
+    """
     # 1. Its name, before it is opened even with O_PATH: a network's file system may ask its server then.
-    if not os.readlink(f"fd/{offer.fd:d}", dir_fd=process).startswith(f"/memfd:{NAME} "):
-        raise OSError(f"descriptor {offer.fd} of process {offer.pid} is not an arena")
+    if not os.readlink(f"fd/{number:d}", dir_fd=process).startswith(f"/memfd:{name} "):
+        raise OSError(f"descriptor {number} of the process is not {name}")
 
     # 2. The descriptor may have become another file since, so the name is read again of the one in hand. Then kind and owner.
-    descriptor = os.open(f"fd/{offer.fd:d}", os.O_PATH | os.O_CLOEXEC, dir_fd=process)
+    descriptor = os.open(f"fd/{number:d}", os.O_PATH | os.O_CLOEXEC, dir_fd=process)
     try:
         own = f"/proc/self/fd/{descriptor}"
-        named = os.readlink(own).startswith(f"/memfd:{NAME} ")
+        named = os.readlink(own).startswith(f"/memfd:{name} ")
         about = os.fstat(descriptor) if named else None
         if about is None or not stat.S_ISREG(about.st_mode):
-            raise OSError(f"descriptor {offer.fd} of process {offer.pid} is not an arena")
+            raise OSError(f"descriptor {number} of the process is not {name}")
         if about.st_uid != os.geteuid() or about.st_mode & 0o177:
-            raise OSError(f"arena of user {about.st_uid}, mode {about.st_mode & 0o777:o}: want own user's, mode 600")
+            raise OSError(f"{name} of user {about.st_uid}, mode {about.st_mode & 0o777:o}: want own user's, mode 600")
         fd = os.open(own, os.O_RDWR | os.O_CLOEXEC)
     finally:
         os.close(descriptor)
 
-    # 3. Open: size, seals and proof. Any process of this user could make such memory, but only the client knows the proof.
+    # 3. Open: pages and size.
     try:
         if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
-            raise OSError("the arena has huge pages, of which the system may have none left at an access")
+            raise OSError(f"{name} has huge pages, of which the system may have none left at an access")
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise OSError("the arena's size is not sealed")
-        if os.fstat(fd).st_size != offer.nbytes or not HEADER_BYTES < offer.nbytes <= MAX_ARENA_BYTES:
-            raise OSError(f"the arena has {os.fstat(fd).st_size} bytes, its owner says {offer.nbytes}")
-        if not hmac.compare_digest(os.pread(fd, NONCE_BYTES, 0).hex().encode(), offer.nonce.encode("utf-8", "replace")):
-            raise OSError("the arena does not begin with the proof that it is its owner's")
+            raise OSError(f"the size of {name} is not sealed")
+        if (size := os.fstat(fd).st_size) != nbytes:
+            raise OSError(f"{name} has {size} bytes, its owner says {nbytes}")
     except BaseException:
         os.close(fd)
         raise

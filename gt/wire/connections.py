@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 from gt.wire.messages import CHUNK, MAX_BODY_BYTES
 
@@ -218,19 +219,31 @@ class Connections:
             out[connection] = f"it has not read {left[connection]} bytes that were sent to it"
         return out
 
-    def unfinished(self, now: float, read: dict[Connection, int], waiting: int = 0) -> dict[Connection, str]:
+    def unfinished(self, now: float, read: dict[Connection, int], waiting: int = 0, most: float = inf) -> dict[Connection, str]:
         """Connections with an endless message. read: bytes that were read from each before its messages were received.
 
-        waiting: bytes of whole messages of each that may not have been received, 0 if all have.
+        waiting: bytes of whole messages of each that may not have been received, 0 if all have. most: bytes of all connections
+        that are in memory and no received messages.
         """
-        out = {}
+        out: dict[Connection, str] = {}
         self.growing = False
+        held: dict[Connection, float] = {}
         for connection, nbytes in read.items():
             # Bytes read less those of whole messages. Heartbeats are no messages, and are allowed for by their rate.
-            unfinished = nbytes - connection.taken - waiting - self._beats * (now - connection.since)
+            held[connection] = nbytes - connection.taken - self._beats * (now - connection.since)
+            unfinished = held[connection] - waiting
             self.growing |= unfinished > CHUNK
             if connection.peer and unfinished > UNFINISHED_BYTES:
                 out[connection] = f"it sent {unfinished:.0f} bytes of a message that has no end"
+
+        # Each may be within its limit, and all together not. Honest peers wait for credit, so those with most go first.
+        total = sum(nbytes for connection, nbytes in held.items() if connection not in out and nbytes > 0)
+        for connection in sorted(held, key=lambda connection: -held[connection]) if total > most else ():
+            if total <= most:
+                break
+            if connection.peer and connection not in out:
+                total -= held[connection]
+                out[connection] = f"it sent {held[connection]:.0f} bytes ahead, of more than {most:.0f} that wait of all"
         return out
 
 

@@ -51,6 +51,10 @@ SPIN_SECONDS = 0.005  # seconds after a message in which this end polls rather t
 WARY_SECONDS, CALM_SECONDS = 0.01, 0.05  # seconds between looks at connections: while one is suspicious, and otherwise
 MAX_LOGGED_ENDS = 5  # ends and refusals logged in a second, at most
 MAX_GONE_PEERS = 1000  # gone peers that are remembered
+WAITING_BYTES = QUEUE_MESSAGES * SENT_BYTES  # bytes of whole messages that one peer may have in libzmq's queue
+MAX_AHEAD_BYTES = (
+    1 << 30
+)  # bytes that wait there, or are of unfinished messages, of all; an eighth of the memory if that is less
 MAX_UNREAD_BYTES = 8 << 30  # bytes that peers have not read, of all together; a quarter of the memory if that is less
 ENDED = "its connection ended: the process exited, was killed, or stopped answering"
 OUT = "the server took this connection for ended: connect again"
@@ -96,6 +100,7 @@ class Router:
         self._packed: tuple[Message | None, bytes] = (None, b"")
         self._sparse = Sparse(log, MAX_LOGGED_ENDS)
         self._next_poll = 0.0
+        self._most_ahead = max(2 * WAITING_BYTES, min(MAX_AHEAD_BYTES, available_bytes() // 8))
         self._most_unread = min(MAX_UNREAD_BYTES, available_bytes() // 4)
         self._again = False  # the porter may have further requests
         self._context = zmq.Context(io_threads=1)
@@ -385,7 +390,8 @@ class Router:
         late.update(connections.unread({connection: row.acked for connection, row in sent.items()}, self._most_unread))
         # While somebody floods the socket, it is never empty: then a full queue of each peer is allowed for.
         read = {connection: row.received - row.unread for connection, row in sent.items()}
-        late.update(connections.unfinished(now, read, 0 if drained else QUEUE_MESSAGES * SENT_BYTES))
+        waiting = 0 if drained else WAITING_BYTES
+        late.update(connections.unfinished(now, read, waiting, self._most_ahead))
         for connection, reason in late.items():
             self._end(connection, reason)
         # Looks take a twentieth of the time at most, however many connections there are.

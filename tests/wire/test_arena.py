@@ -167,8 +167,8 @@ def test_another_offer_than_its_owners_is_refused(change, says):
 @pytest.mark.parametrize(
     "offer, says",
     [
-        (lambda: memory("gt-heap"), "is not an arena"),
-        (lambda: memory("gt-arenax"), "is not an arena"),
+        (lambda: memory("gt-heap"), "is not gt-arena"),
+        (lambda: memory("gt-arenax"), "is not gt-arena"),
         (lambda: memory(NAME, mode=0o640), "mode 640"),
         (lambda: memory(NAME, seals=fcntl.F_SEAL_GROW), "not sealed"),
         (lambda: memory(NAME, seals=fcntl.F_SEAL_SHRINK), "not sealed"),
@@ -188,7 +188,7 @@ def test_a_file_a_pipe_and_a_terminal_are_not_even_opened(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     ends = os.open(named, os.O_RDWR), os.open(tmp_path / "fifo", os.O_RDWR), os.open("/dev/null", os.O_RDWR)
     for fd in ends:
-        with pytest.raises(OSError, match="is not an arena"):
+        with pytest.raises(OSError, match="is not gt-arena"):
             PeerArena(OfferArena(1, os.getpid(), fd, PAGE_BYTES, bytes(range(16)).hex(), home()))
         os.close(fd)
 
@@ -198,7 +198,7 @@ def test_a_file_system_is_asked_for_nothing_by_an_offer_of_its_file(tmp_path, mo
     asked: list[int] = []
     stated = os.fstat
     monkeypatch.setattr(os, "fstat", lambda fd: asked.append(fd) or stated(fd))
-    with (tmp_path / "file").open("wb") as file, pytest.raises(OSError, match="is not an arena"):
+    with (tmp_path / "file").open("wb") as file, pytest.raises(OSError, match="is not gt-arena"):
         PeerArena(OfferArena(1, os.getpid(), file.fileno(), PAGE_BYTES, "0" * 32, home()))
     assert len(asked) == 1  # of the process's folder in /proc
 

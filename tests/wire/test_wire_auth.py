@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gt import server
 from gt.cli import main as cli
 from gt.client.session import Session
 from gt.dispatcher.server import Server
@@ -21,6 +22,7 @@ from gt.wire.dealer import Dealer, LinkTimeouts
 from gt.wire.link import hello
 from gt.wire.messages import Reject
 from gt.wire.socket import host_and_port
+from gt.worker import __main__ as worker
 from tests.helpers import zmtp
 from tests.helpers.limits import limit
 from tests.helpers.processes import free_ports
@@ -202,6 +204,63 @@ def test_a_folder_that_is_another_users_is_passed_over(folder, tmp_path, monkeyp
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(Refused, match="belongs to user"):
         server_files.publish(LOCAL, 5, "text")
+
+
+def test_a_full_disk_is_said_and_leaves_no_half_file(folder, monkeypatch):
+    written = os.write
+    for full in (lambda fd, text: written(fd, text[:5]), lambda fd, text: os.fstat(1 << 20)):
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(Refused, match=r"No space left|Bad file descriptor"):
+            server_files.publish(LOCAL, 5, "text")
+        assert not list(folder.iterdir())
+
+
+def test_the_half_file_of_a_killed_server_goes_with_the_next(folder):
+    server_files.publish(LOCAL, 5, "text").remove()
+    (folder / ".server-127.0.0.1-7.99").touch(0o600)
+    (folder / "own").touch()
+    published = server_files.publish(LOCAL, 5, "text")
+    assert {path.name for path in folder.iterdir()} == {"server-127.0.0.1-5", "own"}
+    published.remove()
+
+
+def test_a_stopped_process_that_has_the_folder_keeps_no_server_waiting_for_ever(folder, monkeypatch):
+    monkeypatch.setattr(server_files, "ALONE_SECONDS", 0.05)
+    published = server_files.publish(LOCAL, 5, "text")
+    with server_files._alone(folder):
+        with pytest.raises(Refused, match=r"another process keeps .* locked"):
+            server_files.publish(LOCAL, 6, "text")
+        assert server_files.find(LOCAL, 5) == "text"
+        published.remove()  # what it leaves is a dead server's
+    assert server_files.find(LOCAL, 5) is None
+    with server_files._alone(folder):
+        inherited = os.dup(max(fd for fd in map(int, os.listdir("/proc/self/fd")) if _leads(fd) == folder))
+    server_files.publish(LOCAL, 6, "text").remove()  # a process that was forked meanwhile keeps nothing
+    os.close(inherited)
+
+
+def _leads(fd: int) -> Path | None:
+    with contextlib.suppress(OSError):
+        return Path(os.readlink(f"/proc/self/fd/{fd}"))
+    return None
+
+
+def test_a_pipe_of_a_servers_name_is_not_waited_for(folder):
+    server_files.publish(LOCAL, 5, "text").remove()
+    os.mkfifo(folder / "server-127.0.0.1-5", 0o600)
+    assert server_files.find(LOCAL, 5) is None
+    server_files.publish(LOCAL, 5, "text").remove()
+
+
+@pytest.mark.parametrize("text, says", [(b"", "it is empty"), (b" \n", "it is empty"), (b"\xff\xfe", "it is no text")])
+@pytest.mark.parametrize("option", ["--token-file", "--worker-token-file"])
+def test_a_token_file_without_a_token_is_refused(tmp_path, capsys, folder, text, says, option):
+    """A server went on without any, and let in who had none."""
+    path = tmp_path / "token"
+    path.write_bytes(text)
+    for program in (server.main, worker.main):
+        assert program(["-p", "0" if program is server.main else "1", option, str(path)]) == 2
+        assert f"{path} cannot be read: {says}" in capsys.readouterr().err
 
 
 # ---- connecting

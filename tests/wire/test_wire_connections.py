@@ -303,6 +303,26 @@ def test_a_message_without_an_end_is_found_by_what_was_read():
     assert not made.unfinished(1.0, {one: 2 * UNFINISHED_BYTES}, UNFINISHED_BYTES)  # whole messages may be that many
 
 
+def test_peers_that_send_ahead_together_are_ended_until_the_rest_is_within_a_limit():
+    """Each had 131 MiB while one of them flooded, however many they were. Who has most goes first, and honest ones wait for
+    credit.
+    """
+    made = Connections(heartbeat=1e9)
+    peers = []
+    for fd in range(5):
+        made.accepted(fd, 0.0)
+        peers.append(made.meet(b"%d" % fd, fd, made.ticket(0.0)))
+    mib = 1 << 20
+    read = dict(zip(peers, (100 * mib, 3 * mib, 90 * mib, 100 * mib, 60 * mib), strict=True))
+    assert not made.unfinished(1.0, read, 128 * mib, 353 * mib)
+    assert list(made.unfinished(1.0, read, 128 * mib, 352 * mib)) == [peers[0]]
+    late = made.unfinished(1.0, read, 128 * mib, 160 * mib)
+    assert list(late) == [peers[0], peers[3]] and "104857600 bytes ahead" in late[peers[0]]
+    # One that is ended for its own message does not count: others are not ended for it.
+    read[peers[2]] = 400 * mib
+    assert list(made.unfinished(1.0, read, 128 * mib, 264 * mib)) == [peers[2]]
+
+
 @pytest.mark.parametrize("more", [True, False])
 def test_endless_parts_end_that_peer_alone(ours, more):
     """With the token: of one message on the wire (more), or of one that comes in several."""

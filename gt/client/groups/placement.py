@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gt.client.device.remote_tensor import RemoteTensor
-from gt.client.groups.group_context import context
+from gt.client.groups.group_context import MAX_SHOWN_CHARACTERS, context
 from gt.client.trace.dispatch import declare_buffer
 from gt.config.match import assign, unmatched
-from gt.config.schema import Rule
+from gt.config.schema import MAX_FUSED_PARTS, RULE_KEYS, Rule, fault_of_name
 from gt.errors import ConfigError
 
 Context = Callable[[str, int], Any]  # gt.signal.context, or a substitute of it in tests
@@ -67,7 +67,13 @@ def read(rules: Mapping[str, Group | Mapping[str, Any]] | Iterable[Rule]) -> lis
     listed = []
     for pattern, value in rules.items():
         whole: Mapping[str, Any] = value if isinstance(value, Mapping) else {"group": value}
-        group, parts = whole.get("group"), int(whole.get("parts", 1))
+        group, parts = whole.get("group"), whole.get("parts", 1)
+        names = [group] if isinstance(group, str) else group if isinstance(group, (list, tuple)) else []
+        for name in names:
+            if isinstance(name, str) and (fault := fault_of_name(name)):
+                raise ConfigError(f"rule for {pattern!r}: the group {name[:MAX_SHOWN_CHARACTERS]!a} {fault}")
+        if type(parts) is not int or not 1 <= parts <= MAX_FUSED_PARTS:
+            raise ConfigError(f"rule for {pattern!r}: parts is {parts!r:.40}, want {RULE_KEYS['parts']}")
         if isinstance(group, str) and set(whole) <= {"group", "parts"}:
             listed.append(Rule(pattern, group, parts))
         elif isinstance(group, (list, tuple)) and group and all(isinstance(g, str) for g in group):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gt.config.schema import DATA_AXIS, DATA_PARALLEL, Config, Group
+from gt.config.schema import DATA_AXIS, DATA_PARALLEL, MAX_FUSED_PARTS, Config, Group
 from gt.ir.layout import Layout, Mesh, Placement, R, Shard
 
 COLUMN, ROW, STAGE, DATA = "column", "row", "stage", "data"
 SUFFIXES = {"_colpar": COLUMN, "_rowpar": ROW}
-PARTS_DIGITS = 3  # at most, in the text of `#`: each part costs a box on every worker
+PARTS_DIGITS = len(str(MAX_FUSED_PARTS))  # at most, in the text of `#`
 PARTS = "#"  # `name#3` in a context: three weights are fused in each weight used there
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from gt.config.load import hint
+from gt.config.schema import MAX_NESTED_GROUPS, MAX_PATH_CHARACTERS
 from gt.dispatcher.sharding import shape_rules
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.records import Origin
@@ -22,8 +23,7 @@ CREDIT = 64  # batches a client may have under way
 MAX_BATCH_NUMBERS = 1 << 18  # numbers of one batch
 MAX_OPS_UNDER_WAY = 1 << 18  # ops under way before another batch
 MAX_TEMPLATES, MAX_ORIGINS = 1 << 16, 1 << 20
-MAX_NAME_CHARACTERS = 4096  # characters of a file's name, and of a group's: contexts within one another
-MAX_NESTED_GROUPS = 32  # signal contexts within one another
+MAX_FILE_CHARACTERS = 4096  # characters of a file's name
 MAX_ALL_NAME_CHARACTERS = 4 << 20  # characters of all different names of a session
 MAX_ALL_TEMPLATE_PARTS = 1 << 21  # parts of all templates of a session
 MAX_GROUP_WARNINGS = 100  # warnings about groups that the config lacks
@@ -88,9 +88,14 @@ class Definitions:
     def define_origin(self, row: Any) -> None:
         """[number, file, line, group, backward, micro] of Ops.origins."""
         kinds = [type(part) for part in row] if type(row) is list else []
-        if kinds != [int, str, int, str, bool, int] or max(len(row[1]), len(row[3])) > MAX_NAME_CHARACTERS:
+        if kinds != [int, str, int, str, bool, int]:
             raise ProtocolError(f"Ops.origins: {row!r:.80} is not [number, file, line, group, backward, micro]")
         number, file, line, group, backward, micro = row
+        for what, text, most in (("file", file, MAX_FILE_CHARACTERS), ("group", group, MAX_PATH_CHARACTERS)):
+            if len(text) > most:
+                raise ProtocolError(
+                    f"Ops.origins: the {what} {text!r:.80} has {len(text)} characters, at most {most} are taken"
+                )
         if not 0 < number < MAX_ORIGINS:
             raise ProtocolError(f"Ops.origins: number {number} is not from 1 to {MAX_ORIGINS - 1}")
         if group.count("/") >= MAX_NESTED_GROUPS:
@@ -105,7 +110,9 @@ class Definitions:
             if name not in self._unknown_groups and self._context.groups and len(self._unknown_groups) < MAX_GROUP_WARNINGS:
                 self._unknown_groups.add(name)
                 near = hint(name, self._context.config.groups) if len(self._unknown_groups) <= MAX_GROUP_HINTS else ""
-                text = f"the config has no group {name[:MAX_SHOWN_CHARACTERS]!r}: ops run as outside it{near}"
+                shown = name[:MAX_SHOWN_CHARACTERS]
+                letters = "" if shown.isascii() else f" ({shown!a})"  # a letter of another script may look like one of its own
+                text = f"the config has no group {shown!r}{letters}: ops run as outside it{near}"
                 self._context.send(Notice(f"{file}:{line}: {text}"))
 
         # Of nested contexts, the innermost transfer (a group `A_to_B`) says where the op's result is sent.

@@ -7,17 +7,22 @@ its secret, and the next server removes it. Knows nothing of what the files say.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import itertools
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from gt import env
 from gt.errors import Refused
 
-_NAMES = "server-*"
-_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
+_NAMES = ("server-*", ".server-*")  # of files, and of those that were not finished
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe of such a name is not waited for
+ALONE_SECONDS = 5.0  # that another process may keep the folder, which takes it milliseconds unless it is stopped
+PAUSE_SECONDS = 0.01  # between looks whether it does
 
 
 class Published:
@@ -52,10 +57,14 @@ def publish(ip: str, port: int, text: str) -> Published:
             descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.write(descriptor, f"{_namespace()}\n{text}".encode())
+                whole = f"{_namespace()}\n{text}".encode()
+                if os.write(descriptor, whole) < len(whole):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.rename(new, path)
             except BaseException:
                 os.close(descriptor)
+                with contextlib.suppress(OSError):
+                    os.unlink(new)
                 raise
     except OSError as error:
         raise Refused(f"the server's secret cannot be kept in {path}: {error.strerror}; set XDG_RUNTIME_DIR") from None
@@ -105,7 +114,7 @@ def _held(descriptor: int) -> bool:
 
 def _sweep(folder: Path) -> None:
     """Remove the files of servers that were killed."""
-    for path in folder.glob(_NAMES):
+    for path in itertools.chain.from_iterable(map(folder.glob, _NAMES)):
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | _FLAGS)
             try:
@@ -117,11 +126,21 @@ def _sweep(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Nobody else writes or removes files in the folder meanwhile."""
+    """Nobody else writes or removes files in the folder meanwhile. OSError if another process does for too long."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
+    until = time.monotonic() + ALONE_SECONDS
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if time.monotonic() >= until:
+                raise OSError(errno.EBUSY, f"another process keeps {folder} locked, which may be stopped")
+            time.sleep(PAUSE_SECONDS)
+        try:
+            yield
+        finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor too
     finally:
         os.close(descriptor)
 

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import IO
 
+from gt.wire.arena import open_memory, sealed_memory
+
 PAGE_BYTES = 4096
 NAME = "gt-heap"  # of the memory, as /proc shows it
 
@@ -63,8 +65,7 @@ class OwnHeap(Heap):
     def __init__(self, size: int) -> None:
         if size <= 0 or size % PAGE_BYTES:
             raise ValueError(f"heap of {size} bytes, want a multiple of {PAGE_BYTES}")
-        self.fd = os.memfd_create(NAME)
-        os.ftruncate(self.fd, size + PAGE_BYTES)
+        self.fd = sealed_memory(NAME, size + PAGE_BYTES)
         super().__init__(self.fd, size)
         # 61 bits and never 0: tells this worker's flags from those of one that had its place before
         self.mark = int.from_bytes(os.urandom(8), "little") >> 3 | 1
@@ -98,20 +99,26 @@ class PeerHeap(Heap):
 
     def __init__(self, pid: int, fd: int, size: int, doorbell: str) -> None:
         rope, mark = parse(doorbell)
-        # The kernel checks permissions here: only processes of the same user open each other's descriptors.
-        with os.fdopen(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), "rb", buffering=0) as file:
-            # A worker's description of itself may be false: only a heap's own memory, and a pipe, is written to.
-            if not os.readlink(f"/proc/self/fd/{file.fileno()}").startswith(f"/memfd:{NAME}"):
-                raise OSError(f"/proc/{pid}/fd/{fd} is not a worker's heap")
-            if os.fstat(file.fileno()).st_size != size + PAGE_BYTES:
-                raise OSError(f"/proc/{pid}/fd/{fd} is not a heap of {size} bytes")
-            super().__init__(file.fileno(), size)
-        self.mark = mark
-        # A pid may have been given to another worker since the World was sent.
-        if self.words[self.owner] != mark:
-            self.close()
-            raise OSError(f"/proc/{pid}/fd/{fd} is another worker's heap")
-        self._rope = _pipe(f"/proc/{pid}/fd/{rope}")
+        # A worker's description of itself may be false. Only a heap's own memory and a pipe are opened, and the kernel permits
+        # that to processes of the same user alone.
+        process = os.open(f"/proc/{pid:d}", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            descriptor = open_memory(process, fd, NAME, size + PAGE_BYTES)
+            try:
+                super().__init__(descriptor, size)
+            finally:
+                os.close(descriptor)
+            self.mark = mark
+            # A pid may have been given to another worker since the World was sent.
+            if self.words[self.owner] != mark:
+                raise OSError(f"descriptor {fd} of process {pid} is another worker's heap")
+            self._rope = _pipe(process, rope)
+        except OSError:
+            if hasattr(self, "words"):
+                self.close()
+            raise
+        finally:
+            os.close(process)
 
     def ring(self) -> None:
         """Wake the owner. If it is gone, the dispatcher fails the waits on it."""
@@ -136,10 +143,12 @@ def parse(doorbell: str) -> tuple[int, int]:
     return parsed
 
 
-def _pipe(path: str) -> IO[bytes]:
-    """A pipe's end to write to. OSError for anything else, which is not written to."""
-    fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-    if not stat.S_ISFIFO(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(f"{path} is not a worker's doorbell")
-    return os.fdopen(fd, "wb", buffering=0)
+def _pipe(process: int, number: int) -> IO[bytes]:
+    """A pipe's end to write to. OSError for anything else, which is not opened: a device would act on that."""
+    descriptor = os.open(f"fd/{number:d}", os.O_PATH | os.O_CLOEXEC, dir_fd=process)
+    try:
+        if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            raise OSError(f"descriptor {number} of the process is not a worker's doorbell")
+        return os.fdopen(os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC), "wb", buffering=0)
+    finally:
+        os.close(descriptor)

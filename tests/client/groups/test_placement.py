@@ -174,3 +174,12 @@ def test_balance_reads_no_data_and_follows_several_inputs() -> None:
     with torch.device("meta"):
         modules = [Two(), nn.Linear(1_000_000, 1_000_000)]
     assert balance(modules, 2, (torch.empty(2, 3), torch.empty(3, 1_000_000, device="meta"))) == [(0, 1), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    "rule", ["a\nb", ["a", "b/c"], {"group": "a", "parts": 0}, {"group": "a", "parts": True}, {"group": "a" * 256}]
+)
+def test_a_rule_has_a_groups_name_and_a_number_of_parts(rule: Any) -> None:
+    """The error came in the first forward, whose line says nothing of the rule."""
+    with pytest.raises(ConfigError, match="rule for 'h'"):
+        apply(model(), {"h": rule})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -90,10 +91,58 @@ def test_the_ops_that_differentiate_run_in_the_backward_group(outer: str | None)
         assert {line.note.split()[-2] for line in backward} == {"a", "b"}
 
 
-@pytest.mark.parametrize("name", ["", 3, "x/y", "x#2"])
-def test_a_backward_group_is_a_name(name: object) -> None:
-    with pytest.raises((TypeError, ValueError), match="signal group"):
-        gt.signal.context("a", backward=name)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        3,
+        "x/y",
+        "x#2",
+        "x\x1fy",
+        "x\0",
+        "x\ny",
+        "x\u202ey",
+        "x\u200b",
+        "\ufeffx",
+        "g\ud800",
+        " ",
+        "x" * 256,
+        "x" * 5_000_000,
+    ],
+)
+def test_a_group_and_a_backward_group_are_names(name: object) -> None:
+    """One of 5000 characters ended the session, and one with a separator in it was two groups."""
+    for given in ({"name": name}, {"name": "a", "backward": name}):
+        with pytest.raises((TypeError, ValueError), match="signal group") as info:
+            gt.signal.context(**given)  # type: ignore[arg-type]
+        assert str(info.value).isprintable() and len(str(info.value)) < 400
+
+
+@pytest.mark.parametrize("parts", [0, -1, 1000, True, 2.0, "3"])
+def test_fused_parts_are_a_number(parts: object) -> None:
+    with pytest.raises(ValueError, match=r"parts is .*, want a whole number from 1 to 999"):
+        gt.signal.context("a", parts)  # type: ignore[arg-type]
+
+
+def test_a_function_in_a_group_may_call_itself_and_other_groups_nest_in_bounds() -> None:
+    """The 33rd call within another ended the session."""
+
+    @gt.signal.context("a")
+    def power(x: torch.Tensor, n: int) -> torch.Tensor:
+        return power(x * x, n - 1) if n else x * x
+
+    with planned(CONFIG) as plan:
+        assert plan.layout(power(torch.ones(8, 4, device="remote"), 100)) == "[S(0)] on 0,1"
+        for most, name in ((32, "g{}"), (16, "g{:0254}")):  # as many as are taken, and 4096 characters
+            with (
+                contextlib.ExitStack() as entered,
+                pytest.raises(ValueError, match=r"signal groups of .* are within one another"),
+            ):
+                for number in range(40):
+                    entered.enter_context(gt.signal.context(name.format(number)))
+                    batch()
+            assert number == most and stack.names == [""]
+            plan.ask()  # the session goes on
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -114,8 +163,16 @@ def test_ctrl_c_while_a_group_is_entered_or_left_leaves_it(monkeypatch: pytest.M
         assert stack.names == ["", "outer"] and stack.in_backward == [False] * 2 and stack.scope.group == "outer"
 
 
-def test_a_group_or_a_folder_whose_name_is_no_utf_8_costs_no_session(tmp_path: Path) -> None:
-    """Such a name of a group ended the session, with all its tensors; such a folder of a config was a ProtocolError."""
+def test_ctrl_c_before_the_first_statement_of_a_groups_exit_keeps_the_groups_around_it_from_nothing() -> None:
+    """The group around it left the inner one in its own place, and was itself entered for ever."""
+    with pytest.raises(KeyboardInterrupt), gt.signal.context("outer"):
+        gt.signal.context("inner").__enter__()
+        raise KeyboardInterrupt
+    assert stack.names == [""] and stack.in_backward == [False] and stack.scope.group == ""
+
+
+def test_a_folder_whose_name_is_no_utf_8_costs_no_session(tmp_path: Path) -> None:
+    """It was a ProtocolError."""
     folder = tmp_path / os.fsdecode(b"b\xff")
     folder.mkdir()
     (folder / "c.yaml").write_text("a: {workers: [0]}\n")
@@ -123,8 +180,6 @@ def test_a_group_or_a_folder_whose_name_is_no_utf_8_costs_no_session(tmp_path: P
         gt.connect(server.address, config=str(folder / "c.yaml"))
         try:
             x = torch.ones(3, device="remote")
-            with gt.signal.context("g\ud800"):
-                assert (x + 1).sum().item() == 6
             assert x.sum().item() == 3
         finally:
             gt.shutdown()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from gt.dispatcher.events import Received
-from gt.dispatcher.fairness.arrivals import Arrivals
+from gt.dispatcher.fairness.arrivals import MAX_IDLE_PEERS, WARP_SECONDS, Arrivals
 from gt.dispatcher.server import Server
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
@@ -39,6 +41,53 @@ def test_a_late_event_of_a_quiet_peer_precedes_the_flood():
     assert "b1" in served(arrivals, {b"a": 0.008, b"b": 0.001}, 2)
 
 
+def wait_beside(floods: int, warped: float) -> float:
+    """The longest time between an event of a quiet peer and its turn, beside floods of 8 ms an event, in seconds of service.
+
+    warped: seconds of the quiet peer's own events.
+    """
+    arrivals: Arrivals[int] = Arrivals()
+    names = [b"flood%d" % n for n in range(floods)]
+    waits, clock = [], 0.0
+    for turn in range(300):
+        for name in names:
+            arrivals.add(name, turn)
+        if turn % 10 == 9:
+            arrivals.add(b"quiet", turn)
+            since = clock
+        for _ in range(min(len(arrivals), 2)):
+            peer, _ = arrivals.next()
+            arrivals.charge(peer, warped if peer == b"quiet" else 0.008)
+            if peer == b"quiet":
+                waits.append(clock - since)
+            clock += warped if peer == b"quiet" else 0.008
+    assert len(waits) == 30
+    return max(waits[3:])
+
+
+@pytest.mark.parametrize("floods", [1, 4, 16, 64])
+def test_a_quiet_peer_waits_for_one_event_of_a_flood_however_many_floods_there_are(floods):
+    """It waited for one of each, so its round trip beside four took 80 ms, and beside sixteen 370."""
+    assert wait_beside(floods, 0.0002) <= 0.008 + 1e-9
+
+
+def test_a_peer_that_sends_one_event_after_the_other_has_no_more_than_its_share():
+    """Its queue is empty each time, so it looks as one that is quiet."""
+    arrivals: Arrivals[str] = Arrivals()
+    for n in range(1000):
+        arrivals.add(b"flood", f"f{n}")
+    served(arrivals, {b"flood": 0.008}, 20)
+    seconds = {b"flood": 0.0, b"again": 0.0}
+    arrivals.add(b"again", "again")
+    for _ in range(400):
+        peer, _ = arrivals.next()
+        arrivals.charge(peer, 0.008)
+        seconds[peer] += 0.008
+        if peer == b"again":
+            arrivals.add(b"again", "again")
+    assert abs(seconds[b"again"] - seconds[b"flood"]) <= WARP_SECONDS + 2 * 0.008
+
+
 def test_time_is_shared_and_not_the_number_of_events():
     arrivals: Arrivals[str] = Arrivals()
     for n in range(100):
@@ -54,7 +103,7 @@ def test_all_of_it_is_handled_and_nothing_is_left():
     for n in range(30):
         arrivals.add(b"abc"[n % 3 : n % 3 + 1], n)
     assert sorted(served(arrivals, {b"a": 0.0, b"b": 1.0, b"c": 2.0}, 30)) == [*range(30)]
-    assert not arrivals and not arrivals._waiting and not arrivals._starts
+    assert not arrivals and not arrivals._waiting and not arrivals._starts and not arrivals._ends
 
 
 def test_peers_that_sent_and_left_are_forgotten_while_others_go_on():
@@ -65,7 +114,7 @@ def test_peers_that_sent_and_left_are_forgotten_while_others_go_on():
         arrivals.add(b"peer%d" % n, n)
         served(arrivals, {b"busy": 0.01, b"peer%d" % n: 0.01}, 2)
     served(arrivals, {b"busy": 0.01}, 3)
-    assert len(arrivals._waiting) == len(arrivals._starts) < 5
+    assert len(arrivals._waiting) == len(arrivals._starts) < 5 and len(arrivals._ends) <= MAX_IDLE_PEERS
 
 
 class Slow(ToyCore):

@@ -149,7 +149,7 @@ def test_a_killed_process_fails_those_who_wait_for_it_and_only_those():
     [
         ({3: "elsewhere", 7: "another"}, "is on host 'elsewhere', plane shm on .* reaches only this host"),
         ({2: 2**22 + 1}, r"the heap of worker 'w1' \(pid 4194305\) cannot be opened: .*; it has exited, or"),
-        ({5: planes.HEAP // 2}, "is not a heap of 4194304 bytes"),
+        ({5: planes.HEAP // 2}, "its owner says 4198400"),
         ({6: "9-123"}, "is another worker's heap"),
         ({6: "tcp://x"}, "is not a doorbell of this plane"),
     ],

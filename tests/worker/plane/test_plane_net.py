@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import random
+import resource
 import select
 import socket
 import threading
@@ -477,6 +478,45 @@ def test_silent_strangers_do_not_keep_a_worker_out(monkeypatch):
         into = bytearray(4)
         second.recv(channel(0), into)
         assert into == b"here"
+
+
+def test_strangers_leave_descriptors_for_what_a_worker_opens(monkeypatch):
+    """A worker with 64 descriptors had none left for a peer's heap or a program's arena while 256 strangers were silent."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
+    few = strangers.Strangers()
+    pairs = [socket.socketpair() for _ in range(20)]
+    for sock, _ in pairs:
+        few.add(sock)
+    assert [other.recv(1) for _, other in pairs[:4]] == [b""] * 4  # the oldest, which have ended
+    assert [few.remove(sock) for sock, _ in pairs] == [False] * 4 + [True] * 16
+    for pair in pairs:
+        for sock in pair:
+            sock.close()
+
+
+def test_early_frames_are_counted_by_bytes_and_number(monkeypatch):
+    """Each was added up with all before it: a worker that sent many to nowhere kept the one between busy for an hour."""
+
+    class Nowhere:
+        def onward(self, target):
+            return None
+
+        def lives(self, target):
+            return True
+
+    passed = relay.Relay(Nowhere(), lambda: None)
+    frame = peer_connection.Frame(DATA, 1, 0, 0, 0, 9, 1, 1, 0, 0)
+    monkeypatch.setattr(relay, "MAX_EARLY_FRAMES", 5)
+    for _ in range(9):
+        passed.forward(None, frame, memoryview(bytes(40)))
+    assert (len(passed._early), passed._early_bytes) == (5, 200)
+    passed.forward_early()  # there is no connection yet
+    assert (len(passed._early), passed._early_bytes) == (5, 200)
+    monkeypatch.setattr(relay, "MAX_EARLY_BYTES", 240)
+    monkeypatch.setattr(relay, "MAX_EARLY_FRAMES", 99)
+    for _ in range(9):
+        passed.forward(None, frame, memoryview(bytes(40)))
+    assert (len(passed._early), passed._early_bytes) == (6, 240)
 
 
 def test_greetings_of_worlds_to_come_wait_in_few_threads(monkeypatch):

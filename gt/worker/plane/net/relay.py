@@ -19,7 +19,7 @@ from gt.worker.plane.net.peer_connection import DATA, HEADER, MAX_HOPS, Ended, F
 PASSED_BYTES = 64 << 10  # smallest payload that is spliced through a pipe: a smaller one costs less copied
 PIPE_BYTES = 1 << 20  # size asked for a pipe, if the system allows it: it holds one segment of a connection in each 4 KiB
 PAUSE_BYTES = 4 << 20  # bytes waiting to be passed on, from which on their sender is not read
-MAX_EARLY_BYTES = 64 << 20  # bytes of frames that wait for a connection
+MAX_EARLY_BYTES, MAX_EARLY_FRAMES = 64 << 20, 1 << 16  # of frames that wait for a connection
 NOWAIT = os.SPLICE_F_NONBLOCK
 
 
@@ -108,6 +108,7 @@ class Relay:
         self.relayed: Counter[str] = Counter()
         self._network, self._wake = network, wake
         self._early: list[tuple[PeerConnection, Frame, memoryview]] = []  # to be passed on once there is a connection
+        self._early_bytes = 0
         self._lock = threading.Lock()  # of these
 
     def passage(self, connection: PeerConnection, frame: Frame) -> Onward | None:
@@ -146,8 +147,9 @@ class Relay:
             with self._lock:
                 # A frame may come before this worker has its own connection onward. They are kept in bounds; a frame that is
                 # dropped here ends when its pair's way is given up.
-                if sum(len(later) for _, _, later in self._early) < MAX_EARLY_BYTES:
+                if self._early_bytes < MAX_EARLY_BYTES and len(self._early) < MAX_EARLY_FRAMES:
                     self._early.append((connection, frame, whole))
+                    self._early_bytes += len(whole)
             return
         self._count(frame, frame.nbytes)
         out.queue(whole)
@@ -157,7 +159,7 @@ class Relay:
         """Pass on the frames that were here before the connection that they take."""
         if self._early:
             with self._lock:
-                early, self._early = self._early, []
+                early, self._early, self._early_bytes = self._early, [], 0
             for connection, frame, whole in early:
                 self.forward(connection, frame, whole)
 

@@ -6,11 +6,12 @@ Whoever reaches the port can connect, so these are few: the oldest makes room fo
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import threading
 from collections.abc import Iterator
 
-MAX_STRANGERS = 256
+MAX_STRANGERS = 256  # fewer where descriptors are few: others of this worker need them too
 MAX_EARLY_GREETINGS = 64  # that wait at a time for their world
 
 
@@ -20,12 +21,14 @@ class Strangers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._socks: dict[socket.socket, None] = {}  # oldest first
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = MAX_STRANGERS if descriptors < 0 else min(MAX_STRANGERS, descriptors // 4)
         self._early = 0  # greetings that wait
 
     def add(self, sock: socket.socket) -> None:
         """A new connection. The oldest is ended, if they are too many."""
         with self._lock:
-            if len(self._socks) >= MAX_STRANGERS:
+            if len(self._socks) >= self._most:
                 oldest = next(iter(self._socks))
                 del self._socks[oldest]
                 _end(oldest)
