@@ -27,8 +27,10 @@ from gt.config.doubts import doubts
 from gt.config.load import check_workers, load
 from gt.config.registry import source
 from gt.errors import ConfigError, ProgramError, SystemFailure
+from gt.ir.text import size
 from gt.launch import machine
 from gt.logs import private_file
+from gt.wire.process_settings import available_bytes
 from gt.wire.signals import uninterrupted
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("gt")
 MAX_STALL_SECONDS = 1e9
 MAX_WORKERS = 1 << 16
+LEAST_WORKER_BYTES = 64 << 20  # of memory that a worker takes for itself: torch alone needs more
 AUTO_SHARD = "gt: {data_parallel: null}"  # the config of GT_AUTO_SHARD
 cat, stack = torch.cat, torch.stack
 Factory = TypeVar("Factory", bound=Callable)
@@ -202,9 +205,9 @@ def gpu_workers(
     """Start a dispatcher and n workers on this machine, one GPU each. They end with this program.
 
     With fewer than n GPUs it warns and starts n CPU workers. In a job of `gt run` or gt.connect("env") it starts none, and
-    connects to the job's. config, name, stall_timeout: as for gt.connect. libraries: modules
-    whose ops the workers execute, such as "torchvision"; GT_LIBRARIES if None. ValueError for n below 1, ConfigError for a
-    config that names more than n workers.
+    connects to the job's. config, name, stall_timeout: as for gt.connect. libraries: modules whose ops the workers execute, such
+    as "torchvision"; GT_LIBRARIES if None. ValueError for n below 1, or for more workers than this machine's memory has room for;
+    ConfigError for a config that names more than n workers.
     """
     _checked(n)
     have = torch.cuda.device_count()
@@ -226,8 +229,8 @@ def cpu_workers(
 ) -> None:
     """Start a dispatcher and n workers on this machine's CPUs. They end with this program.
 
-    config, name, stall_timeout: as for gt.connect. libraries: as for gt.gpu_workers. ValueError for n below 1, ConfigError for
-    a config that names more than n workers.
+    config, name, stall_timeout: as for gt.connect. libraries: as for gt.gpu_workers. ValueError for n below 1, or for more than
+    this machine's memory has room for; ConfigError for a config that names more than n workers.
     """
     _start_local(n, False, config, name, stall_timeout, libraries)
 
@@ -269,6 +272,9 @@ def _start_local(
     if _Started.plan is not None:
         _Started.plan(config, n)
         return
+    room = max(1, (memory := available_bytes()) // LEAST_WORKER_BYTES)
+    if n > room:
+        raise ValueError(f"{n} workers take more memory than this machine has, {size(memory)}: want at most {room}")
     if address := env.get("GT_SERVER"):
         text = "GT_SERVER=%s is not used, since the program starts workers of its own: leave that call out, or gt.connect(%r)"
         log.warning(text, address, address)

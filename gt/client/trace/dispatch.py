@@ -15,7 +15,18 @@ from torch._library import simple_registry
 
 from gt.client.current_session import Current, check, current
 from gt.client.device import meta as metas
-from gt.client.device.remote_tensor import LAZY, Alias, Ref, RemoteTensor, make, memory_id, new_tensor, new_view, rebind
+from gt.client.device.remote_tensor import (
+    LAZY,
+    Alias,
+    Ref,
+    RemoteTensor,
+    make,
+    memory_id,
+    new_tensor,
+    new_view,
+    rebind,
+    wrapper_of,
+)
 from gt.client.groups.group_context import stack
 from gt.client.trace.op_info import (
     ASK,
@@ -202,27 +213,33 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
             note_accepted(entry.accepted, numbers)
         return _record(recorder, entry.result, args[0] if args else None, ids + values, origin)
     recorder.ops += 1
-    return finish_call(info, entry, args, kwargs or {}, extra, [entry.number, origin, *ids, *values])
+    row = [entry.number, origin, *ids, *values]
+    if entry.mode == MANY and entry.series is not None:
+        return _record_series(recorder, entry, row, args[0] if args else None)
+    return finish_call(info, entry, args, kwargs or {}, extra, row)
 
 
-def _record_series(recorder: Any, entry: Entry, row: list, first: Any) -> Any:
+def _record_series(recorder: Recorder, entry: Entry, row: list, first: Any) -> Any:
     """Record a call whose result is a tuple or list of new tensors and None. row: the numbers before the output ids.
 
     first: the first argument, of which the results may be views.
     """
     live, new_id, origin, base = recorder.live_tensors, recorder.new_id, row[1], first if entry.view else None
-    if live.ended and any(meta.large for meta in entry.metas):
+    if entry.large and live.ended:
         recorder.free_ended()
     numbers = [new_id() for _ in entry.metas]
     code = recorder.code
     code.extend(row + numbers)
     outputs = []
     for number, meta in zip(numbers, entry.metas):
-        outputs.append(make(meta, Ref(number, meta, origin, live), base))
+        wrapper = meta.wrapper or wrapper_of(meta)
+        tensor = new_tensor(*wrapper) if base is None else new_view(base, *wrapper)
+        tensor._ref = Ref(number, meta, origin, live)
+        outputs.append(tensor)
     if len(code) > recorder.batch:
         recorder.end_batch()
     series: Any = entry.series
-    return series(None if slot is None else outputs[slot] for slot in entry.slots)
+    return series([None if slot is None else outputs[slot] for slot in entry.slots] if entry.slots else outputs)
 
 
 def new_entry(info: OpInfo, signature: tuple, args: tuple, kwargs: dict) -> Entry:
@@ -331,8 +348,6 @@ def declare_buffer(buffer: RemoteTensor) -> None:
 
 def finish_call(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tuple, row: list) -> Any:
     """Record a call whose result is not one new tensor or its first argument. row: the numbers before the output ids."""
-    if entry.mode == MANY and entry.series is not None:
-        return _record_series(current(), entry, row, args[0] if args else None)
     # Calls as several ops: chunks of a long list, out=, another default dtype
     several = SEVERAL_OPS.get(entry.mode)
     if several is not None:

@@ -74,12 +74,13 @@ class Entry:
 
     number: of the template, or of chunks with mode LONG. metas: of outputs that get an id, in order. result: the value to
     return as a tree of ("new", output), ("arg", operand) and ("const", value). series: tuple or list, if the value is one of
-    outputs and None alone; `slots` has the output of each place then. written: operands that are written in place.
+    outputs and None alone; `slots` has the output of each place then, and is empty if the outputs are the value as they are.
+    large: one of them is. written: operands that are written in place.
     view: the outputs are views of the first operand. wrapper: arguments of new_tensor for the output with mode ONE.
     With mode NUMBERS, result is the entry to record the call by, and `accepted` has numbers that were checked.
     """
 
-    __slots__ = ("accepted", "metas", "mode", "number", "result", "series", "slots", "view", "wrapper", "written")
+    __slots__ = ("accepted", "large", "metas", "mode", "number", "result", "series", "slots", "view", "wrapper", "written")
 
     def __init__(self) -> None:
         self.number, self.mode = 0, MANY
@@ -88,6 +89,7 @@ class Entry:
         self.result: Any = None
         self.series: type[tuple] | type[list] | None = None
         self.slots: list[int | None] = []
+        self.large = False
         self.written: tuple[int, ...] = ()
         self.wrapper: tuple = ()
         self.view = False

@@ -386,7 +386,9 @@ def _outs(info: OpInfo, entry: Entry, result: Any, known: bool, positions: dict[
         entry.mode = FIRST
     elif entry.metas and all(leaf == ("const", None) or (type(leaf) is tuple and leaf[0] == "new") for leaf in entry.result):
         entry.series = type(entry.result)
-        entry.slots = [leaf[1] for leaf in entry.result]
+        slots = [leaf[1] for leaf in entry.result]
+        entry.slots = [] if slots == list(range(len(entry.metas))) else slots
+        entry.large = any(meta.large for meta in entry.metas)
     return outs
 
 

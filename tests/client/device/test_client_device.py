@@ -182,6 +182,8 @@ def test_a_missing_config_is_one_sentence(monkeypatch: pytest.MonkeyPatch, caplo
         gt.cpu_workers(0)
     with pytest.raises(TypeError, match="the number of workers is '2', want a whole number"):
         gt.cpu_workers("2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"1000000 workers take more memory than this machine has, .*iB: want at most \d+"):
+        gt.cpu_workers(1000000)
     for wrong in (2.0, "2", 0):  # gt.gpu_workers warns of nothing before
         with pytest.raises((TypeError, ValueError), match=r"the number of workers is (2\.0|'2'|0), want"):
             gt.gpu_workers(wrong)  # type: ignore[arg-type]
