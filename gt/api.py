@@ -205,9 +205,9 @@ def gpu_workers(
     """Start a dispatcher and n workers on this machine, one GPU each. They end with this program.
 
     With fewer than n GPUs it warns and starts n CPU workers. In a job of `gt run` or gt.connect("env") it starts none, and
-    connects to the job's. config, name, stall_timeout: as for gt.connect. libraries: modules whose ops the workers execute, such
-    as "torchvision"; GT_LIBRARIES if None. ValueError for n below 1, or for more workers than this machine's memory has room for;
-    ConfigError for a config that names more than n workers.
+    connects to the job's. config, name, stall_timeout: as for gt.connect. libraries: modules whose ops the workers execute,
+    such as "torchvision"; GT_LIBRARIES if None. ValueError for n below 1, or for more workers than this machine's memory has
+    room for; ConfigError for a config that names more than n workers.
     """
     _checked(n)
     have = torch.cuda.device_count()
