@@ -105,7 +105,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"gt server: {error}\n")
         return 2
     except OSError as error:
-        sys.stderr.write(f"gt server: --token-file {error.filename} cannot be read: {error.strerror}\n")
+        option = "--worker-token-file" if str(error.filename) == str(args.worker_token_file) else "--token-file"
+        sys.stderr.write(f"gt server: {option} {error.filename} cannot be read: {error.strerror}\n")
         return 2
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda got, _: server.stop(f"it got {signal.Signals(got).name}"))

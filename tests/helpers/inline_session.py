@@ -208,9 +208,27 @@ def _sdpa_backward(template: Template, ins: list, values: list) -> tuple:
         return torch.autograd.grad(result, leaves, grad)
 
 
+def _sdpa_biased(template: Template, ins: list, values: list) -> tuple:
+    q, k, v, mask, p, causal, scale, gqa = _fill(template, ins, values)
+    _seed(values)
+    out = torch.ops.aten._scaled_dot_product_attention_math(q, k, v, mask, p, causal, scale=scale, enable_gqa=gqa)[0]
+    return out, torch.zeros(out.shape[:-1])
+
+
+def _sdpa_biased_backward(template: Template, ins: list, values: list) -> tuple:
+    grad, q, k, v, mask, _, _, p, causal, scale, gqa = _fill(template, ins, values)
+    _seed(values)
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, mask)]
+        result = torch.ops.aten._scaled_dot_product_attention_math(*leaves, p, causal, scale=scale, enable_gqa=gqa)[0]
+        return torch.autograd.grad(result, leaves, grad)
+
+
 GT = {
     "gt.sdpa.default": _sdpa,
     "gt.sdpa_backward.default": _sdpa_backward,
+    "gt.sdpa_biased.default": _sdpa_biased,
+    "gt.sdpa_biased_backward.default": _sdpa_biased_backward,
     **{name: lambda template, ins, values, run=run: run(*_fill(template, ins, values)) for name, run in recurrent.OPS.items()},
     "gt.move.default": lambda template, ins, values: ins[0].clone(),
 }

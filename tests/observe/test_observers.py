@@ -264,7 +264,7 @@ def test_what_a_worker_says_is_not_trusted(stats) -> None:
 def test_records_stay_small_whatever_peers_say() -> None:
     """64 observers are sent them, and each may leave 16 unread."""
     field = Observed()
-    config = "".join(f"{'g' * 500}{n}: {{workers: [0]}}\n" for n in range(60))
+    config = "".join(f"{'g' * 250}{n}: {{workers: [0]}}\n" for n in range(60))
     field.give(b"large", hello("client", config=config))
     field.observe()
     field.tick()

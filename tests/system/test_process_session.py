@@ -153,7 +153,7 @@ def test_a_closed_session_says_so(toy):
 
 def test_ctrl_c_ends_a_wait_at_once(session):
     asked = threading.Event()
-    session.on_idle = lambda: session._pending and asked.set()
+    session.on_idle = lambda: session.waiting and asked.set()
     killer = threading.Thread(target=lambda: (asked.wait(limit(20)), os.kill(os.getpid(), signal.SIGINT)), name="test-killer")
     killer.start()
     with pytest.raises(KeyboardInterrupt):

@@ -96,7 +96,8 @@ def dispatch(func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
         else:
             return call(info, args)
     elif info.constant:
-        entry = info.cache.get((ref.meta, *args[1:]))
+        rest = [tuple(value) if type(value) is list else value for value in args[1:]] if info.lists else args[1:]
+        entry = info.cache.get((ref.meta, *rest))
     else:
         return call(info, args)
     # A new kind of call, or one whose result is more than a tensor: `call` finds out

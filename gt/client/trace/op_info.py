@@ -43,7 +43,8 @@ class OpInfo:
         self.named = {argument.name: _kind(argument, typed) for argument in schema.arguments}
         self.kinds = tuple(_kind(argument, typed) for argument in schema.arguments)
         self.second = self.kinds[1] if len(self.kinds) > 1 else CONST
-        self.constant = set(self.kinds[1:]) <= {CONST}  # all arguments but the first
+        # All arguments but the first are constants; with `lists`, some of them are lists of numbers
+        self.constant, self.lists = set(self.kinds[1:]) <= {CONST, LIST}, LIST in self.kinds[1:]
         self.writes = [
             argument.name for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write
         ]

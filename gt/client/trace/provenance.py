@@ -54,6 +54,7 @@ class Origins:
         self._positions = 0
         self._rows: dict[tuple[str, int, str, bool, int], int] = {}
         self._backward: dict[tuple[int, int | None], int] = {}
+        self._same: dict[int, int] = {}  # of `_backward`, those of the same micro-batch
         self._micros: dict[int, int] = {}  # micro-batch of backward origins
         self._last = 0  # origin of the last backward op of another node than an AccumulateGrad
         self._forward: dict[int, tuple[str, int, str, int]] = {}  # number of a forward origin -> file, line, group, micro-batch
@@ -162,7 +163,7 @@ class Origins:
         """Origin of a backward op, 0 if its node is not marked."""
         number = self._tag(node)
         if number:  # so it accumulates no gradient: those nodes are not marked
-            self._last = self._backward.get((number, None)) or self._back(number, None)
+            self._last = self._same.get(number) or self._back(number, None)
             return self._last
         number = self._tag_of(node)
         if not number:  # a root of this backward pass, whose output no op used: it takes the origin of its inputs
@@ -186,6 +187,8 @@ class Origins:
                 return number
             back = self._backward[key] = self._intern(*where[:3], where[3] if micro is None else micro, True)
             self._micros[back] = where[3] if micro is None else micro
+            if micro is None:
+                self._same[number] = back
         return back
 
     def _classify(self, code: CodeType) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import gt
-from gt.client import arenas
+from gt.client.exchange import arenas
 from gt.client.checkpoint import folder
 from tests.helpers.processes import started
 

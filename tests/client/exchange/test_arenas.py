@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gt.client import arenas, current_session
+from gt.client import current_session
+from gt.client.exchange import arenas
 from gt.client.exchange.arenas import ARENA_BYTES, KEPT_BYTES, ClientArenas
 from gt.wire.arena import BLOCK_BYTES, OwnArena, parse_place
 from gt.wire.messages import CloseArenas, OfferArena

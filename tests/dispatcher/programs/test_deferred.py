@@ -373,7 +373,7 @@ def test_a_call_that_takes_long_to_record_is_carried_out_whole(connect: Callable
             current_session.current().flush_stale()  # as the link's thread does every few milliseconds
         return x
 
-    x = torch.rand(5, 3)
+    x = torch.rand(100, 100)  # of more bytes than this process computes by itself
     got = WHOLE(step)(x.to("remote")).cpu()
     assert ways == ["whole"]
     for _ in range(MAX_PENDING_BATCHES + 10):

@@ -164,7 +164,7 @@ def test_tensors_that_ended_are_in_no_table(session):
             optimizer.zero_grad()
         gc.collect()
         current_session.current().flush()
-        one.item()
+        model.weight.sum().item()  # which workers alone know: it waits for all before it
         worker = gt.stats()["workers"][0]
         live = current_session.current().live_tensors
         return len(live.all) - len(live.ended), worker["live_tensors"], worker["live_bytes"], worker["definitions"]
