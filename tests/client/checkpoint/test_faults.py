@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import gt
-from gt.client.exchange import arenas
 from gt.client.checkpoint import folder
+from gt.client.exchange import arenas
 from tests.helpers.processes import started
 
 WAYS = ["shared", "shared later", "streamed", "streamed later"]
