@@ -155,7 +155,6 @@ def test_tensors_that_ended_are_in_no_table(session):
     session()
     model = torch.nn.Linear(8, 8).to("remote")
     optimizer = torch.optim.AdamW(model.parameters())
-    one = torch.ones((), device="remote")
 
     def tables() -> tuple[int, ...]:
         for _ in range(5):
