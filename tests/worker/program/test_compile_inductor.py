@@ -367,11 +367,10 @@ def test_an_op_that_fails_in_compiled_code_is_reported_and_leaves_placeholders(w
 
 
 @pytest.mark.usefixtures("plain_threads")
-def test_without_a_compiler_programs_run_as_instructions_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_programs_run_as_instructions_and_say_why() -> None:
     import torch._inductor.config as settings
     import torch._inductor.cpp_builder as builder
 
-    monkeypatch.setattr(settings.cpp, "cxx", ("no-such-compiler",))
     for name in ("get_cpp_compiler", "_get_cpp_compiler"):
         cached = getattr(builder, name, None)
         if hasattr(cached, "cache_clear"):
@@ -380,7 +379,7 @@ def test_without_a_compiler_programs_run_as_instructions_and_say_why(monkeypatch
     script = Script(held)
     (y,) = script.op("aten.mul.Tensor", [T(0), T(1)], [1, 3])
     script.op("aten.cos.default", [T(0)], [y])
-    with settings.patch(force_disable_caches=True):
+    with settings.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
         got, want = (script.bench(backend, dict(held)) for backend in ("inductor", "eager"))
         for bench in (got, want):
             replay(bench, 3)
