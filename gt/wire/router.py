@@ -52,9 +52,7 @@ WARY_SECONDS, CALM_SECONDS = 0.01, 0.05  # seconds between looks at connections:
 MAX_LOGGED_ENDS = 5  # ends and refusals logged in a second, at most
 MAX_GONE_PEERS = 1000  # gone peers that are remembered
 WAITING_BYTES = QUEUE_MESSAGES * SENT_BYTES  # bytes of whole messages that one peer may have in libzmq's queue
-MAX_AHEAD_BYTES = (
-    1 << 30
-)  # bytes that wait there, or are of unfinished messages, of all; an eighth of the memory if that is less
+MAX_AHEAD_BYTES = 1 << 30  # bytes of all that wait there, or are of unfinished messages; an eighth of the memory if less
 MAX_UNREAD_BYTES = 8 << 30  # bytes that peers have not read, of all together; a quarter of the memory if that is less
 ENDED = "its connection ended: the process exited, was killed, or stopped answering"
 OUT = "the server took this connection for ended: connect again"

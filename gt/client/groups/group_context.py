@@ -75,9 +75,9 @@ class GroupStack(threading.local):
 
 
 stack = GroupStack()
+MAX_SHOWN_CHARACTERS = 80  # characters of a name in an error
 # Example: context("a", backward="b") inside of context("outer") has the path
 # "outer/a\x1fb": forward ops are in "outer/a", the backward ops in "outer/b"
-MAX_SHOWN_CHARACTERS = 80  # characters of a name in an error
 BACKWARD = "\x1f"  # in a path, between a group's name and that of the group of its backward ops
 
 
