@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gt import env
-from gt.worker.engine.torch import code_cache
+from gt.worker.engine.torch.compiler import code_cache
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gt.worker.engine.torch import early_results
+from gt.worker.engine.torch.compiler import early_results
 from gt.worker.engine.torch.gpu.early_values import MAX_KNOWN, MAX_SLOTS, MAX_TAPS, EarlyNumbers, Tap
 from gt.worker.engine.torch.gpu.graphs import _final
 

@@ -17,11 +17,11 @@ from gt.ir.heap import SLOTS
 from gt.ir.instr import END, FORGET, FREE, Define
 from gt.ir.template import T
 from gt.worker.engine.torch import COMBINE, TorchEngine
+from gt.worker.engine.torch.compiler.inductor import Inductor
 from gt.worker.engine.torch.gpu import cuda as module
 from gt.worker.engine.torch.gpu.cuda import Cuda, Events, Pool
 from gt.worker.engine.torch.gpu.direct import DirectEngine
 from gt.worker.engine.torch.gpu.graphs import Graphs
-from gt.worker.engine.torch.inductor import Inductor
 from gt.worker.engine.torch.slots import address, raw_bytes
 from gt.worker.plane.nvshmem import NvshmemPlane
 from gt.worker.program import graph_outputs

@@ -600,7 +600,7 @@ class Residual(nn.Module):
 @pytest.mark.usefixtures("plain_threads")
 def test_convolutions_are_given_channels_last_and_the_numbers_stay(graphs: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """All operands of convolutions are so in the traced graph; losses, weights and strides of results are torch's."""
-    from gt.worker.engine.torch.inductor import Inductor
+    from gt.worker.engine.torch.compiler.inductor import Inductor
 
     made = Inductor.__init__
 

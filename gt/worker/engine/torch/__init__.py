@@ -20,8 +20,10 @@ from gt.ir.spec import Spec
 from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Combine, Compiler, HostLane
 from gt.worker.engine.codegen import Call, Source, fitting
-from gt.worker.engine.torch import early_results, memory, random, row_major
+from gt.worker.engine.torch import memory, random, row_major
 from gt.worker.engine.torch.bounds import CHECKS
+from gt.worker.engine.torch.compiler import early_results
+from gt.worker.engine.torch.compiler.inductor import Inductor
 from gt.worker.engine.torch.dtypes import CONSTANTS, DTYPE, NAME, UNLESS, check_strides, check_view, conform
 from gt.worker.engine.torch.gpu.cuda import Cuda, Events
 from gt.worker.engine.torch.gpu.direct import direct
@@ -29,7 +31,6 @@ from gt.worker.engine.torch.gpu.early_values import EarlyNumbers
 from gt.worker.engine.torch.gpu.graphs import Graphs
 from gt.worker.engine.torch.gpu.pinned import PinnedCopies
 from gt.worker.engine.torch.gpu.times import GpuTimes
-from gt.worker.engine.torch.inductor import Inductor
 from gt.worker.engine.torch.layers import attention, norms, recurrent
 from gt.worker.engine.torch.libraries import load
 from gt.worker.engine.torch.overloads import OVERLOADS

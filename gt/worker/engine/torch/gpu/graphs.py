@@ -19,9 +19,9 @@ import torch
 
 from gt.ir.ops import RANDOM
 from gt.worker.engine.base import DeviceRecorder, ReplayedWork, RowRunner
+from gt.worker.engine.torch.compiler.inductor import Inductor, unfit_tags
 from gt.worker.engine.torch.gpu.cuda import Device
 from gt.worker.engine.torch.gpu.early_values import EarlyNumbers, Tap
-from gt.worker.engine.torch.inductor import Inductor, unfit_tags
 from gt.worker.engine.torch.layers import attention, recurrent
 from gt.worker.engine.torch.slots import (
     InputsMoved,

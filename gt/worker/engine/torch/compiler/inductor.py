@@ -25,13 +25,13 @@ from gt.ir.spec import Spec
 from gt.wire.deferred_imports import execute_deferred
 from gt.worker.engine.base import CompiledSegment, DeviceRecorder
 from gt.worker.engine.codegen import finish, fitting
-from gt.worker.engine.torch import code_cache
 from gt.worker.engine.torch.bounds import BOUNDS
-from gt.worker.engine.torch.compiled_segment import Code, InputSignature, Traced
+from gt.worker.engine.torch.compiler import code_cache
+from gt.worker.engine.torch.compiler.compiled_segment import Code, InputSignature, Traced
+from gt.worker.engine.torch.compiler.early_results import early_taps, tap
+from gt.worker.engine.torch.compiler.kernel_builds import Waits, kernel_builds, start_build_processes
 from gt.worker.engine.torch.dtypes import NAME
-from gt.worker.engine.torch.early_results import early_taps, tap
 from gt.worker.engine.torch.gpu import channels_last
-from gt.worker.engine.torch.kernel_builds import Waits, kernel_builds, start_build_processes
 from gt.worker.engine.torch.overloads import OVERLOADS
 from gt.worker.program.partition import BoundSegment, SegmentGraph
 
