@@ -8,20 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from typing import Any
 
 from gt.ir.instr import FREE, Define
 from gt.ir.spec import DTYPES, contiguous
 from gt.worker.instructions.step import Row
+from gt.worker.program.repeats import cuts
 
 MAX_SEGMENT_OPS = 1200  # compile time grows faster than the number of ops; shorter segments fuse less across their borders
+LONG_SEGMENT_OPS = 200  # from here on a segment ends where nothing is fused, as repeats.py explains
 MIN_COMPUTING_OPS = 2  # ops that compute in a segment; fewer are not worth a call into compiled code
 # For a program that is executed once a segment is compiled only if it saves memory:
 MIN_SAVED_SHARE = 4  # 1 / MIN_SAVED_SHARE of the bytes that it makes end within it
 MAX_OUTPUTS_ONCE = 64  # outputs of such a segment: compile time grows with each
 
 LIST_OPS = "aten._foreach_"
+PRODUCTS = {f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm")}
+CONVOLUTIONS = "aten.convolution"
 
 # Views whose constants are positions within their base. Those of a segment's inputs are made before the segment: otherwise each
 # part of a batch would have a graph of its own.
@@ -89,6 +94,9 @@ class DefinitionTraits:
     lists: bool = False
     tensors: int = 0
     complex_outs: tuple[int, ...] = ()
+    label: str = ""  # equal for ops of equal layers, whose constants may differ
+    begins: int = 0  # how well a segment begins with it, as repeats.py weighs it
+    convolves: bool = False
 
 
 def definition_traits(define: Define | None, fits: Callable[[dict[str, Any]], bool]) -> DefinitionTraits:
@@ -109,8 +117,12 @@ def definition_traits(define: Define | None, fits: Callable[[dict[str, Any]], bo
     # the layout of a view follows from its base
     texts = [out if out[0] != "view" else [out[0], None, out[2]] for out in define.payload["outs"]]
     # The text identifies equal ops of different definitions: it contains all that the compiled code depends on, and no ids.
-    text, lists = repr({**define.payload, "outs": texts}), define.payload["op"].startswith(LIST_OPS)
-    return DefinitionTraits(True, text, not makes_only_views(define.payload), lists, tensors, complex_outs)
+    name = define.payload["op"]
+    text, lists = repr({**define.payload, "outs": texts}), name.startswith(LIST_OPS)
+    begins = 2 if "attention_backward" in name else int(name in PRODUCTS)
+    flat = any(out[1] is not None and len(out[1][0]) == 4 for out in define.payload["outs"])  # others are never channels last
+    computes, convolves = not makes_only_views(define.payload), flat and name.startswith(CONVOLUTIONS)
+    return DefinitionTraits(True, text, computes, lists, tensors, complex_outs, f"{name} {texts}", begins, convolves)
 
 
 def shard_as_ops(payload: dict[str, Any]) -> list[dict[str, Any]]:
@@ -178,18 +190,19 @@ def partition(rows: Sequence[Row], code: Sequence, traits: Callable[[int], Defin
     pass, which stays the same graph in calls whose optimizer does something else. An op that reads complex numbers is in no
     segment.
     """
-    # State of the scan: the run that is being collected, its computing ops, and whether it began with an op on lists.
+    # State of the scan: the run that is being collected, and whether it began with an op on lists.
     pieces: list[tuple[bool, list[Row]]] = []
     run: list[Row] = []
     complex_ids: set[int] = set()
-    ops, lists = 0, False
+    lists = False
 
     def end() -> None:
-        nonlocal ops, lists
-        if run:
-            pieces.append((ops >= MIN_COMPUTING_OPS, list(run)))
+        nonlocal lists
+        for part in _divided(run, code, traits):
+            computing = sum(code[at] != FREE and traits(code[at]).computes for at, _ in part)
+            pieces.append((computing >= MIN_COMPUTING_OPS, part))
         run.clear()
-        ops, lists = 0, False
+        lists = False
 
     for row in rows:
         at = row[0]
@@ -206,13 +219,31 @@ def partition(rows: Sequence[Row], code: Sequence, traits: Callable[[int], Defin
             end()
             lists = True
         run.append(row)
-        ops += own.computes
-        if ops >= MAX_SEGMENT_OPS:
-            end()
     end()
 
     # Rows that are not compiled may stand in several pieces in a row: one is enough for them.
     return _joined(pieces)
+
+
+def _divided(run: Sequence[Row], code: Sequence, traits: Callable[[int], DefinitionTraits]) -> list[list[Row]]:
+    """A run of rows that fit, as the rows of its segments: repeated stretches apart, and none of too many ops.
+
+    Convolutions stay together: a segment's outputs have the strides of the program, and its inside may be channels last.
+    """
+    ops = [(place, traits(code[at])) for place, (at, _) in enumerate(run) if code[at] != FREE]
+    convolutions = [n for n, (_, own) in enumerate(ops) if own.convolves] or [0]
+    between = range(convolutions[0] + 1, convolutions[-1] + 1)
+    weights = [0 if n in between else own.begins for n, (_, own) in enumerate(ops)]
+    # An alias has no label: its definition's number is one.
+    begins = {0, *cuts([own.label or code[run[place][0]] for place, own in ops], weights)}
+    computing = 0
+    for n, (_, own) in enumerate(ops):
+        if computing >= MAX_SEGMENT_OPS or (computing >= LONG_SEGMENT_OPS and weights[n]):
+            begins.add(n)
+        computing = own.computes + (0 if n in begins else computing)
+    # From numbers of ops to places of rows: a FREE before an op belongs to the segment before.
+    places = [0, *(ops[n][0] for n in sorted(begins - {0})), len(run)]
+    return [list(run[low:high]) for low, high in pairwise(places) if low < high]
 
 
 def _joined(runs: list[tuple[bool, list[Row]]]) -> list[tuple[bool, list[Row]]]:
