@@ -11,11 +11,11 @@ from pathlib import Path
 from gt import env
 from gt.cli import observing
 from gt.errors import GTError
-from gt.launch.process import die_with_parent
 from gt.observe.bounded_server import LOOPBACK
 from gt.observe.dashboard.feed import Feed
 from gt.observe.dashboard.page_server import PageServer
 from gt.observe.record_stream import RecordStream
+from gt.wire.process_settings import die_with_parent
 from gt.wire.socket import PORT, port
 
 PAGE_PORT = 9471

@@ -11,11 +11,11 @@ from typing import Any
 
 from gt.cli import observing
 from gt.errors import ConfigError, GTError
-from gt.launch.process import die_with_parent
 from gt.observe.bounded_server import LOOPBACK, BoundedHandler, BoundedServer, names_this
 from gt.observe.live_view import LiveView
 from gt.observe.prometheus import COUNTER, samples
 from gt.observe.record_stream import RecordStream
+from gt.wire.process_settings import die_with_parent
 from gt.wire.records import Record
 from gt.wire.socket import port, written
 

@@ -11,7 +11,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+from gt.wire.process_settings import PR_SET_PDEATHSIG, die_with_parent
+
+_PR_SET_NAME = 15
 _PF_EXITING = 4
 
 
@@ -46,20 +48,12 @@ def fork(title: str, body: Callable[[], object], stderr: int = -1) -> int:
         os._exit(code)
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent (its forking thread) ends."""
-    _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The parent ended before we could ask: the kernel sends no signal for that.
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def go_on_at_end_of_parent() -> None:
     """Have the kernel continue this process, should it be stopped, when its parent ends: it is to notice that and end.
 
     The signal is also sent when the thread that forked it ends. A running process does not notice it.
     """
-    _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+    _libc().prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
 
 def ending(pid: int) -> bool:

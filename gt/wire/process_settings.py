@@ -7,12 +7,14 @@ import ctypes
 import gc
 import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+PR_SET_PDEATHSIG = 1
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 KEPT_BYTES = 64 << 20  # free bytes at the end of a heap that glibc keeps
 TURN_SECONDS = 0.001  # seconds
@@ -40,6 +42,14 @@ def keep_freed() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
         libc.mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent (its forking thread) ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The parent ended before we could ask: the kernel sends no signal for that.
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def collect_less() -> None:

@@ -145,8 +145,11 @@ class Compiler(Protocol):
     def signature(self, inputs: Sequence[Tensor]) -> Hashable:
         """Everything about these inputs but their values that compiled code may depend on."""
 
-    def compile(self, requests: Sequence[tuple[BoundSegment, Any]]) -> Sequence[CompiledSegment | str]:
-        """Compile segments, each for inputs of its signature. A text says why a segment cannot be compiled."""
+    def compile(self, requests: Sequence[tuple[BoundSegment, Any]], more: bool = False) -> Sequence[CompiledSegment | str]:
+        """Compile segments, each for inputs of its signature. A text says why a segment cannot be compiled.
+
+        more: others will follow soon, so processes that help may stay.
+        """
 
 
 IDENTITY = {"sum": 0.0, "norm2": 0.0, "product": 1.0, "max": float("-inf"), "min": float("inf")}

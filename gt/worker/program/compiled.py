@@ -94,8 +94,8 @@ class Segment:
 class CompiledProgram:
     """The segments of one program on this worker. `report` may be called by any thread.
 
-    A program that is executed once compiles a segment when the segment is reached, if that lowers the peak of memory. So
-    does a program for a device that records with each segment, if no other worker waits for a message meanwhile.
+    A program that is executed once compiles a segment when the segment is reached, if that lowers the peak of memory. So does
+    a program for a device that records, if no other worker waits for a message meanwhile; its other segments follow together.
     """
 
     def __init__(self, payload: dict[str, Any], runner: ProgramRunner) -> None:
@@ -138,7 +138,7 @@ class CompiledProgram:
 
         grouped: list[Row] = []
         pieces = partition(rows, code, traits)
-        at_peak = segments_at_peak(pieces, code, definition) if self._once else [True] * len(pieces)
+        at_peak = segments_at_peak(pieces, code, definition) if self._compiles_when_reached else [True] * len(pieces)
         for (fits, run), highest in zip(pieces, at_peak, strict=True):
             if not fits:
                 grouped += run
@@ -193,10 +193,10 @@ class CompiledProgram:
     def _compile_reached(self, segment: Segment) -> None:
         if self._runner.recording:  # a device that records does not compile
             return
-        if self._once and not (segment.at_peak and saves_memory(segment.bound)):
+        if not (segment.at_peak and saves_memory(segment.bound)):
             return
         with self._runner.compiling():
-            self._compile([segment])
+            self._compile([segment], more=True)
 
     @property
     def waiting(self) -> list[Segment]:
@@ -211,13 +211,14 @@ class CompiledProgram:
                 self._compile(self.waiting)
         # Not in a replay that compiled: the recording must contain the compiled code, and compiled code must have run once.
         elif self.compiler is not None and self.compiler.recorder is not None and self._replays is None:
+            self.compiler.compile(())  # no more will follow
             self._record(self.compiler.recorder, actions, code, randoms)
 
-    def _compile(self, segments: Sequence[Segment]) -> None:
+    def _compile(self, segments: Sequence[Segment], more: bool = False) -> None:
         assert self.compiler is not None
         self._ready = True
         try:
-            results = self.compiler.compile([(segment.bound, segment.signature) for segment in segments])
+            results = self.compiler.compile([(segment.bound, segment.signature) for segment in segments], more)
         except Exception as error:
             # A compiler that fails costs speed only: the segments stay instructions, and `report` tells the reason.
             results = [str(error)] * len(segments)

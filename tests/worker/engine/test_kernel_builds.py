@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ import pytest
 import torch
 
 from gt.ir.template import T
+from gt.worker.engine.torch import TorchEngine
+from gt.worker.engine.torch.compiler.inductor import Inductor
+from gt.worker.engine.torch.compiler.lowering import LoweringProcesses
+from gt.worker.process.restart import children
 from tests.helpers.compiled_parts import Script, replay, report, same
 from tests.helpers.limits import limit
 
@@ -83,6 +88,22 @@ def lower_before_waiting() -> None:
     assert not [t for t in threading.enumerate() if "kernel builds" in t.name]
 
 
+@compiler
+def test_processes_lower_segments_beside_the_worker_and_end_with_the_batch() -> None:
+    alone(lower_beside)
+
+
+@compiler
+def test_a_process_that_is_killed_while_it_lowers_costs_time_only() -> None:
+    alone(killed_beside)
+
+
+def test_requests_come_in_an_order_in_which_nobody_waits_for_a_process_that_is_not_ready() -> None:
+    processes = LoweringProcesses(torch.device("cpu"), 0, print)
+    assert list(processes.order({"a": 1, "b": 2, "c": 3})) == ["a", "b", "c"]
+    processes.end()
+
+
 @pytest.mark.parametrize("fault", ["lowering", "kernel"])
 def test_a_segment_that_cannot_be_built_leaves_the_others_compiled(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     import torch._inductor.compile_fx as module
@@ -105,6 +126,56 @@ def test_a_segment_that_cannot_be_built_leaves_the_others_compiled(monkeypatch: 
     monkeypatch.setattr(AsyncCompile, "wait", wait)
     found = compared(*segments(3))
     assert found["compiled"] == 2 and found["reasons"] == [[1, f"RuntimeError: no {fault}"]], found
+
+
+def with_processes() -> tuple[TorchEngine, Any]:
+    """An engine whose compiler has two processes that have started, and their object."""
+    engine = TorchEngine("cpu")
+    engine._inductor = Inductor(engine, processes=2)
+    beside = engine._inductor._processes
+    wait(beside._starts)
+    return engine, beside
+
+
+def lower_beside() -> None:
+    from torch._dynamo.utils import counters
+
+    count = 7
+    script, held = segments(count)
+    engine, _ = with_processes()
+    got, want = script.bench("inductor", dict(held), engine), script.bench("eager", dict(held))
+    counters.clear()
+    for _ in range(2):
+        replay(got)
+        replay(want)
+        same(got, want)
+    result = report(got)
+    assert result["compiled"] == count, result["reasons"]
+    # The worker lowers the first one, and what no process has begun with by then.
+    found = counters["inductor"]
+    assert found["fxgraph_cache_hit"] >= 2 and found["fxgraph_cache_hit"] + found["fxgraph_cache_miss"] == count, found
+    assert not children()
+
+
+def killed_beside() -> None:
+    script, held = segments(5)
+    engine, beside = with_processes()
+    lowered = engine._inductor._lower  # type: ignore[union-attr]
+
+    def kill_first(*args: Any) -> Any:
+        for process in beside._processes:
+            process.kill()
+        return lowered(*args)
+
+    engine._inductor._lower = kill_first  # type: ignore[union-attr, method-assign]
+    got, want = script.bench("inductor", dict(held), engine), script.bench("eager", dict(held))
+    for _ in range(2):
+        replay(got)
+        replay(want)
+        same(got, want)
+    result = report(got)
+    assert result["compiled"] == 5, result["reasons"]
+    assert not children()
 
 
 def start_twice() -> None:

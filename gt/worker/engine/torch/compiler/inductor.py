@@ -10,7 +10,7 @@ import logging
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from time import monotonic
@@ -30,6 +30,7 @@ from gt.worker.engine.torch.compiler import code_cache
 from gt.worker.engine.torch.compiler.compiled_segment import Code, InputSignature, Traced
 from gt.worker.engine.torch.compiler.early_results import early_taps, tap
 from gt.worker.engine.torch.compiler.kernel_builds import Waits, kernel_builds, start_build_processes
+from gt.worker.engine.torch.compiler.lowering import LoweringProcesses, processes_beside
 from gt.worker.engine.torch.dtypes import NAME
 from gt.worker.engine.torch.gpu import channels_last
 from gt.worker.engine.torch.overloads import OVERLOADS
@@ -39,6 +40,7 @@ log = logging.getLogger("gt.worker")
 MAX_COMPILED_GRAPHS = 1024  # that are kept
 MAX_TAPS = 8  # of one graph
 _alone = threading.Lock()  # tracing keeps its state in globals
+_opened: list[Inductor] = []  # in a process that lowers for a worker
 UNFIT = frozenset({"inplace_view", "nondeterministic_seeded", "dynamic_output_shape", "data_dependent_output"})
 # Their shapes depend on values only where an index is a mask, and then the output has no spec
 BY_MASKS = frozenset({"aten.index.Tensor"})
@@ -52,7 +54,8 @@ class Inductor:
     name = "inductor"
     recorder: DeviceRecorder | None = None
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, processes: int | None = None) -> None:
+        """processes: that lower segments beside this one; None for as many as fit the device and its host."""
         warnings.filterwarnings("ignore", r"\s*Online softmax is disabled", UserWarning)  # of no use to the user
         code_cache.secure()
         if engine.kind == "cuda":
@@ -62,6 +65,8 @@ class Inductor:
         self.draws = engine.draws
         self._kept: dict[Hashable, CompiledSegment | str] = {}
         self._fits: dict[str, bool] = {}
+        count = processes_beside(engine.device) if processes is None else processes
+        self._processes = LoweringProcesses(engine.device, count, _lower_on_disk)
 
     # ---- what can be compiled
 
@@ -100,30 +105,38 @@ class Inductor:
 
     # ---- compiling
 
-    def compile(self, requests: Sequence[tuple[BoundSegment, InputSignature]]) -> list[CompiledSegment | str]:
+    def compile(
+        self, requests: Sequence[tuple[BoundSegment, InputSignature]], more: bool = False
+    ) -> list[CompiledSegment | str]:
         """See engine.base.Compiler. Kernels of a segment are built while the next ones are lowered."""
-        settings = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
-        results: dict[Hashable, CompiledSegment | str] = {}
         keys: list[Hashable] = []
+        fresh: dict[Hashable, _Request] = {}
+        for segment, signature in requests:
+            request = _request(segment, signature)
+            # Settings that change generated code are part of the key.
+            keys.append((segment.graph, request.signature, request.settings))
+            if keys[-1] not in self._kept:
+                fresh.setdefault(keys[-1], request)
+        results = {key: self._kept[key] for key in keys if key in self._kept} | self._compile(fresh)
+        if not more:
+            self._processes.end()
+        self._keep(results)
+        return [results[key] for key in keys]
+
+    def _compile(self, requests: dict[Hashable, _Request]) -> dict[Hashable, CompiledSegment | str]:
+        results: dict[Hashable, CompiledSegment | str] = {}
         lowered: dict[Hashable, tuple[Code, Waits]] = {}
         with _alone, kernel_builds(self._engine.host) as waits:
-            for segment, signature in requests:
-                written = _written(segment)
-                signature = signature.reduced(written)
-                # Settings that change generated code are part of the key.
-                key: Hashable = (segment.graph, signature, settings)
-                keys.append(key)
-                if key in self._kept:
-                    results[key] = self._kept[key]
-                if key in results:
-                    continue
+            longest = sorted(requests.items(), key=lambda item: -len(item[1].payloads))
+            plain = {key: (type(self._engine), str(self._engine.device), request) for key, request in longest}
+            for key in self._processes.order(plain):
                 start = monotonic()
                 try:
-                    results[key] = code = self._lower(segment, signature, written, key)
+                    results[key] = code = self._lower(requests[key], key)
                     code.seconds.generating = monotonic() - start
                     lowered[key] = code, waits.copy()
                 except Exception as error:
-                    results[key] = _refusal(segment, error)
+                    results[key] = _refusal(requests[key], error)
                 waits.clear()
 
             # All graphs are lowered; now wait for their kernels, which build processes have compiled meanwhile.
@@ -134,45 +147,52 @@ class Inductor:
                         wait()
                     code.seconds.kernels = monotonic() - start
                 except Exception as error:
-                    results[key] = _refusal(requests[keys.index(key)][0], error)
-        self._keep(results)
-        return [results[key] for key in keys]
+                    results[key] = _refusal(requests[key], error)
+        return results
 
     def _keep(self, results: dict[Hashable, CompiledSegment | str]) -> None:
         self._kept.update(results)
         while len(self._kept) > MAX_COMPILED_GRAPHS:
             del self._kept[next(iter(self._kept))]
 
-    def _lower(self, segment: BoundSegment, signature: InputSignature, written: frozenset[int], key: Hashable) -> Code:
+    def _lower(self, request: _Request, key: Hashable) -> Code:
         execute_deferred("torch._meta_registrations")
         from torch._inductor.compile_fx import compile_fx
 
-        if any(dtype.is_complex for _, _, dtype in signature.specs):
+        if any(dtype.is_complex for _, _, dtype in request.signature.specs):
             raise ValueError("complex numbers are not compiled")
-        traced = self._trace(segment, signature, written)
+        traced = self._trace(request)
         with early_taps():
             run = compile_fx(traced.graph, traced.fakes)
-        return Code(traced, run, signature, written, key)
+        return Code(traced, run, request.signature, request.written, key)
 
-    def _trace(self, segment: BoundSegment, signature: InputSignature, written: frozenset[int]) -> Traced:
+    def lower_on_disk(self, request: _Request) -> None:
+        """Lower a segment for another process, which finds its code in Inductor's folder."""
+        with _alone, self._engine.guard(), kernel_builds(self._engine.host, build=False) as waits:
+            self._lower(request, None)
+            for wait in waits if self._engine.host else ():
+                wait()
+
+    def _trace(self, request: _Request) -> Traced:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        counts = [sum(out[0] in ("new", "view") for out in payload["outs"]) for payload in segment.payloads]
+        signature, written = request.signature, request.written
+        counts = [sum(out[0] in ("new", "view") for out in payload["outs"]) for payload in request.payloads]
         graph_inputs = _GraphInputs(signature, written)
-        last = self.channels_last and channels_last.gains(_kernels(segment, signature))
+        last = self.channels_last and channels_last.gains(_kernels(request))
         check = {"check": channels_last.check_but_strides, "unless": ""} if last else {}
-        calls = [replace(self._engine.source(payload), **check).function() for payload in segment.payloads]
-        ends = [end for payload in segment.payloads for end in finish(payload["outs"])]
-        specs = [None] * segment.graph.inputs + [None if view else spec for _, view, spec in ends]
+        calls = [replace(self._engine.source(payload), **check).function() for payload in request.payloads]
+        ends = [end for payload in request.payloads for end in finish(payload["outs"])]
+        specs = [None] * request.graph.inputs + [None if view else spec for _, view, spec in ends]
         results: list[Any] = []
 
         # The function that is traced: the ops one by one, on slots as in a segment's numbering. make_fx records the ATen
         # calls.
         def run(*given: torch.Tensor) -> list[torch.Tensor]:
             slots = graph_inputs.slots(given)
-            rows = zip(segment.graph.calls, calls, segment.payloads, segment.values, counts, strict=True)
+            rows = zip(request.graph.calls, calls, request.payloads, request.values, counts, strict=True)
             with channels_last.ChannelsLast() if last else nullcontext():
                 for call, bound, payload, values, count in rows:
                     if last and any(out[0] == "view" for out in payload["outs"]):
@@ -180,8 +200,8 @@ class Inductor:
                     outputs = bound(*[slots[i] for i in call.ins], *values)
                     slots += [] if count == 0 else [outputs] if count == 1 else outputs
             if last:
-                channels_last.restore_strides(slots, segment.graph.outputs, specs)
-            results[:] = _results(slots, segment.graph)
+                channels_last.restore_strides(slots, request.graph.outputs, specs)
+            results[:] = _results(slots, request.graph)
             return [*results[0], *self._taps(results[0])]
 
         # Inductor caches no code on disk without a ShapeEnv. All shapes are static: it has no symbols.
@@ -205,20 +225,54 @@ def unfit_tags(name: str) -> set[str]:
     return tags - {"dynamic_output_shape"} if name in BY_MASKS else tags
 
 
-def _refusal(segment: BoundSegment, error: Exception) -> str:
-    log.info("a segment of %d ops is not compiled", len(segment.payloads), exc_info=error)
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A segment to be lowered, as plain data: a process beside this one may lower it.
+
+    graph, payloads, values: as in BoundSegment. written: inputs that an op may change. settings: those of torch that change
+    code: threads, precision of float32 matmuls, determinism.
+    """
+
+    graph: SegmentGraph
+    payloads: tuple[dict[str, Any], ...]
+    values: tuple[tuple, ...]
+    signature: InputSignature
+    written: frozenset[int]
+    settings: tuple[int, str, bool]
+
+
+def _request(segment: BoundSegment, signature: InputSignature) -> _Request:
+    settings = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    written = _written(segment)
+    return _Request(segment.graph, segment.payloads, segment.values, signature.reduced(written), written, settings)
+
+
+def _lower_on_disk(given: tuple[Callable[[str], Any], str, _Request]) -> None:
+    """In a process beside a worker's. given: the worker's kind of engine, its device, and the request."""
+    open_engine, device, request = given
+    threads, precision, deterministic = request.settings
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(deterministic)
+    if not _opened:
+        _opened.append(Inductor(open_engine(device), processes=0))
+    _opened[0].lower_on_disk(request)
+
+
+def _refusal(request: _Request, error: Exception) -> str:
+    log.info("a segment of %d ops is not compiled", len(request.payloads), exc_info=error)
     return f"{type(error).__name__}: {error}"
 
 
-def _kernels(segment: BoundSegment, signature: InputSignature) -> list[tuple[torch.Size, int, torch.dtype]]:
+def _kernels(request: _Request) -> list[tuple[torch.Size, int, torch.dtype]]:
     """Shape, groups and dtype of each convolution's weight in a segment, where that is an input."""
     kernels = []
-    for call, payload in zip(segment.graph.calls, segment.payloads, strict=True):
+    for call, payload in zip(request.graph.calls, request.payloads, strict=True):
         if payload["op"] in channels_last.NAMES:
             weight, groups = (1, 8) if payload["op"] == "aten.convolution.default" else (2, 9)
             number = call.ins[payload["args"][weight]["t"]]
-            if number < len(signature.specs):
-                shape, _, dtype = signature.specs[number]
+            if number < len(request.signature.specs):
+                shape, _, dtype = request.signature.specs[number]
                 kernels.append((torch.Size(shape), payload["args"][groups], dtype))
     return kernels
 

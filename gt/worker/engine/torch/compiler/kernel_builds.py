@@ -17,10 +17,10 @@ Waits = list[Callable[[], None]]  # each raises if a kernel cannot be built
 
 
 @contextmanager
-def kernel_builds(host: bool) -> Iterator[Waits]:
+def kernel_builds(host: bool, build: bool = True) -> Iterator[Waits]:
     """Collect the waits for kernels within this context. Whoever opens it has to call them there.
 
-    host: kernels are C++. Its threads end with the context.
+    host: kernels are C++. Its threads end with the context. build: False leaves out the kernels of a GPU.
     """
     import torch._inductor.config as settings
     from torch._inductor.async_compile import AsyncCompile
@@ -44,6 +44,10 @@ def kernel_builds(host: bool) -> Iterator[Waits]:
             stack.callback(lambda: setattr(builds, "pool", staticmethod(build_pool)))
             builds.use_process_pool = classmethod(lambda cls: False)  # they are for Triton, and would be idle afterwards
             stack.callback(lambda: setattr(builds, "use_process_pool", classmethod(use_process_pool.__func__)))
+        if not (host or build):
+            triton = builds.triton
+            builds.triton = lambda *args, **kwargs: None
+            stack.callback(lambda: setattr(builds, "triton", triton))
         yield waits
 
 

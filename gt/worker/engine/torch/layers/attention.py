@@ -94,9 +94,7 @@ def _forward(words: Words, seeds: AttentionSeeds | None, *args: Any, learns: boo
     return out, lse[..., : call.q.shape[-2]].to(torch.float32)
 
 
-def _backward(
-    words: Words, seeds: AttentionSeeds | None, grad: Tensor, *args: Any, learns: bool = False
-) -> tuple[Tensor, ...]:
+def _backward(words: Words, seeds: AttentionSeeds | None, grad: Tensor, *args: Any, learns: bool = False) -> tuple[Tensor, ...]:
     q, k, v, mask, out, lse, *rest = args
     grad, out, lse = map(within, (grad, out, lse))
     call = replace(AttentionCall(q, k, v, mask, *rest), learns=learns)

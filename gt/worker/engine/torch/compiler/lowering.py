@@ -1,0 +1,145 @@
+"""Processes that lower segments beside the worker's own thread, which then finds the code in Inductor's folder on disk.
+
+Lowering is Python, and takes most of the time of a first replay. A process is given plain data and lowers as the worker would.
+A segment that it fails to lower, or whose code does not fit, is lowered by the worker itself: that costs time only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from gt import env
+from gt.wire.process_settings import die_with_parent
+
+log = logging.getLogger("gt.worker")
+MAX_PROCESSES = 3  # of one worker
+CORES_EACH = 4  # of the host, for each of them and for the worker: kernels are built beside
+MIN_FREE_BYTES = 4 << 30  # of a GPU's memory: each process takes some 0.5 GiB of it while it lowers
+MAX_WAIT_SECONDS = 180.0  # for one segment that a process lowers
+_ROOT = str(Path(__file__).parents[5])
+_DONE = b"\n"  # what a process writes when it has started, and after each request
+
+
+def processes_beside(device: torch.device) -> int:
+    """Processes for a worker of this device. On CPUs the C++ compiler takes most of the time, and builds in threads already."""
+    from torch._inductor import config
+
+    cached = config.fx_graph_cache and not config.force_disable_caches
+    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // CORES_EACH - 1) if device.type == "cuda" and cached else 0
+
+
+class LoweringProcesses:
+    """They start at once, and import what they need meanwhile. `end` ends them; so does the end of this process.
+
+    lower: a function of a module, which lowers a request in such a process. A request is plain data.
+    """
+
+    def __init__(self, device: torch.device, count: int, lower: Callable[[Any], None]) -> None:
+        self._device, self._lower = device, lower
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._free: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+        self._threads: ThreadPoolExecutor | None = None
+        self._starts: list[Future] = []
+        if count <= 0:
+            return
+        code = f"from {__name__} import serve; serve({os.getpid()})"
+        surroundings = env.child(PYTHONPATH=env.python_path(_ROOT))
+        try:
+            for _ in range(count):
+                process = subprocess.Popen(
+                    [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=surroundings
+                )
+                self._processes.append(process)
+            self._threads = ThreadPoolExecutor(count, "gt lowering")
+            self._starts = [self._threads.submit(self._started, process) for process in self._processes]
+        except (OSError, RuntimeError) as error:  # no memory, no descriptors or no threads for them
+            log.info("segments are lowered by this process alone", exc_info=error)
+            self.end()
+
+    def order(self, requests: Mapping[Hashable, Any]) -> Iterator[Hashable]:
+        """Keys of all requests, in the order in which the caller should lower them. requests: the one that takes longest first.
+
+        Processes take requests in that order, once they have started. A key comes when its process has ended with it; the
+        caller itself takes those at the end.
+        """
+        waiting, taken = list(requests), dict[Hashable, Future]()
+        while waiting:
+            if not taken and len(waiting) > 1 and self._ready():
+                assert self._threads is not None
+                taken = {key: self._threads.submit(self._lowered, requests[key]) for key in waiting[:-1]}
+            key = next((key for key in waiting if key in taken and taken[key].done()), None)
+            if key is None:
+                own = reversed(waiting) if taken else waiting
+                key = next((key for key in own if key not in taken or taken[key].cancel()), None)
+            if key is None:
+                if not wait([taken[key] for key in waiting], MAX_WAIT_SECONDS, FIRST_COMPLETED).done:
+                    self.end()
+                continue
+            waiting.remove(key)
+            yield key
+
+    def _ready(self) -> bool:
+        if self._threads is None or not all(start.done() for start in self._starts):
+            return False
+        return self._device.type != "cuda" or torch.cuda.mem_get_info(self._device)[0] >= MIN_FREE_BYTES
+
+    def _started(self, process: subprocess.Popen[bytes]) -> None:
+        if process.stdout.read(1) == _DONE:  # type: ignore[union-attr]
+            self._free.put(process)
+
+    def _lowered(self, request: Any) -> None:
+        """Have a free process lower a request. If none is left, or it dies, the caller finds nothing on disk."""
+        if self._free.empty():
+            return
+        process = self._free.get()
+        with contextlib.suppress(OSError):  # it has died
+            pickle.dump((self._lower, request), process.stdin)  # type: ignore[arg-type]
+            process.stdin.flush()  # type: ignore[union-attr]
+            if process.stdout.read(1) == _DONE:  # type: ignore[union-attr]
+                self._free.put(process)
+
+    def end(self) -> None:
+        """End them, also one that is at work."""
+        processes, self._processes = self._processes, []
+        threads, self._threads = self._threads, None
+        for process in processes:
+            process.kill()
+        if threads is not None:
+            threads.shutdown(cancel_futures=True)
+        for process in processes:
+            with contextlib.suppress(OSError), process:  # closes its pipes, of which one may be broken, and waits for its end
+                pass
+
+
+def serve(parent: int) -> None:
+    """Such a process: it lowers what its parent hands to it, and ends with its parent."""
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    requests, answers = sys.stdin.buffer, os.dup(1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    import torch._inductor.compile_fx
+    import torch._meta_registrations  # noqa: F401
+
+    while True:
+        os.write(answers, _DONE)
+        try:
+            lower, request = pickle.load(requests)
+        except EOFError:
+            return
+        try:
+            lower(request)
+        except Exception as error:
+            log.info("a segment is left to the worker", exc_info=error)
