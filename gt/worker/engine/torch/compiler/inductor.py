@@ -58,7 +58,7 @@ class Inductor:
         """processes: that lower segments beside this one; None for as many as fit the device and its host."""
         warnings.filterwarnings("ignore", r"\s*Online softmax is disabled", UserWarning)  # of no use to the user
         code_cache.secure()
-        if engine.kind == "cuda":
+        if engine.kind == "cuda" and processes is None:
             start_build_processes()
         self._engine = engine
         self.channels_last = engine.kind == "cuda"  # convolutions may have this layout

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 
 from gt import env
-from gt.wire.process_settings import die_with_parent
+from gt.wire.process_settings import available_bytes, die_with_parent
 
 log = logging.getLogger("gt.worker")
 MAX_PROCESSES = 3  # of one worker
 CORES_EACH = 4  # of the host, for each of them and for the worker: kernels are built beside
+HOST_BYTES_EACH = 4 << 30  # free memory of the host for each; it takes some 1 GiB
 MIN_FREE_BYTES = 4 << 30  # of a GPU's memory: each process takes some 0.5 GiB of it while it lowers
 MAX_WAIT_SECONDS = 180.0  # for one segment that a process lowers
 _ROOT = str(Path(__file__).parents[5])
@@ -37,8 +38,9 @@ def processes_beside(device: torch.device) -> int:
     """Processes for a worker of this device. On CPUs the C++ compiler takes most of the time, and builds in threads already."""
     from torch._inductor import config
 
-    cached = config.fx_graph_cache and not config.force_disable_caches
-    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // CORES_EACH - 1) if device.type == "cuda" and cached else 0
+    if device.type != "cuda" or not config.fx_graph_cache or config.force_disable_caches:
+        return 0
+    return max(0, min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // CORES_EACH - 1, available_bytes() // HOST_BYTES_EACH))
 
 
 class LoweringProcesses:
@@ -53,10 +55,11 @@ class LoweringProcesses:
         self._free: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
         self._threads: ThreadPoolExecutor | None = None
         self._starts: list[Future] = []
-        if count <= 0:
+        if not count:
             return
         code = f"from {__name__} import serve; serve({os.getpid()})"
-        surroundings = env.child(PYTHONPATH=env.python_path(_ROOT))
+        # They build no kernels, so they start no processes of Inductor's.
+        surroundings = env.child(PYTHONPATH=env.python_path(_ROOT), TORCHINDUCTOR_COMPILE_THREADS="1")
         try:
             for _ in range(count):
                 process = subprocess.Popen(
