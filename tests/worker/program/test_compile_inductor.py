@@ -63,6 +63,26 @@ def test_random_programs_compiled() -> None:
         assert report(got)["compiled"] >= 1 and not report(got)["reasons"], report(got)["reasons"]
 
 
+@compiler
+@pytest.mark.usefixtures("plain_threads")
+@pytest.mark.parametrize("name, sizes", [("unsafe_split.Tensor", 2), ("unsafe_split_with_sizes.default", [1, 3])])
+def test_writes_through_views_that_no_schema_declares_reach_their_base(name: str, sizes: Any) -> None:
+    """As those of an LSTM cell, which splits its gates so and changes each in place."""
+    held = inputs(0)
+    script = Script(held)
+    (x,) = script.op("aten.mul.Scalar", [T(0), 2.5], [1])
+    first, second = script.op(f"aten.{name}", [T(0), sizes, 1], [x])
+    script.op("aten.sigmoid_.default", [T(0)], [first])
+    script.op("aten.tanh_.default", [T(0)], [second])
+    script.op("aten.exp.default", [T(0)], [x])
+    got, want = script.bench("inductor", held), script.bench("eager", held)
+    for _ in range(3):
+        replay(got)
+        replay(want)
+        same(got, want)
+    assert report(got)["compiled"] == 1, report(got)["reasons"]
+
+
 def layers(count: int, held: dict[int, torch.Tensor]) -> Script:
     """Two ops, and what cannot be compiled, so often."""
     script, x = Script(held), 1

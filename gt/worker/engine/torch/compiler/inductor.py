@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from time import monotonic
 from typing import Any
 
@@ -44,6 +45,12 @@ _opened: list[Inductor] = []  # in a process that lowers for a worker
 UNFIT = frozenset({"inplace_view", "nondeterministic_seeded", "dynamic_output_shape", "data_dependent_output"})
 # Their shapes depend on values only where an index is a mask, and then the output has no spec
 BY_MASKS = frozenset({"aten.index.Tensor"})
+# Ops whose results are views that their schemas do not declare, and the same with views that they do: functionalization goes by
+# the schema, and would lose what is written through such a view. It knows aten._unsafe_view by name.
+DECLARED = {
+    "aten.unsafe_split.Tensor": "aten.split.Tensor",
+    "aten.unsafe_split_with_sizes.default": "aten.split_with_sizes.default",
+}
 # Already one kernel over all parameters, in place; in a graph each parameter would be copied.
 ONE_KERNEL = ("aten._fused_",)
 
@@ -77,6 +84,8 @@ class Inductor:
         if any(out[0] == "new" and out[1] is None for out in payload["outs"]):
             return False
         if any(out[1] is not None and out[1][3].startswith("complex") for out in payload["outs"]):
+            return False
+        if any(out[0] == "view" for out in payload["outs"]) and not _declares_views(name):
             return False
         if name not in self._fits:
             self._fits[name] = self._op_fits(name, payload)
@@ -183,7 +192,8 @@ class Inductor:
         graph_inputs = _GraphInputs(signature, written)
         last = self.channels_last and channels_last.gains(_kernels(request))
         check = {"check": channels_last.check_but_strides, "unless": ""} if last else {}
-        calls = [replace(self._engine.source(payload), **check).function() for payload in request.payloads]
+        declared = [{**payload, "op": DECLARED.get(payload["op"], payload["op"])} for payload in request.payloads]
+        calls = [replace(self._engine.source(payload), **check).function() for payload in declared]
         ends = [end for payload in request.payloads for end in finish(payload["outs"])]
         specs = [None] * request.graph.inputs + [None if view else spec for _, view, spec in ends]
         results: list[Any] = []
@@ -217,6 +227,13 @@ class Inductor:
             raise ValueError("an op changes an input that its schema does not declare as written")
         _, outs, specs = results
         return Traced(graph, fakes, graph_inputs.given, outs, specs, changed)
+
+
+@cache
+def _declares_views(name: str) -> bool:
+    """True if functionalization knows that results are views, of the op itself or of that which takes its place."""
+    known = name in DECLARED or name == "aten._unsafe_view.default"
+    return known or any(returned.alias_info is not None for returned in OVERLOADS[name]._schema.returns)
 
 
 def unfit_tags(name: str) -> set[str]:
