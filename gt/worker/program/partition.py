@@ -94,7 +94,6 @@ class DefinitionTraits:
     lists: bool = False
     tensors: int = 0
     complex_outs: tuple[int, ...] = ()
-    label: str = ""  # equal for ops of equal layers, whose constants may differ
     begins: int = 0  # how well a segment begins with it, as repeats.py weighs it
     convolves: bool = False
 
@@ -122,7 +121,7 @@ def definition_traits(define: Define | None, fits: Callable[[dict[str, Any]], bo
     begins = 2 if "attention_backward" in name else int(name in PRODUCTS)
     flat = any(out[1] is not None and len(out[1][0]) == 4 for out in define.payload["outs"])  # others are never channels last
     computes, convolves = not makes_only_views(define.payload), flat and name.startswith(CONVOLUTIONS)
-    return DefinitionTraits(True, text, computes, lists, tensors, complex_outs, f"{name} {texts}", begins, convolves)
+    return DefinitionTraits(True, text, computes, lists, tensors, complex_outs, begins, convolves)
 
 
 def shard_as_ops(payload: dict[str, Any]) -> list[dict[str, Any]]:
@@ -234,8 +233,8 @@ def _divided(run: Sequence[Row], code: Sequence, traits: Callable[[int], Definit
     convolutions = [n for n, (_, own) in enumerate(ops) if own.convolves] or [0]
     between = range(convolutions[0] + 1, convolutions[-1] + 1)
     weights = [0 if n in between else own.begins for n, (_, own) in enumerate(ops)]
-    # An alias has no label: its definition's number is one.
-    begins = {0, *cuts([own.label or code[run[place][0]] for place, own in ops], weights)}
+    # Layers whose constants differ have no code in common, and many short segments take long. An alias has no text.
+    begins = {0, *cuts([own.text or code[run[place][0]] for place, own in ops], weights)}
     computing = 0
     for n, (_, own) in enumerate(ops):
         if computing >= MAX_SEGMENT_OPS or (computing >= LONG_SEGMENT_OPS and weights[n]):
