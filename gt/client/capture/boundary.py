@@ -30,6 +30,7 @@ from gt.client.capture.gradients import LeafGradient, grad_arguments, leads_to, 
 from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import (
+    NODE_HOOKS,
     TENSOR_FIELDS,
     StateItem,
     StateSnapshot,
@@ -39,6 +40,7 @@ from gt.client.capture.state_walk import (
     tensor_identity,
     unchanged,
 )
+from gt.client.capture.watches.node_hooks import comparable_hooks
 from gt.client.device.remote_tensor import RemoteTensor, Shown, is_leaf
 from gt.client.groups.group_context import stack
 from gt.client.trace.dispatch import call
@@ -391,6 +393,9 @@ def side_effect(entry: StateSnapshot, leaving: StateSnapshot, first: int, draws:
         if tensor_identity(tensor) != then:
             text = f"the function changes memory, requires_grad or hooks of {path}{OUTSIDE}; to set values, use copy_()"
             return Difference("", text)
+    made = range(entry.serial, leaving.serial)
+    if comparable_hooks(leaving.node_hooks, made) != comparable_hooks(entry.node_hooks, made):
+        return Difference("", f"the function changes {NODE_HOOKS} from before the call{OUTSIDE}")
     return None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils._pytree import tree_flatten
 
 from gt.client.capture.aliasing import argument_view, one_of, sharing_arguments, written_inputs
-from gt.client.capture.boundary import OUTSIDE, TORCH_GENERATOR, RecordedCall, gradients, hint, side_effect
+from gt.client.capture.boundary import OUTSIDE, TORCH_GENERATOR, RecordedCall, gradients, hint, modes, side_effect
 from gt.client.capture.gradients import LeafGradients, find_memory, take_made
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import LEADS_ELSEWHERE
@@ -33,6 +33,8 @@ def own_obstacle(now: RecordedCall, entry: StateSnapshot, leaving: StateSnapshot
     tape = now.tape
     if tape.prevents:
         return tape.prevents[0]
+    if now.key[1 + len(now.leaves) :] != modes():
+        return Difference("", f"the function changes a mode of torch, such as grad mode or the default dtype{OUTSIDE}")
     for argument in sorted(now.memory.rebound):
         return Difference("", f"{REBOUND} {argument}{OUTSIDE}")
     if entry.overflow or leaving.overflow:
@@ -115,7 +117,7 @@ def captured_program(
         number=sealed.number,
         recorder=tape.recorder,
         key=now.key,
-        guard=Guard(leaving, tape.counts, now.draws.state if now.draws else ()),
+        guard=Guard(leaving, entry, tape.counts, now.draws.state if now.draws else ()),
         inputs=now.inputs,
         same={k: (t, t._ref.id) for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs},
         grads=LeafGradients(grads),
