@@ -369,11 +369,13 @@ class CompiledFunction(Generic[P, R]):
         if last is not None and (last.key != key or last.tape.recorder is not recorder or last.ended()):
             self._reasons.add(OTHER_ARGUMENTS + why_key_differs(last.key, key))
             last = None
-        if last is not None and last.made:
-            if why := leave_entries(entry, last.made):
+        if last is not None and (last.made or last.rebound):
+            if why := leave_entries(entry, last.made, last.rebound):
                 self._reasons.add(why)
                 last = None
             entry = snapshot(roots)
+        if last is not None:
+            entry.rebindable = {id(tensor): tensor._ref for tensor, _ in entry.identities.values() if not tensor.requires_grad}
         return entry, last
 
     def _host_draws(self) -> HostDraws | None:
@@ -441,7 +443,7 @@ class CompiledFunction(Generic[P, R]):
                 return None
             obstacle = disagreement(last, now)
         if obstacle is None:
-            carried, obstacle = loop_carried(now, entry, leaving)
+            carried, obstacle = loop_carried(now, entry, leaving, results)
         if obstacle is not None:
             self._reasons.add(str(obstacle))
             return None

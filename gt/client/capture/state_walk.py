@@ -128,6 +128,7 @@ class StateSnapshot:
     overflow: bool = False  # more than MAX_ITEMS
     names: set[str] = field(default_factory=set)  # that user code on the walk uses
     counters: dict[str, StateItem] = field(default_factory=dict)  # path -> an integer that the code only counts
+    rebindable: dict[int, Any] = field(default_factory=dict)  # identity of a tensor that `.data` may rebind -> its reference
     codes: set[types.CodeType] = field(default_factory=set)  # of the user's functions on the walk
     node_hooks: dict[int, list] = field(default_factory=hooks_of_nodes)  # of autograd nodes that are alive
     serial: int = field(default_factory=next_serial)  # above those of their tables
