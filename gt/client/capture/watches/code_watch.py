@@ -15,6 +15,7 @@ from typing import Any
 
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.user_code import is_library_code
+from gt.wire.process_settings import program_froze
 
 UNKNOWN = "runs in this call, and was not compared before it; the next calls can become a program"
 HIDDEN = (
@@ -80,9 +81,19 @@ class CodeWatch:
     def _search(self, code: types.CodeType) -> None:
         """Make the functions of this code roots from now on, if there are few."""
         self._searched.add(code)
-        functions = [f for f in gc.get_referrers(code) if isinstance(f, types.FunctionType) and f.__code__ is code]
+        functions = _functions_of(code)
+        if not functions and program_froze():
+            gc.unfreeze()  # frozen objects are in no list that is searched
+            try:
+                functions = _functions_of(code)
+            finally:
+                gc.freeze()
         if len(functions) <= MAX_FUNCTIONS:
             self._found += map(weakref.ref, functions)
+
+
+def _functions_of(code: types.CodeType) -> list[types.FunctionType]:
+    return [thing for thing in gc.get_referrers(code) if isinstance(thing, types.FunctionType) and thing.__code__ is code]
 
 
 def _with_nested(codes: Iterable[types.CodeType]) -> Iterable[types.CodeType]:

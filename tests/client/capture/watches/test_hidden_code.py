@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import pathlib
@@ -320,6 +321,16 @@ def test_a_counter_in_a_hook_of_a_node_counts_in_replays() -> None:
     for _ in range(CALLS):
         step(torch.ones(5, 4))
     assert read()[0] == before + CALLS and step._programs[0].replays >= CALLS - 4, step.explain()
+
+
+def test_code_of_a_program_that_has_frozen_its_objects_is_found() -> None:
+    training = Training()
+    kernel_of_an_op_that_uses_a_number(training)
+    gc.freeze()  # as some programs do once everything is made; the fixture `frozen` takes it back
+    step = gt.compile(training.step)
+    for _ in range(CALLS):
+        step(torch.ones(5, 4))
+    assert step._programs[0].replays, step.explain()
 
 
 def test_explain_names_code_that_cannot_be_compared() -> None:
