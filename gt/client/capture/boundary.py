@@ -26,10 +26,11 @@ from gt.client.capture.aliasing import (
     one_of,
     sharing_arguments,
 )
-from gt.client.capture.gradients import LeafGradient, grad_arguments, leads_to, made_paths, memory_of
+from gt.client.capture.gradients import LeafGradient, grad_arguments, leads_to, made_paths, memory_of, rebound
 from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import (
+    NODE_HOOKS,
     TENSOR_FIELDS,
     StateItem,
     StateSnapshot,
@@ -39,6 +40,7 @@ from gt.client.capture.state_walk import (
     tensor_identity,
     unchanged,
 )
+from gt.client.capture.watches.node_hooks import comparable_hooks
 from gt.client.device.remote_tensor import RemoteTensor, Shown, is_leaf
 from gt.client.groups.group_context import stack
 from gt.client.trace.dispatch import call
@@ -76,10 +78,13 @@ class RecordedCall:
     memory: CallMemory
     whole: dict[int, Any] = field(default_factory=dict)  # containers that it returns as they are, see returned_objects
     made: frozenset[str] = frozenset()  # places where it has left new state
+    rebound: frozenset[str] = frozenset()  # paths of tensors that it gave new memory
 
     def compare_states(self, entry: StateSnapshot, leaving: StateSnapshot) -> None:
         """Note what the call has made and counted, between the state before it and the one after it."""
         self.made, self.tape.counts = made_paths(entry, leaving, self.tape.first), counts(entry, leaving)
+        replaced = rebound(entry, self.tape.first)
+        self.rebound = frozenset(path for path, (tensor, _) in entry.identities.items() if id(tensor) in replaced)
 
     def kept(self) -> RecordedCall | None:
         """This call, which is over, for the comparison with the next one; None if it is not compared with that.
@@ -387,10 +392,14 @@ def side_effect(entry: StateSnapshot, leaving: StateSnapshot, first: int, draws:
             return Difference("", f"the function changes {path}{OUTSIDE}")
 
     # Tensors that are the same object, with other memory, requires_grad or hooks
+    replaced = rebound(entry, first)
     for path, (tensor, then) in entry.identities.items():
-        if tensor_identity(tensor) != then:
+        if tensor_identity(tensor) != then and id(tensor) not in replaced:
             text = f"the function changes memory, requires_grad or hooks of {path}{OUTSIDE}; to set values, use copy_()"
             return Difference("", text)
+    made = range(entry.serial, leaving.serial)
+    if comparable_hooks(leaving.node_hooks, made) != comparable_hooks(entry.node_hooks, made):
+        return Difference("", f"the function changes {NODE_HOOKS} from before the call{OUTSIDE}")
     return None
 
 
@@ -462,7 +471,7 @@ def _short(value: Any) -> str:
 
 
 def loop_carried(
-    now: RecordedCall, entry: StateSnapshot, leaving: StateSnapshot
+    now: RecordedCall, entry: StateSnapshot, leaving: StateSnapshot, results: Any
 ) -> tuple[list[tuple[int, int]], Difference | None]:
     """Pairs (id read, id made) of paths that hold another tensor after the call, which the next call reads.
 
@@ -470,11 +479,17 @@ def loop_carried(
     """
     # Example: `self.average = 0.9 * self.average + x` reads %5 at the path self.average and leaves
     # %40 there, which gives the pair (5, 40). Each replay reads the last one's %40 as its %5
-    reads, makers = now.tape.reads(), now.tape.makers()
+    reads, makers, replaced = now.tape.reads(), now.tape.makers(), rebound(entry, now.tape.first)
     after = {path: tensor._ref.id for path, tensor in leaving.tensors()}
+    # A result that was state would be the same tensor after each replay, and not the state of the call before
+    before = {path: replaced.get(id(tensor), tensor._ref.id) for path, tensor in entry.tensors()}
+    gone = {number for path, number in before.items() if number != after.get(path)}
+    returned = [leaf for leaf in tree_leaves(results) if isinstance(leaf, RemoteTensor)]
+    if any(leaf._ref.id in gone or now.memory.owner(leaf) in replaced.values() for leaf in returned):
+        return [], Difference("", f"the function returns a tensor {HELD_BEFORE}")
     pairs: dict[int, int] = {}
     for path, tensor in entry.tensors():
-        old, new = tensor._ref.id, after.get(path)
+        old, new = replaced.get(id(tensor), tensor._ref.id), after.get(path)
         # Gradients are carried by LeafGradient, which also knows when there is none
         if old == new or old not in reads or path.endswith(".grad"):
             continue
@@ -506,7 +521,7 @@ _READING_MODULES = ("torch.distributions", "torch.amp.grad_scaler", _SCHEDULERS)
 
 def seems_to_read(entry: StateSnapshot) -> bool:
     """True if a function's code names a way to read a value: its Python will probably have to run at each call."""
-    if any(isinstance(group["lr"], torch.Tensor) for optimizer in entry.optimizers for group in optimizer.param_groups):
+    if any(isinstance(group.get("lr"), torch.Tensor) for optimizer in entry.optimizers for group in optimizer.param_groups):
         return False  # only a capturable optimizer leaves the rate where it is
     if entry.names & _READERS or "distributions" in entry.names:
         return True

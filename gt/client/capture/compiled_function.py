@@ -12,8 +12,7 @@ import contextlib
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
@@ -62,12 +61,13 @@ from gt.client.capture.gradients import (
     leave_entries,
 )
 from gt.client.capture.host_draws import UPLOADED, HostDraws
-from gt.client.capture.output_watch import OutputWatch
 from gt.client.capture.program import explain
 from gt.client.capture.program.captured_program import CapturedProgram
 from gt.client.capture.program.sealing import SealedCall, captured_program, disagreement, own_obstacle
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import StateSnapshot, snapshot
+from gt.client.capture.watches.code_watch import CodeWatch
+from gt.client.capture.watches.output_watch import OutputWatch
 from gt.client.device import random
 from gt.client.reports import progress, spans
 from gt.client.reports.html import TextReport
@@ -155,6 +155,7 @@ class CompiledFunction(Generic[P, R]):
         self._fragment_calls = 0
         self._differentiated, self._rates = DifferentiatedArguments(), LearningRates()
         self._returns_state = False  # True once a call has returned a list or dictionary that Python state holds
+        self._code = CodeWatch()
         self._cuts: Counter[tuple[str, str]] = Counter()  # (where a run of ops ended, why) -> how often, in these calls
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -274,8 +275,7 @@ class CompiledFunction(Generic[P, R]):
     # ---- recording
 
     def _record(self, recorder: Recorder, key: tuple, leaves: list, tree: TreeSpec, given: tuple) -> Any:
-        plain = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        roots = {"": self.fn, "arguments": plain, "loss scale": current_session.Current.loss_scale, **leaf_arguments(leaves)}
+        roots = self._roots(leaves)
         entry, last = self._enter(recorder, key, roots)
         values = argument_values(leaves, recorder)
         prepared, inputs = prepare_inputs(leaves, last)
@@ -296,7 +296,7 @@ class CompiledFunction(Generic[P, R]):
                 recorder.code.extend((RECORD, self._slot, deferral, len(filled), *[t._ref.id for t in filled]))
                 recorder.flush()
                 recorder.tape = tape
-            with cycles_collected(), self._bar() as tape.tick, OutputWatch() as watch, draws or contextlib.nullcontext():
+            with cycles_collected(), self._watched(tape, draws):
                 results = self.fn(*containers.args, **containers.kwargs)
                 whole = returned_objects(results, entry, roots, containers, tape)
                 results = recorded_results(results, tape, whole, leaves, last is None)
@@ -305,13 +305,12 @@ class CompiledFunction(Generic[P, R]):
             memory = call_memory(tape, entry, prepared, before)
             tape.prevents += [Difference("", f"{CHANGED}{OUTSIDE}")] if containers.give_back() else []
             self._end_draws(draws)
-            if watch.place:
-                self._note_output(tape, watch)
             recorder.tape = None
             # Two calls that agree make a program; a first one is kept for the comparison with the next
             now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry), draws, memory, whole)
             leaving = snapshot(roots)
             now.compare_states(entry, leaving)
+            self._code.note_unknown(tape, entry.codes | leaving.codes)
             program = self._seal(last, now, entry, leaving, results, rng)
             kept = program is not None
             self._last = None if self._pauses_after(kept, tape.cut) or kept else now.kept()
@@ -339,8 +338,21 @@ class CompiledFunction(Generic[P, R]):
             self._reasons.warn(f"runs in parts: {self._reasons.last}")
         return self._pauses.calls_left > 0
 
-    def _bar(self) -> AbstractContextManager[progress.Tick]:
-        return progress.bar(f"recording {self._name}", unit=" ops")
+    def _roots(self, leaves: list) -> dict[str, Any]:
+        """The objects from which everything is reached that the function may depend on, by name."""
+        plain = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        loss_scale = current_session.Current.loss_scale
+        roots = {"": self.fn, "arguments": plain, "loss scale": loss_scale, **leaf_arguments(leaves)}
+        return roots | self._code.roots()
+
+    @contextlib.contextmanager
+    def _watched(self, tape: CallRecording, draws: HostDraws | None) -> Iterator[None]:
+        """Inside, the function runs: its ops are counted for the user; output, draws on the CPU and code are noted."""
+        bar = progress.bar(f"recording {self._name}", unit=" ops")
+        with bar as tape.tick, OutputWatch() as output, draws or contextlib.nullcontext(), self._code:
+            yield
+        if output.place:
+            self._note_output(tape, output)
 
     def _enter(self, recorder: Recorder, key: tuple, roots: dict) -> tuple[StateSnapshot, RecordedCall | None]:
         """The Python state before a recorded call, and the last call if this one may be compared with it."""
@@ -357,11 +369,13 @@ class CompiledFunction(Generic[P, R]):
         if last is not None and (last.key != key or last.tape.recorder is not recorder or last.ended()):
             self._reasons.add(OTHER_ARGUMENTS + why_key_differs(last.key, key))
             last = None
-        if last is not None and last.made:
-            if why := leave_entries(entry, last.made):
+        if last is not None and (last.made or last.rebound):
+            if why := leave_entries(entry, last.made, last.rebound):
                 self._reasons.add(why)
                 last = None
             entry = snapshot(roots)
+        if last is not None:
+            entry.rebindable = {id(tensor): tensor._ref for tensor, _ in entry.identities.values() if not tensor.requires_grad}
         return entry, last
 
     def _host_draws(self) -> HostDraws | None:
@@ -429,7 +443,7 @@ class CompiledFunction(Generic[P, R]):
                 return None
             obstacle = disagreement(last, now)
         if obstacle is None:
-            carried, obstacle = loop_carried(now, entry, leaving)
+            carried, obstacle = loop_carried(now, entry, leaving, results)
         if obstacle is not None:
             self._reasons.add(str(obstacle))
             return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
@@ -22,8 +22,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gt.client.capture.state_walk import StateItem, StateSnapshot, is_scalar_like
-from gt.client.device.remote_tensor import Alias, Ref, RemoteTensor, is_leaf, make, rebind
+from gt.client.capture.state_walk import StateItem, StateSnapshot, is_scalar_like, tensor_identity
+from gt.client.device.remote_tensor import Alias, Ref, RemoteTensor, is_leaf, make, memory_id, rebind
 from gt.client.device.sparse_tensor import RemoteSparse
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of
@@ -297,13 +297,63 @@ class MadeState:
                 item.set(self.memory.tensor)
 
 
-def take_made(leaving: StateSnapshot, first: int) -> list[MadeState]:
+class ReboundState:
+    """A tensor that needs no gradient and gets new memory in each call, by `p.data = ...`: its object stays as it is."""
+
+    def __init__(self, path: str, tensor: RemoteTensor) -> None:
+        self._path, self._tensor, self._kind = path, tensor, tensor_identity(tensor)[1:]
+        self._memory = make(tensor._ref.meta, _ref(tensor))  # that one program writes
+        _rebound[id(self._memory._ref)] = self
+
+    def mismatch(self) -> str:
+        """The reason why the tensor prevents a replay as it is now, or ""."""
+        tensor, memory = self._tensor, self._memory
+        if tensor._ref.meta != memory._ref.meta or tensor_identity(tensor)[1:] != self._kind:
+            return f"{self._path} has other shape, strides, requires_grad or hooks than before"
+        holders = _names(memory) - _alone()[False][2]  # beside this object
+        if holders > self._is_in_place() or tensor._use_count() > _alone()[False][1]:  # type: ignore[attr-defined]
+            return f"{VIEWED} {self._path}, whose memory a replay writes: keep a clone() of it"
+        return ""
+
+    def _is_in_place(self) -> bool:
+        return _ref(self._tensor) is self._memory._ref
+
+    def leave(self) -> None:
+        """Before a replay: have the tensor name the program's memory, where a call without the program gave it another."""
+        if not self._is_in_place():
+            call(_COPY, (self._memory, self._tensor))
+            rebind(self._tensor, self._memory)
+
+
+_rebound: WeakValueDictionary[int, ReboundState] = WeakValueDictionary()  # by identity of its memory's Ref
+
+
+def rebound(entry: StateSnapshot, first: int) -> dict[int, int]:
+    """Tensors for ReboundState by their identity, each with its id before the call. first: see take_made."""
+    ids = {}
+    for tensor, (before, *kind) in entry.identities.values():
+        now, *same = tensor_identity(tensor)
+        if now != before and same == kind and not tensor.requires_grad and now >= first and memory_id(tensor) == now:
+            ids[id(tensor)] = before
+    return ids
+
+
+def take_rebound(entry: StateSnapshot, leaving: StateSnapshot, first: int) -> list[ReboundState]:
+    """Take from the snapshot after a call the tensors that got new memory in it. first: see take_made."""
+    known = rebound(entry, first)
+    taken = {path: tensor for path, (tensor, _) in leaving.identities.items() if id(tensor) in known}
+    for path in taken:
+        del leaving.identities[path]
+    return [ReboundState(path, tensor) for path, tensor in taken.items()]
+
+
+def take_made(leaving: StateSnapshot, first: int, rebound: Collection[int]) -> list[MadeState]:
     """Take from a snapshot the state that a call has made, or that another program makes.
 
-    first: the lowest id of a tensor made in the call.
+    first: the lowest id of a tensor made in the call. rebound: identities of tensors that are other state.
     """
     items: dict[int, list[StateItem]] = {}
-    leaves = {id(leaf) for _, leaf in leaving.leaves}
+    leaves = {id(leaf) for _, leaf in leaving.leaves}.union(rebound)
     others = []
     for item in leaving.items:
         tensor = item.value
@@ -335,11 +385,16 @@ def made_paths(entry: StateSnapshot, leaving: StateSnapshot, first: int) -> froz
     return frozenset(path for path, tensor in tensors if _ref(tensor).id >= first and before.get(path) is not tensor)
 
 
-def leave_entries(entry: StateSnapshot, paths: frozenset[str]) -> str:
+def leave_entries(entry: StateSnapshot, paths: frozenset[str], rebound: frozenset[str]) -> str:
     """Before a recorded call: leave the state at these paths to who holds it, since programs carry it over in its memory.
 
+    rebound: paths of tensors that a call gives new memory. They begin with memory of their own, which the program reads.
     Returns why the call can be no program, or "". The snapshot is of no use after it.
     """
+    for tensor in [entry.identities[path][0] for path in rebound if path in entry.identities]:
+        if _names(tensor) > _alone()[False][2] + (id(_ref(tensor)) in _rebound):
+            return f"{VIEWED} a tensor that the function gives other memory by `.data`: keep a clone() of it"
+        rebind(tensor, call(_CLONE, (tensor,)))
     entry.identities.clear()  # references that would be counted
     items: dict[int, list[StateItem]] = {}
     for item in entry.items:
@@ -357,7 +412,7 @@ def leave_entries(entry: StateSnapshot, paths: frozenset[str]) -> str:
     return ""
 
 
-def mismatch(rows: Iterable[LeafGradient | MadeState]) -> str:
+def mismatch(rows: Iterable[LeafGradient | MadeState | ReboundState]) -> str:
     """The first reason of a row, or ""."""
     return next((why for row in rows if (why := row.mismatch())), "")
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from gt.client.capture.state_walk import StateItem, StateSnapshot, fingerprint, is_scalar_like, unchanged
+from gt.client.capture.state_walk import NODE_HOOKS, StateItem, StateSnapshot, fingerprint, is_scalar_like, unchanged
+from gt.client.capture.watches.node_hooks import comparable_hooks, hooks_of_nodes
 
 # No hook of a tensor that is not differentiated is ever called
 _OF_OTHERS = (attrgetter("_ref.id"), attrgetter("requires_grad"))
@@ -73,12 +74,17 @@ def _same_entries(holder: dict, keys: list, values: list) -> bool:
 class Guard:
     """The guard of one program. Values are compared by identity, and by value where that differs."""
 
-    def __init__(self, snapshot: StateSnapshot, counts: Mapping[str, int], state: Sequence[torch.Tensor] = ()) -> None:
-        """counts: path of a counter -> what a replay adds to it. No op depends on its value, which is not compared.
+    def __init__(
+        self, snapshot: StateSnapshot, entry: StateSnapshot, counts: Mapping[str, int], state: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """snapshot, entry: the state after the recorded call, with which others are compared, and that before it.
 
+        counts: path of a counter -> what a replay adds to it. No op depends on its value, which is not compared.
         state: CPU tensors that a replay changes. HostDraws compares what the function reads of them.
         """
         self._snapshot = snapshot
+        self._made = range(entry.serial, snapshot.serial)  # tables of hooks of the call's own nodes, which will end
+        self._node_hooks = comparable_hooks(snapshot.node_hooks, self._made)
         self._state = [(tensor, tensor.shape, tensor.dtype) for tensor in state]
         self._fingerprints = {
             path: row for path, row in snapshot.fingerprints.items() if not any(row[0] is tensor for tensor in state)
@@ -139,6 +145,9 @@ class Guard:
         # Tensors that are the same objects, with other memory, requires_grad or hooks
         if self._identities_now() != self._identities:
             return f"{self._changed_tensor()} has other memory, requires_grad or hooks than before"
+
+        if comparable_hooks(hooks_of_nodes(), self._made) != self._node_hooks:
+            return f"{NODE_HOOKS} were added or removed"
 
         # Keys in another order lead to ops in another order
         if [list(map(id, thing)) for thing in self._ordered] != self._keys:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import datetime
 import dis
 import functools
+import mmap
 import pathlib
+import queue
 import random
+import socket
 import sys
 import types
 import weakref
@@ -25,12 +28,23 @@ import numpy as np
 import torch
 
 from gt import env
-from gt.client.capture.user_code import LIBRARIES, STATEFUL, has_library_base, is_installed, is_library, is_own, is_stateless
+from gt.client.capture.user_code import (
+    LIBRARIES,
+    STATEFUL,
+    has_library_base,
+    is_installed,
+    is_library,
+    is_library_code,
+    is_own,
+    is_stateless,
+)
+from gt.client.capture.watches.node_hooks import hooks_of_nodes, next_serial
 from gt.client.device.remote_tensor import RemoteTensor, Shown, is_leaf
 from gt.client.device.sparse_tensor import RemoteSparse
 from gt.client.values.counters import counted, may_count
 
 _UNSET = object()  # value of a context variable without one
+NODE_HOOKS = "hooks of autograd nodes"
 MAX_ITEMS = 200_000  # values that one snapshot compares
 MAX_COMPARED_BYTES = 1 << 16  # largest array or CPU tensor that is compared by value
 _SCALAR_TYPES = frozenset({
@@ -53,6 +67,8 @@ _GLOBAL_HOOKS = [
 ]  # hooks of all modules and optimizers
 _GLOBAL_OPS = frozenset(name for name in dis.opmap if "GLOBAL" in name or name.endswith("_NAME")) - {"IMPORT_NAME"}
 _IMPORT_OPS = frozenset({"IMPORT_NAME", "IMPORT_FROM"})
+_CHANNELS = (queue.SimpleQueue, socket.socket, mmap.mmap)  # whose content is not in Python objects
+_BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
 _CONTAINERS = (dict, types.MappingProxyType, list, tuple, deque, set, frozenset, functools.partial)
 _CHILD_FIELDS = frozenset({"_parameters", "_buffers", "_modules"})
 TENSOR_FIELDS = frozenset({"_ref", "_is_param"})  # attributes that GT and torch give a tensor
@@ -112,6 +128,10 @@ class StateSnapshot:
     overflow: bool = False  # more than MAX_ITEMS
     names: set[str] = field(default_factory=set)  # that user code on the walk uses
     counters: dict[str, StateItem] = field(default_factory=dict)  # path -> an integer that the code only counts
+    rebindable: dict[int, Any] = field(default_factory=dict)  # identity of a tensor that `.data` may rebind -> its reference
+    codes: set[types.CodeType] = field(default_factory=set)  # of the user's functions on the walk
+    node_hooks: dict[int, list] = field(default_factory=hooks_of_nodes)  # of autograd nodes that are alive
+    serial: int = field(default_factory=next_serial)  # above those of their tables
 
     def tensors(self) -> Iterator[tuple[str, RemoteTensor]]:
         """Paths and remote tensors, gradients included."""
@@ -155,9 +175,9 @@ class StateWalker:
         self._visited_tensors: set[int] = set()  # tensors, by identity
         self._library_state: set[int] = set()  # objects held by library code, which is not walked; by identity
         self._unordered: set[int] = set()  # dictionaries whose order does not matter, by identity
-        self._codes: set[types.CodeType] = set()  # of the user's functions
         self._integers: dict[int, str] = {}  # identity of an item -> name of the variable or attribute that holds an integer
         self._queue.extend(_GLOBAL_HOOKS)
+        self._queue.extend((f"{NODE_HOOKS}[{n}]", hooks) for n, hooks in enumerate(self.snapshot.node_hooks.values()))
         # A tensor that is an argument is compared by its metadata, as part of the key. As a leaf it may have a .grad
         for name, root in roots.items():
             if isinstance(root, RemoteTensor):
@@ -181,7 +201,7 @@ class StateWalker:
 
     def counters(self) -> dict[str, StateItem]:
         """Integers that the code on the walk only counts, by path."""
-        names = counted(self._codes) if self._integers else ()
+        names = counted(self.snapshot.codes) if self._integers else ()
         items = [item for item in self.snapshot.items if type(item.value) is int]
         kept = {id(item) for item in items if self._integers.get(id(item)) in names}
         # A place that is also reached by other means, as a key of a dictionary, may be read there
@@ -249,7 +269,13 @@ class StateWalker:
             self._add_fingerprint(path, node)
         elif hasattr(kind, "__next__") and is_library(kind.__module__):
             self.snapshot.opaque.append(f"{path} is an iterator ({kind.__name__}), whose position cannot be compared")
-        elif not isinstance(node, (types.BuiltinFunctionType, torch.Tensor)):
+        elif isinstance(node, _CHANNELS):
+            self.snapshot.opaque.append(f"{path} is a {kind.__name__}, whose content cannot be compared")
+        elif isinstance(node, _BOUND):
+            # Of a method in C, such as `seen.append`, the object; of a function its module
+            if not isinstance(node.__self__, types.ModuleType):
+                self._queue.append((path, node.__self__))
+        elif not isinstance(node, torch.Tensor):
             self._visit_object(path, node)
 
     def _visit_dict(self, path: str, node: Any) -> None:
@@ -273,6 +299,8 @@ class StateWalker:
             self.snapshot.opaque.append(f"{path} is a large {'array' if isinstance(node, np.ndarray) else 'CPU tensor'}")
         else:
             self.snapshot.fingerprints[f"{path}, {type(node).__name__}"] = (node, fingerprint(node))
+            if isinstance(node, np.ndarray) and node.dtype.hasobject:
+                self._queue.append((path, node.ravel().tolist()))
 
     def _add_length(self, path: str, node: Any) -> None:
         length = tuple.__len__(node) if isinstance(node, tuple) else len(node)  # a class of tuples may refuse len()
@@ -330,7 +358,7 @@ class StateWalker:
         self._queue.append((f"{path or function.__qualname__}'s attributes", function.__dict__))
 
         # A library's code is assumed not to change. Its closure was walked above: it may hold a user's function
-        if is_library(function.__module__):
+        if is_library_code(function.__globals__):
             return
         for name in ("__defaults__", "__kwdefaults__", "__code__"):
             value = getattr(function, name)
@@ -341,7 +369,7 @@ class StateWalker:
         # Globals that the code names, and the names for later walks
         names = _names(function.__code__)
         self.names |= names
-        self._codes.add(function.__code__)
+        self.snapshot.codes.add(function.__code__)
         if names & _ENVIRONMENT:
             self._queue.append(("os.environ", env.every_variable()))
         # First the cheap test by names, which include attributes; disassembly then tells which names are globals
@@ -388,8 +416,7 @@ class StateWalker:
                     self._queue.append((f"{path}.{name}", value))
                 elif isinstance(value, RemoteTensor):
                     self._add_tensor(f"{path}.{name}", value)
-        for base in cls.__bases__:
-            self._queue.append((path, base))
+        self._queue.extend((path, base) for base in (type(cls), *cls.__bases__))
 
     def _visit_object(self, path: str, node: Any) -> None:
         kind = type(node)
@@ -472,7 +499,7 @@ def fingerprint(node: Any) -> Any:
     if isinstance(node, ContextVar):
         value = node.get(_UNSET)
         return type(value), comparable(value) if is_scalar_like(value) else id(value)
-    if isinstance(node, bytearray) or type(node).__module__ in ("array", "ctypes", "_ctypes"):
+    if isinstance(node, (bytearray, memoryview)) or type(node).__module__ in ("array", "ctypes", "_ctypes"):
         try:
             return bytes(memoryview(node))
         except TypeError:

@@ -9,9 +9,12 @@ import os
 import site
 import sys
 import sysconfig
+import threading
 import types
+from collections.abc import Mapping
+from typing import Any
 
-LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "gt", "numpy", "pytest", "_pytest"})
+LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "gt", "gt_autoload", "numpy", "pytest", "_pytest"})
 STATEFUL = (
     "torch.nn",
     "torch.optim",
@@ -24,6 +27,7 @@ _STATELESS_STDLIB = frozenset({
     "logging", "typing", "abc", "_abc", "dataclasses", "enum", "inspect", "importlib", "re", "unittest", "contextlib",
     "builtins", "threading", "functools", "operator", "warnings",
 })  # whose objects never decide what a function does  # fmt: skip
+_SIGNALS = threading.Event, threading.Semaphore, threading.Barrier  # of threads, which code asks
 _SITE_FOLDERS = tuple(
     {f"{path}{os.sep}" for path in (*map(sysconfig.get_path, ("purelib", "platlib")), *site.getsitepackages()) if path}
 )
@@ -36,6 +40,16 @@ def is_library(module: str | None) -> bool:
     """True unless the module is the user's own code."""
     top = module.partition(".")[0] if module else ""
     return not top or top in LIBRARIES or is_installed(top)
+
+
+def is_library_code(namespace: Mapping[str, Any]) -> bool:
+    """True if code with these globals is a library's: functools.wraps gives a function another's `__module__`.
+
+    Globals without a name are those of a program's exec(), which is the user's.
+    """
+    name = namespace.get("__name__")
+    # collections.namedtuple gives each class a constructor with a name of its own, which keeps no state
+    return isinstance(name, str) and (is_library(name) or name.startswith("namedtuple_"))
 
 
 def is_installed(module: str) -> bool:
@@ -52,6 +66,8 @@ def is_installed(module: str) -> bool:
 def is_stateless(kind: type) -> bool:
     """True if nothing inside an object of this class decides what a function does."""
     top = kind.__module__.partition(".")[0]
+    if issubclass(kind, _SIGNALS):
+        return False
     assumed = top in LIBRARIES and not kind.__module__.startswith(STATEFUL)
     return assumed and (top not in sys.stdlib_module_names or top in _STATELESS_STDLIB)
 

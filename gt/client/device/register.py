@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
+from gt.client.capture.watches import node_hooks
 from gt.client.current_session import Current
 from gt.client.device import default_dtype, generator, lazy_modules, module_moves, torch_remote
 from gt.client.device.autocast import register as register_autocast
@@ -169,6 +170,7 @@ def prepare() -> None:
     rms_norm.prepare()
     _extend_feature_lists()
     _patch_capture_query()
+    node_hooks.register()
     extend_save_and_load()
     generator.prepare()
     lazy_modules.prepare()

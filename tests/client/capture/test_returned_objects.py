@@ -378,3 +378,67 @@ def test_the_reason_names_what_differs_in_tensors_of_one_shape(one: None) -> Non
 
 def batch_of(size: int) -> torch.Tensor:
     return torch.ones(size, size, device="remote")
+
+
+def of_replaced_state(device: str, what: str) -> tuple[list, list, Any]:
+    """What calls return that leave a new tensor in state, as it is then and in the end; and the function."""
+    state = {"h": torch.arange(4.0, device=device)}
+    weight = torch.nn.Parameter(torch.ones(4, device=device), requires_grad=False)
+    leaf = torch.nn.Parameter(torch.ones(4, device=device))
+    leaf.grad = torch.zeros(4, device=device)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        old, memory, gradient = state["h"], weight.data, leaf.grad
+        state["h"] = x.sum(0) if what == "not read" else state["h"] * 0.9 + x.sum(0)
+        weight.data = weight.data * 0.9 + x.sum(0)
+        leaf.grad = None
+        (leaf * x.sum(0)).square().sum().backward()
+        return {
+            "not read": old, "state": old, "a view of it": old[1:], "a copy": old * 1, "the new state": state["h"],
+            "the parameter": weight, "its memory": memory, "a view of the memory": memory[1:], "its new memory": weight.data,
+            "a gradient": gradient,
+        }[what]  # fmt: skip
+
+    compiled = gt.compile(step) if device == "remote" else step
+    values, kept = [], []
+    for n in range(9):
+        kept.append(compiled(torch.full((2, 4), float(n))))
+        values.append(kept[-1].tolist())
+    return values, [tensor.tolist() for tensor in kept], compiled
+
+
+@pytest.mark.parametrize("what", ["not read", "state", "a view of it", "a copy", "the new state", "the parameter", "its memory",
+                                  "a view of the memory", "its new memory", "a gradient"])  # fmt: skip
+def test_state_that_a_call_replaces_is_returned_as_torch_has_it(one: None, what: str) -> None:
+    values, kept, step = of_replaced_state("remote", what)
+    assert (values, kept) == of_replaced_state("cpu", what)[:2]
+    if what in ("a copy", "the new state", "the parameter"):
+        assert any(program.replays for program in step._programs), step.explain()
+
+
+class WithoutRate(torch.optim.Optimizer):
+    """An optimizer of a user's whose groups have no rate."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.1 * parameter.grad
+
+
+def test_an_optimizer_without_a_rate_is_captured(one: None) -> None:
+    weight = torch.ones(4, device="remote", requires_grad=True)
+    optimizer = WithoutRate([weight])
+
+    @gt.compile
+    def step() -> None:
+        optimizer.zero_grad()
+        weight.square().sum().backward()
+        optimizer.step()
+
+    for _ in range(6):
+        step()
+    torch.testing.assert_close(weight.detach().cpu(), torch.full((4,), 0.8**6))
+    assert step._programs[0].replays, step.explain()

@@ -243,3 +243,65 @@ def test_a_step_that_assigns_data_keeps_the_tensor(one: None, name: str) -> None
     want, values = trained("cpu")
     assert losses == want
     assert all(map(torch.equal, held, values))
+
+
+def momentum_encoder(device: str, change: str) -> tuple[list[float], list[torch.Tensor], Any]:
+    """Losses, then weights and what the caller keeps, of training beside a copy that follows by `.data`; and the step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).to(device)
+    slow = deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for fast, follower in zip(model.parameters(), slow.parameters(), strict=True):
+            follower.data = follower.data * 0.9 + fast.data * 0.1
+        loss = nn.functional.mse_loss(model(x), slow(x)) + model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    changes: dict[str, Callable[[], Any]] = {
+        "nothing": lambda: None,
+        "an alias": lambda: kept.append(slow[0].weight.data),
+        "a view": lambda: kept.append(slow[0].weight[1:]),
+        "state_dict": lambda: kept.append(slow.state_dict()["3.weight"]),
+        "load_state_dict": lambda: slow.load_state_dict(model.state_dict()),
+        "another parameter": lambda: setattr(slow[0], "weight", nn.Parameter(model[0].weight.detach().clone(), False)),
+        "requires_grad": lambda: slow[0].weight.requires_grad_(),
+        "an eager step": lambda: step(torch.ones(3, 4, device=device)),
+        "a write": lambda: slow[0].weight.mul_(2),
+        "other memory": lambda: setattr(slow[0].weight, "data", torch.zeros(6, 4, device=device)),
+    }
+    kept: list[torch.Tensor] = []
+    compiled = gt.compile(step) if device == "remote" else step
+    losses, generator = [], torch.Generator().manual_seed(1)
+    for n in range(CALLS):
+        losses.append(compiled(torch.randn(5 if n in (6, 10, 11, 12) else 8, 4, generator=generator)).item())
+        if n in (5, 8):
+            changes[change]()
+        elif n == 9:
+            kept[:1] = []
+    return losses, [p.detach().cpu() for p in (*model.parameters(), *slow.parameters(), *kept)], compiled
+
+
+MOMENTUM_ENCODERS = ["nothing", "an alias", "a view", "state_dict", "load_state_dict", "another parameter", "requires_grad",
+                     "an eager step", "a write", "other memory"]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", MOMENTUM_ENCODERS)
+def test_a_copy_that_follows_by_data_is_that_of_torch_and_replayed(one: None, change: str) -> None:
+    losses, tensors, step = momentum_encoder("remote", change)
+    want = momentum_encoder("cpu", change)
+    torch.testing.assert_close((losses, tensors), want[:2], rtol=1e-6, atol=1e-6)
+    assert any(program.replays for program in step._programs), step.explain()
+    if change == "nothing":
+        assert [program.replays >= 1 for program in step._programs] == [True, True], step.explain()
+
+
+def test_a_copy_that_follows_by_data_on_two_workers(session: Callable) -> None:
+    session("data: {workers: [0, 1]}\n")
+    with gt.signal.context("data"):
+        losses, tensors, step = momentum_encoder("remote", "nothing")
+    torch.testing.assert_close((losses, tensors), momentum_encoder("cpu", "nothing")[:2], rtol=1e-5, atol=1e-5)
+    assert step._programs[0].replays, step.explain()

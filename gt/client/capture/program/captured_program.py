@@ -13,7 +13,7 @@ from gt.client import current_session
 from gt.client.capture import gradients
 from gt.client.capture.aliasing import ArgumentView, CallMemory, ContainerArgument, sharing_arguments, write_back
 from gt.client.capture.constants import ArgumentRead, argument_value
-from gt.client.capture.gradients import LeafGradients, MadeState, NamedMemory
+from gt.client.capture.gradients import LeafGradients, MadeState, NamedMemory, ReboundState
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.program.shared_results import SharedMemory, shared_memory
@@ -55,7 +55,7 @@ class CapturedProgram:
     inputs: dict[int, RemoteTensor]  # argument -> the tensor that a replay fills
     same: dict[int, tuple[RemoteTensor, int]]  # argument -> the very tensor that it must be, and its id
     grads: LeafGradients
-    made: list[MadeState]
+    made: list[MadeState | ReboundState]
     results: list  # leaves of the function's result
     tree: TreeSpec  # their structure
     draws: int  # random ops

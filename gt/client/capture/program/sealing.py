@@ -12,8 +12,8 @@ from typing import Any
 from torch.utils._pytree import tree_flatten
 
 from gt.client.capture.aliasing import argument_view, one_of, sharing_arguments, written_inputs
-from gt.client.capture.boundary import OUTSIDE, TORCH_GENERATOR, RecordedCall, gradients, hint, side_effect
-from gt.client.capture.gradients import LeafGradients, find_memory, take_made
+from gt.client.capture.boundary import OUTSIDE, TORCH_GENERATOR, RecordedCall, gradients, hint, modes, side_effect
+from gt.client.capture.gradients import LeafGradients, find_memory, rebound, take_made, take_rebound
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import LEADS_ELSEWHERE
 from gt.client.capture.program.captured_program import CapturedProgram, ProgramResult
@@ -33,6 +33,8 @@ def own_obstacle(now: RecordedCall, entry: StateSnapshot, leaving: StateSnapshot
     tape = now.tape
     if tape.prevents:
         return tape.prevents[0]
+    if now.key[1 + len(now.leaves) :] != modes():
+        return Difference("", f"the function changes a mode of torch, such as grad mode or the default dtype{OUTSIDE}")
     for argument in sorted(now.memory.rebound):
         return Difference("", f"{REBOUND} {argument}{OUTSIDE}")
     if entry.overflow or leaving.overflow:
@@ -97,7 +99,11 @@ def captured_program(
     lasting = {memory_id(tensor) for _, tensor in entry.tensors()} - {old for old, _ in sealed.carried}
     copied: dict[int, ProgramResult] = {}  # by id: a tensor that is returned twice is one tensor
 
+    replaced = rebound(entry, first)
+
     def result(leaf: Any) -> Any:
+        if id(leaf) in replaced:
+            return leaf
         if id(leaf) in now.whole:
             return now.whole[id(leaf)]
         if view := argument_view(leaf, now.leaves, now.inputs, now.memory):
@@ -109,17 +115,18 @@ def captured_program(
         return copied.setdefault(leaf._ref.id, ProgramResult(source, lasts))
 
     keep = [t for state in (entry, leaving) for _, t in state.tensors() if t._ref.id in reads or t._ref.id >= first]
-    grads, made = gradients(entry, leaving, reads), take_made(leaving, first)
+    grads, made = gradients(entry, leaving, reads), take_made(leaving, first, replaced)
+    others = take_rebound(entry, leaving, first)
     leaving.grads.clear()  # nothing else of GT holds the objects of such memory
     return CapturedProgram(
         number=sealed.number,
         recorder=tape.recorder,
         key=now.key,
-        guard=Guard(leaving, tape.counts, now.draws.state if now.draws else ()),
+        guard=Guard(leaving, entry, tape.counts, now.draws.state if now.draws else ()),
         inputs=now.inputs,
         same={k: (t, t._ref.id) for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs},
         grads=LeafGradients(grads),
-        made=made,
+        made=[*made, *others],
         results=list(map(result, leaves)),
         tree=tree,
         draws=tape.draws(),
@@ -129,5 +136,5 @@ def captured_program(
         answer=sealed.answer,
         written=written_inputs(now.leaves, now.inputs, now.memory),
         memory=now.memory,
-        keep=[find_memory(t) or t for t in keep],
+        keep=[*(find_memory(t) or t for t in keep), *(entry.rebindable[key] for key in replaced)],
     )

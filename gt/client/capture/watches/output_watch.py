@@ -5,13 +5,18 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import io
 import logging
+import os
+import subprocess
 import sys
 import threading
 from types import FrameType
 from typing import Any
 
 from gt.client.capture.user_code import is_library
+
+_ON_BEHALF = frozenset({"logging", "pathlib", "shutil", "tempfile", "os", "subprocess"})  # which have output for their callers
 
 
 class OutputWatch:
@@ -27,7 +32,10 @@ class OutputWatch:
 
     def __enter__(self) -> OutputWatch:
         self._patch(builtins, "print", "prints", of_libraries=True)
-        self._patch(builtins, "open", "opens a file")
+        for owner in (builtins, io):
+            self._patch(owner, "open", "opens a file")
+        self._patch(os, "write", "writes to a file")
+        self._patch(subprocess.Popen, "__init__", "starts a process")
         self._patch(logging.Logger, "handle", "logs")
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
@@ -55,8 +63,8 @@ class OutputWatch:
             self._patches.append((owner, name, original, noting))
 
     def _note(self, frame: FrameType | None, what: str, of_libraries: bool) -> None:
-        # Logger.info and others call handle(): the caller of interest is the first one outside of logging
-        while frame is not None and frame.f_globals.get("__name__") == "logging":
+        # Logger.info and others call handle(), Path.write_text calls open(): the first caller outside of them is of interest
+        while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _ON_BEHALF:
             frame = frame.f_back
         if frame is not None and (of_libraries or not is_library(frame.f_globals.get("__name__"))):
             self.place, self.what = f"{frame.f_code.co_filename}:{frame.f_lineno}", what

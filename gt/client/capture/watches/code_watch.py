@@ -1,0 +1,105 @@
+"""User code that runs in a recorded call, and that the walk over Python state has not met.
+
+Torch and other libraries call functions that only they know: kernels of registered ops, hooks of autograd nodes, methods that
+they alone name. The state that such code uses has to be compared too, so it is a root of the walk from the next recording on.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from gt.client.capture.recording import CallRecording, Difference
+from gt.client.capture.user_code import is_library_code
+from gt.wire.process_settings import program_froze
+
+UNKNOWN = "runs in this call, and was not compared before it; the next calls can become a program"
+HIDDEN = (
+    "runs in each call, and GT finds no function of it to compare the values that it uses: "
+    "have the function name what it calls, or do it outside the function"
+)
+MAX_FUNCTIONS = 64  # of one code, such as closures, that are walked
+
+
+class CodeWatch:
+    """The code that runs in recorded calls of one compiled function. As a context manager it notes what runs inside."""
+
+    def __init__(self) -> None:
+        self._ran: dict[int, types.CodeType] = {}  # by identity, each kept alive so that identities stay unique
+        self._users: list[types.CodeType] = []  # those of the user's
+        self._found: list[weakref.ref[types.FunctionType]] = []
+        self._searched: set[types.CodeType] = set()
+        self._watches = False
+
+    def __enter__(self) -> CodeWatch:
+        self._ran, self._users = {}, []
+        # A program that is profiled keeps its profiler
+        self._watches = sys.getprofile() is None
+        if self._watches:
+            sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._watches and sys.getprofile() == self._note:
+            sys.setprofile(None)
+
+    def _note(self, frame: types.FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and id(code) not in self._ran:
+            self._ran[id(code)] = code
+            if not is_library_code(frame.f_globals):
+                self._users.append(code)
+
+    def roots(self) -> dict[str, types.FunctionType]:
+        """The functions that only libraries know, by name."""
+        self._found = [known for known in self._found if known() is not None]
+        roots: dict[str, types.FunctionType] = {}
+        for number, known in enumerate(self._found):
+            if (function := known()) is not None:
+                name = function.__qualname__
+                roots[f"{name} {number}" if name in roots else name] = function
+        return roots
+
+    def note_unknown(self, tape: CallRecording, walked: Iterable[types.CodeType]) -> None:
+        """Prevent a program of a call that ran code which is not among the walked. Looks for the code's functions."""
+        known = {id(code) for code in _with_nested(walked)}
+        unknown = [code for code in self._users if id(code) not in known]
+        self._ran, self._users = {}, []
+        hidden = [code for code in unknown if code in self._searched]
+        for code in unknown:
+            if code not in self._searched:
+                self._search(code)
+        if unknown:
+            code, what = (hidden[0], HIDDEN) if hidden else (unknown[0], UNKNOWN)
+            tape.cut = tape.cut or bool(hidden)
+            tape.prevents.append(Difference(f"{code.co_filename}:{code.co_firstlineno}", f"{code.co_name} {what}"))
+
+    def _search(self, code: types.CodeType) -> None:
+        """Make the functions of this code roots from now on, if there are few."""
+        self._searched.add(code)
+        functions = _functions_of(code)
+        if not functions and program_froze():
+            gc.unfreeze()  # frozen objects are in no list that is searched
+            try:
+                functions = _functions_of(code)
+            finally:
+                gc.freeze()
+        if len(functions) <= MAX_FUNCTIONS:
+            self._found += map(weakref.ref, functions)
+
+
+def _functions_of(code: types.CodeType) -> list[types.FunctionType]:
+    return [thing for thing in gc.get_referrers(code) if isinstance(thing, types.FunctionType) and thing.__code__ is code]
+
+
+def _with_nested(codes: Iterable[types.CodeType]) -> Iterable[types.CodeType]:
+    """These codes, and those of functions, classes and comprehensions in them."""
+    queue = list(codes)
+    while queue:
+        code = queue.pop()
+        yield code
+        queue += [part for part in code.co_consts if isinstance(part, types.CodeType)]
