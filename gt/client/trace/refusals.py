@@ -24,15 +24,15 @@ MAX_ACCEPTED = 1024  # sets of numbers that are remembered as checked, for each 
 MAX_TRIED_ELEMENTS = 1 << 12  # of operands and results together: the CPU tries such a new kind of call, in about 10 us
 # Ops whose meta kernels accept shapes or arguments that the real ones refuse, without their namespace and overload
 _MORE_THAN_META = frozenset({
-    "_ctc_loss", "addcdiv", "argmax", "argmin", "as_strided_scatter", "bucketize", "complex", "cummax", "cummin",
-    "diagonal_scatter", "geqrf", "heaviside", "index", "index_add", "index_copy", "index_fill", "index_put", "index_reduce",
-    "index_select", "masked_scatter", "masked_select", "max", "min", "multinomial", "mvlgamma", "nll_loss_forward", "polar",
-    "searchsorted", "select_scatter", "sort", "topk",
+    "_ctc_loss", "addcdiv", "argmax", "argmin", "as_strided_scatter", "bincount", "bucketize", "complex", "cummax", "cummin",
+    "diagonal_scatter", "geqrf", "heaviside", "histogram", "index", "index_add", "index_copy", "index_fill", "index_put",
+    "index_reduce", "index_select", "linalg_lstsq", "masked_scatter", "masked_select", "max", "min", "multinomial", "mvlgamma",
+    "nll_loss_forward", "polar", "put", "searchsorted", "select_scatter", "sort", "topk", "unique_consecutive", "unique_dim",
 }) | CHECKED_BY_THE_CPU  # fmt: skip
 # Ops of integers alone, which refuse float32: other ops of float32 and float64 are not tried
 _OF_INTEGERS = frozenset({
     "bincount", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "gcd",
-    "lcm", "__and__", "__or__", "__xor__", "__iand__", "__ior__", "__ixor__",
+    "lcm", "repeat_interleave", "__and__", "__or__", "__xor__", "__iand__", "__ior__", "__ixor__",
 })  # fmt: skip
 # Their kernels check, as those of public ops do
 _CHECKED = frozenset({
@@ -105,7 +105,7 @@ def accepted_by_cpu(info: Any, args: list, kwargs: dict) -> Any:
     if _trusts_callers(info) or info.outs or _elements(args, kwargs) > MAX_TRIED_ELEMENTS:
         return None
     try:
-        result = _on_cpu(info, args, kwargs, _zeros)
+        result = _on_cpu(info, args, kwargs, _strided_zeros)  # strides decide which views there are
     except _ERRORS:
         return None
     return tree_map(_as_meta, result)
@@ -201,8 +201,9 @@ def check_call(info: Any, args: tuple, kwargs: dict, results: list, gpus: bool) 
 @functools.lru_cache(4096, typed=True)
 def _try_numbers(func: Any, gpus: bool, kinds: tuple[tuple[torch.dtype, int], ...], *args: Any, **kwargs: Any) -> None:
     """Try an op on tensors of one element. kinds: their dtypes and dims. args, kwargs: with `...` in place of tensors."""
-    # One element is enough: the kernels refuse these numbers before they look at elements
-    tensors = iter([torch.zeros([1] * dims, dtype=dtype, device="cpu") for dtype, dims in kinds])
+    # One element is enough: the kernels refuse these numbers before they look at elements. It is no zero, which would be
+    # refused as a divisor: `7 // x`
+    tensors = iter([torch.ones([1] * dims, dtype=dtype, device="cpu") for dtype, dims in kinds])
     tried = [next(tensors) if a is ... else a for a in args]
     named = {name: next(tensors) if a is ... else a for name, a in kwargs.items()}
     if any(argument.name == "generator" for argument in func._schema.arguments):

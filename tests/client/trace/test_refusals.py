@@ -26,6 +26,28 @@ MISTAKES: dict[str, Callable[[Make], object]] = {
     "a large sum": lambda t: t(2048, 1024) + t(4, 1024),
     "a sum in place": lambda t: t(3).add_(t(2, 3)),
     "channels": lambda t: F.conv2d(t(1, 3, 8, 8), t(4, 2, 3, 3)),
+    "no stride": lambda t: F.conv2d(t(1, 2, 3, 3), t(2, 2, 2, 2), stride=0),
+    "a bias of a convolution": lambda t: F.conv2d(t(1, 4, 3, 3), t(4, 4, 2, 2), t(3)),
+    "groups of a convolution": lambda t: F.conv2d(t(1, 4, 3, 3), t(3, 2, 2, 2), groups=2),
+    "padding of three dims": lambda t: F.conv2d(t(1, 2, 3, 3), t(2, 2, 2, 2), padding=(1, 2, 3)),
+    "channels of a transposed convolution": lambda t: F.conv_transpose2d(t(1, 2, 3, 3), t(3, 2, 2, 2)),
+    "channels of a large transposed convolution": lambda t: F.conv_transpose2d(t(32, 2, 99, 99), t(4, 2, 3, 3), t(2)),
+    "padding of a transposed convolution": lambda t: F.conv_transpose2d(t(1, 2, 3, 3), t(2, 2, 2, 2), output_padding=2),
+    "labels that are integers": lambda t: F.binary_cross_entropy(t(2), t(2).long()),
+    "a grid of another dtype": lambda t: F.grid_sample(t(1, 1, 2, 2), t(1, 2, 2, 2).double(), align_corners=False),
+    "distances of two dtypes": lambda t: torch.cdist(t(2, 3), t(2, 3).double()),
+    "a cross product of two dtypes": lambda t: torch.cross(t(2, 3), t(2, 3).double(), dim=1),
+    "a product of two dtypes": lambda t: t(2, 3) @ t(3, 2).long(),
+    "a norm's weight of another dtype": lambda t: F.layer_norm(t(2, 3), (3,), t(3).double()),
+    "statistics of another dtype": lambda t: F.batch_norm(t(2, 3), t(3).double(), t(3).double()),
+    "an attention mask of integers": lambda t: F.scaled_dot_product_attention(*[t(1, 2, 3)] * 3, attn_mask=t(2, 2).long()),
+    "a loss of integers and numbers": lambda t: F.huber_loss(t(3).long(), t(3)),
+    "counts of two dims": lambda t: t(3, 4).long().bincount(),
+    "counts of a negative number": lambda t: t(3).long().bincount(minlength=-1),
+    "distinct rows of a missing dim": lambda t: t(3).unique(dim=3),
+    "too many values to put": lambda t: t(3).put_(t(2).long(), t(3)),
+    "least squares of other rows": lambda t: torch.linalg.lstsq(t(2, 3), t(3, 3)),
+    "repeats that are numbers": lambda t: torch.repeat_interleave(t(2), t(2)),
     "a list of other dims": lambda t: torch.cat([t(2, 3), t(2)]),
     "a stack": lambda t: torch.stack([t(2, 3), t(2, 4)]),
     "a layer norm": lambda t: F.layer_norm(t(2, 3), (4,)),
@@ -34,6 +56,9 @@ MISTAKES: dict[str, Callable[[Make], object]] = {
     "an index of floats": lambda t: t(3, 4)[t(2)],
     "too many of the largest": lambda t: t(3).topk(5),
     "a view": lambda t: t(2, 3).view(4, 2),
+    "a flat view of columns": lambda t: t(2, 3).t().view(6),
+    "a view of columns by another dtype": lambda t: t(2, 4).t().view(torch.float64),
+    "complex numbers of columns": lambda t: torch.view_as_complex(t(2, 3).t()),
     "integers in place": lambda t: t(3).long().div_(2),
     "integers times others in place": lambda t: t(3).long().mul_(t(3)),
     "a power of integers in place": lambda t: t(3).long().pow_(0.5),
@@ -126,6 +151,13 @@ ACCEPTED: dict[
     "an interpolation of nothing": lambda t: F.interpolate(t(0, 2, 3), 4, mode="nearest-exact"),
     "sorted truth values": lambda t: t(3).bool().sort().indices,
     "quotients of integers": lambda t: t(3).long() // (t(3).long() + 2),
+    "a number by integers": lambda t: 7 // (t(3).long() + 2),
+    "a number's remainder by integers": lambda t: 7 % (t(3).long() + 2),
+    "a number's rounded quotient by integers": lambda t: torch.div(7, t(3).long() + 2, rounding_mode="trunc"),
+    "a target of a wider dtype": lambda t: F.huber_loss(t(3), t(3).double() + 1),
+    "a margin to a wider dtype": lambda t: F.soft_margin_loss(t(3), t(3).double() + 1),
+    "a loss with weights of a wider dtype": lambda t: F.binary_cross_entropy(t(3) + 0.5, t(3), t(3).double() + 2),
+    "a norm of half precision with weights": lambda t: F.group_norm(t(2, 4).bfloat16(), 2, t(4) + 1),
     "a repetition": lambda t: torch.repeat_interleave(t(2), t(2).long() + 2, output_size=4),
     "places of a known number": lambda t: torch.nonzero_static(t(3, 2) + 1, size=4),
     "eigenvectors": lambda t: torch.linalg.eig(t(2, 3, 3)).eigenvectors,
@@ -241,7 +273,7 @@ WRONG_KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 def test_values_of_another_dtype_are_refused_at_once_and_nothing_is_lost(name: str, session: Callable) -> None:
     session()
     x, at = torch.ones(3, device="remote"), torch.zeros(3, dtype=torch.int64, device="remote")
-    with pytest.raises(RuntimeError, match="same dtype"):
+    with pytest.raises(RuntimeError, match="dtypes match|same dtype|same scalar type"):
         WRONG_KINDS[name](x, at)
     assert x.tolist() == [1, 1, 1]
 
