@@ -27,8 +27,12 @@ _MORE_THAN_META = frozenset({
     "_ctc_loss", "addcdiv", "argmax", "argmin", "as_strided_scatter", "bincount", "bucketize", "complex", "cummax", "cummin",
     "diagonal_scatter", "geqrf", "heaviside", "histogram", "index", "index_add", "index_copy", "index_fill", "index_put",
     "index_reduce", "index_select", "linalg_lstsq", "masked_scatter", "masked_select", "max", "min", "multinomial", "mvlgamma",
-    "nll_loss_forward", "polar", "put", "searchsorted", "select_scatter", "sort", "topk", "unique_consecutive", "unique_dim",
+    "nll_loss_forward", "polar", "put", "searchsorted", "select_scatter", "sort", "topk",
 }) | CHECKED_BY_THE_CPU  # fmt: skip
+# Ops whose meta kernels accept a missing dim
+_OF_ANY_DIM = frozenset({
+    "_softmax", "index_reduce", "select_scatter", "slice_scatter", "sort", "unique_consecutive", "unique_dim",
+})  # fmt: skip
 # Ops of integers alone, which refuse float32: other ops of float32 and float64 are not tried
 _OF_INTEGERS = frozenset({
     "bincount", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "gcd",
@@ -174,6 +178,16 @@ def check_masks(x: torch.Tensor, indices: Any) -> None:
                     f"tensor {list(x.shape)} at index {dim + place}"
                 )
         dim += index.dim()
+
+
+def check_dim(info: Any, args: list, kwargs: dict) -> None:
+    """IndexError in torch's words for a dim that the tensor lacks."""
+    if _kind(info) not in _OF_ANY_DIM:
+        return
+    named = {**dict(zip(info.names, args, strict=False)), **kwargs}
+    dim, dims = named.get("dim", 0), max(args[0].dim(), 1)
+    if type(dim) is int and not -dims <= dim < dims:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-dims}, {dims - 1}], but got {dim})")
 
 
 def reads_numbers(info: Any, operands: list[RemoteTensor], results: list) -> bool:

@@ -63,6 +63,7 @@ _ONE_DTYPE: dict[str, tuple[str, ...]] = {
     "aten.linalg_lstsq.default": ("self", "b"),
     "aten.histogram.bins_tensor": ("self", "bins"),
     **{f"aten.grid_sampler_{dims}d.default": ("input", "grid") for dims in (2, 3)},
+    **{f"aten.fractional_max_pool{dims}d.default": ("self", "random_samples") for dims in (2, 3)},
     **{f"aten.{name}.default": ("self", "values") for name in ("index_put", "index_put_", "_index_put_impl_")},
     **{f"aten.{name}.default": ("self", "source") for name in ("index_copy", "index_copy_", "index_add", "index_add_")},
 }
@@ -77,6 +78,8 @@ _INDICES: dict[str, tuple[str, tuple[torch.dtype, ...]]] = {
     "aten.embedding.default": ("indices", (torch.int64, torch.int32)),
     "aten.nll_loss_forward.default": ("target", (torch.int64, torch.uint8)),
     "aten.nll_loss2d_forward.default": ("target", (torch.int64,)),
+    "aten.multi_margin_loss.default": ("target", (torch.int64,)),
+    "aten.multilabel_margin_loss_forward.default": ("target", (torch.int64,)),
     "aten.gather.default": ("index", (torch.int64, torch.int32)),
 }
 
@@ -268,6 +271,7 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
         return None, True
     if info.name.startswith(("aten.index.", "aten.index_put")):
         refusals.check_masks(args[0], args[1])
+    refusals.check_dim(info, args, kwargs)
     if info.dynamic and _by_values(info, args, kwargs):
         return None, False
     spare_dynamo()

@@ -130,6 +130,14 @@ def _contiguous(name: str) -> Callable[..., Any]:
     return lambda *args: tree_map_only(torch.Tensor, laid_out, op(*args))
 
 
+def _nll_loss2d(x: torch.Tensor, target: torch.Tensor, *rest: Any) -> tuple:
+    """Contiguous losses of classes [N, C, H, W] and their targets [N, H, W], whose sizes torch's meta kernel does not compare."""
+    if x.dim() == 4 and target.dim() == 3 and target.shape != (len(x), *x.shape[2:]):
+        raise RuntimeError(f"size mismatch (got input: {list(x.shape)} , target: {list(target.shape)})")
+    result: tuple = _contiguous("nll_loss2d_forward")(x, target, *rest)
+    return result
+
+
 def _nonzero_static(x: torch.Tensor, **named: Any) -> torch.Tensor:
     """Contiguous, as the CPU's kernel makes it. torch's meta kernel gives it the strides of nonzero."""
     return torch.ops.aten.nonzero_static.default(x, **named).clone(memory_format=torch.contiguous_format)
@@ -201,7 +209,7 @@ _AS_INPUT = ("pixel_shuffle", "channel_shuffle", "max_unpool2d", *_PADS)
 _AS_SECOND = ("native_batch_norm_backward", *(f"{name}_backward" for name in _PADS))
 _MADE_CONTIGUOUS = (
     "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "glu_backward", "log_sigmoid_forward",
-    "native_layer_norm_backward", "_log_softmax_backward_data", "nll_loss2d_forward",
+    "native_layer_norm_backward", "_log_softmax_backward_data",
 )  # fmt: skip
 _OF_FIRST_DTYPE = ("binary_cross_entropy", "huber_loss", "soft_margin_loss")
 _OF_PRODUCTS = ("softplus", "hardswish", "hardtanh", "hardsigmoid", "logit", "native_dropout")  # whose backward is one
@@ -217,6 +225,7 @@ KERNELS: dict[str, Callable] = {
     "aten.convolution_backward.default": _convolution_backward,
     **dict.fromkeys(("aten.native_batch_norm.default", "aten._native_batch_norm_legit.default"), _batch_norm),
     "aten.native_group_norm.default": _group_norm,
+    "aten.nll_loss2d_forward.default": _nll_loss2d,
     "aten.nonzero_static.default": _nonzero_static,
     "aten.linalg_eig.default": _eig,
     "aten._linalg_svd.default": _svd,
