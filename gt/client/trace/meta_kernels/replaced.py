@@ -131,7 +131,7 @@ def _contiguous(name: str) -> Callable[..., Any]:
 
 
 def _nll_loss2d(x: torch.Tensor, target: torch.Tensor, *rest: Any) -> tuple:
-    """Contiguous losses of classes [N, C, H, W] and their targets [N, H, W], whose sizes torch's meta kernel does not compare."""
+    """Contiguous losses of scores [N, C, H, W] and targets [N, H, W], whose sizes torch's meta kernel does not compare."""
     if x.dim() == 4 and target.dim() == 3 and target.shape != (len(x), *x.shape[2:]):
         raise RuntimeError(f"size mismatch (got input: {list(x.shape)} , target: {list(target.shape)})")
     result: tuple = _contiguous("nll_loss2d_forward")(x, target, *rest)
