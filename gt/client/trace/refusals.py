@@ -15,7 +15,7 @@ import torch
 from torch._higher_order_ops import utils as higher_order
 from torch.utils._pytree import tree_flatten, tree_map
 
-from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.device.remote_tensor import RemoteTensor, memory_id
 from gt.client.trace.meta_kernels.missing import CHECKED_BY_THE_CPU
 from gt.errors import UnsupportedOp
 
@@ -61,6 +61,10 @@ _COMPARES_FIRST = frozenset(
     f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "cat", "stack", "convolution")
 )
 _ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
+OVERLAP = (
+    "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory location. "
+    "Please clone() the tensor before performing the operation."
+)
 COMPILE = (
     "torch.compile cannot compile for the remote device, whose tensors are on the workers: "
     "use gt.compile(step, backend='inductor'), which has the workers compile it"
@@ -264,6 +268,39 @@ def overlapping(info: Any, args: list, kwargs: dict) -> None:
     error = _cpu_error(info, args, kwargs, _strided_zeros)
     if error is not None and "single memory location" in str(error):
         raise error
+
+
+def check_overlap(tensors: list[RemoteTensor], written: tuple[int, ...]) -> None:
+    """Raise the CPU's error for an elementwise op that writes to memory of which it reads other elements, as `x += x.t()`.
+
+    It is told when a kind of call is new. Later calls of its kind fail on the worker.
+    """
+    if any(_overlap_partly(tensors[i], other) for i in written for other in tensors if other is not tensors[i]):
+        raise RuntimeError(OVERLAP)
+
+
+def _overlap_partly(a: RemoteTensor, b: RemoteTensor) -> bool:
+    """True as for torch's get_overlap_status, which judges dense memory alone."""
+    if not (a.numel() and b.numel()) or memory_id(a) != memory_id(b):
+        return False
+    if not (_dense(a) and _dense(b)):
+        return False
+    # In bytes, since the two may be of different dtypes
+    starts = [t.storage_offset() * t.itemsize for t in (a, b)]
+    ends = [start + t.numel() * t.itemsize for start, t in zip(starts, (a, b), strict=True)]
+    if starts[0] == starts[1] and ends[0] == ends[1]:
+        return a.stride() != b.stride()
+    return max(starts) < min(ends)
+
+
+def _dense(t: torch.Tensor) -> bool:
+    """True if the elements fill a range of memory, in any order of dims."""
+    filled = 1
+    for step, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size != 1 and step != filled:
+            return False
+        filled *= size
+    return True
 
 
 def _elements(args: list, kwargs: dict) -> int:

@@ -168,10 +168,9 @@ def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     positions = _operands(info, args, kwargs)
     outs = _outs(info, entry, result, known, positions)
     entry.written = tuple(i for name in info.writes for i in positions.get(name, ()))
-    for i in entry.written:
-        _check_target(info, encoder.metas[i], encoder.stand_ins[i], stand_ins, stand_named)
     if entry.written:
         entry.series = None
+        _check_targets(info, encoder, entry.written, stand_ins, stand_named)
     if _takes_default(info, entry, encoder.tensors, kwargs):
         entry.mode = DEFAULTED
         return entry
@@ -309,6 +308,13 @@ def _check_cast(info: OpInfo, args: list, kwargs: dict) -> None:
     result = args[0] if func is None else func(*args, **kwargs)
     if not torch.can_cast(result.dtype, args[0].dtype):
         raise RuntimeError(f"result type {result.dtype} can't be cast to the desired output type {args[0].dtype}")
+
+
+def _check_targets(info: OpInfo, encoder: _Encoder, written: tuple[int, ...], args: list, kwargs: dict) -> None:
+    for i in written:
+        _check_target(info, encoder.metas[i], encoder.stand_ins[i], args, kwargs)
+    if info.pointwise or info.name == "aten.copy_.default":
+        refusals.check_overlap(encoder.tensors, written)
 
 
 def _check_target(info: OpInfo, meta: Meta, stand_in: torch.Tensor, args: list, kwargs: dict) -> None:
