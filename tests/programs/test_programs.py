@@ -11,11 +11,22 @@ import torch
 from torch import nn
 
 import gt
-from tests.programs import architectures, generation, language, methods, science, sequences, structures, updates, vision
+from tests.programs import (
+    architectures,
+    generation,
+    language,
+    methods,
+    networks,
+    science,
+    sequences,
+    structures,
+    updates,
+    vision,
+)
 from tests.programs.program import Program
 
 Make = Callable[[str], Program]
-ROOMS = (language, vision, generation, science, methods, sequences, updates, structures, architectures)
+ROOMS = (language, vision, generation, science, methods, sequences, updates, structures, architectures, networks)
 ALL: tuple[Make, ...] = tuple(make for room in ROOMS for make in room.PROGRAMS)
 # Recurrent layers run cell by cell, where the CPU has kernels for whole layers
 RECURRENT = frozenset({"translation", "sentence_tagger", "speech_recognition"})
@@ -31,7 +42,7 @@ CAPTURED = frozenset(
      "kalman_filter", "hidden_markov", "clustering", "ensemble", "private_gradients", "pruned_and_orthogonal",
      "rotary_decoder", "graph_attention", "spectral_mask", "selective_scan", "radiance_field", "published_optimizers",
      "reptile", "adjoint", "capsules", "hashed_grid", "splats", "world_model", "preferences", "forward_gradients",
-     "observed_ranges",
+     "observed_ranges", "parse_trees", "memory_machine", "volumes", "complex_layers", "tensor_train",
      *(make.__name__ for make in architectures.PROGRAMS)]
 )  # fmt: skip
 CONFIG = "data: {workers: [0, 1]}\n"

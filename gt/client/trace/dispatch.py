@@ -46,7 +46,7 @@ from gt.client.trace.op_info import (
     _infos,
     info_of,
 )
-from gt.client.trace.refusals import WITH_A_SIZE, as_on_cpu, check_call, note_accepted
+from gt.client.trace.refusals import OVERLAP, WITH_A_SIZE, as_on_cpu, check_call, note_accepted
 from gt.client.trace.shape_inference import infer
 from gt.client.trace.uploads import upload_operands
 from gt.errors import UnsupportedOp
@@ -470,10 +470,7 @@ def _into(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> Any:
     targets, rest = tensors(named), {name: a for name, a in kwargs.items() if name not in info.outs}
     # The result is copied into out= only at the end, which would give an overlap a value where the CPU refuses it
     if info.name in NO_OVERLAP and any(_overlap(a, b) for a in targets for b in tensors((args, rest))):
-        raise RuntimeError(
-            "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory "
-            "location. Please clone() the tensor before performing the operation."
-        )
+        raise RuntimeError(OVERLAP)
     op = _without_out(info)
     for name, value in (("dtype", targets[0].dtype if targets else None), ("device", LAZY)):
         if name in info_of(op).named and rest.get(name) is None:

@@ -32,6 +32,7 @@ _node = torch._C._current_autograd_node
 TAG = "gt.origin"  # key in a node's metadata
 MAX_TAGGED_NODES = 1 << 18  # that are kept by their numbers; the oldest give way
 ORIGIN_BITS = 22  # of a kept number, behind the node's
+SEQUENCE_BITS = 63 - ORIGIN_BITS
 
 
 def _inputs(node: Any) -> list:
@@ -135,11 +136,11 @@ class Origins:
         """Keep the origin of a forward op for its autograd node; this place if the number is not positive."""
         if number <= 0:
             number = self.here()
-        if GroupStack.threads > 1 or number >> ORIGIN_BITS:
+        sequence = node._sequence_nr()  # the largest of 64 bits for a node that raises, as of an op without a derivative
+        if GroupStack.threads > 1 or number >> ORIGIN_BITS or sequence >> SEQUENCE_BITS:
             self._in_nodes = True
             node.metadata[TAG] = number
         else:
-            sequence = node._sequence_nr()
             self._tags[sequence % MAX_TAGGED_NODES] = sequence << ORIGIN_BITS | number
             self._thread = stack.thread
 

@@ -15,7 +15,7 @@ import torch
 from torch._higher_order_ops import utils as higher_order
 from torch.utils._pytree import tree_flatten, tree_map
 
-from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.device.remote_tensor import RemoteTensor, memory_id
 from gt.client.trace.meta_kernels.missing import CHECKED_BY_THE_CPU
 from gt.errors import UnsupportedOp
 
@@ -24,15 +24,19 @@ MAX_ACCEPTED = 1024  # sets of numbers that are remembered as checked, for each 
 MAX_TRIED_ELEMENTS = 1 << 12  # of operands and results together: the CPU tries such a new kind of call, in about 10 us
 # Ops whose meta kernels accept shapes or arguments that the real ones refuse, without their namespace and overload
 _MORE_THAN_META = frozenset({
-    "_ctc_loss", "addcdiv", "argmax", "argmin", "as_strided_scatter", "bucketize", "complex", "cummax", "cummin",
-    "diagonal_scatter", "geqrf", "heaviside", "index", "index_add", "index_copy", "index_fill", "index_put", "index_reduce",
-    "index_select", "masked_scatter", "masked_select", "max", "min", "multinomial", "mvlgamma", "nll_loss_forward", "polar",
-    "searchsorted", "select_scatter", "sort", "topk",
+    "_ctc_loss", "addcdiv", "argmax", "argmin", "as_strided_scatter", "bincount", "bucketize", "complex", "cummax", "cummin",
+    "diagonal_scatter", "geqrf", "heaviside", "histogram", "index", "index_add", "index_copy", "index_fill", "index_put",
+    "index_reduce", "index_select", "linalg_lstsq", "masked_scatter", "masked_select", "max", "min", "multinomial", "mvlgamma",
+    "nll_loss_forward", "polar", "put", "searchsorted", "select_scatter", "sort", "topk",
 }) | CHECKED_BY_THE_CPU  # fmt: skip
+# Ops whose meta kernels accept a missing dim
+_OF_ANY_DIM = frozenset({
+    "_softmax", "index_reduce", "select_scatter", "slice_scatter", "sort", "unique_consecutive", "unique_dim",
+})  # fmt: skip
 # Ops of integers alone, which refuse float32: other ops of float32 and float64 are not tried
 _OF_INTEGERS = frozenset({
     "bincount", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "gcd",
-    "lcm", "__and__", "__or__", "__xor__", "__iand__", "__ior__", "__ixor__",
+    "lcm", "repeat_interleave", "__and__", "__or__", "__xor__", "__iand__", "__ior__", "__ixor__",
 })  # fmt: skip
 # Their kernels check, as those of public ops do
 _CHECKED = frozenset({
@@ -57,6 +61,10 @@ _COMPARES_FIRST = frozenset(
     f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "cat", "stack", "convolution")
 )
 _ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
+OVERLAP = (
+    "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory location. "
+    "Please clone() the tensor before performing the operation."
+)
 COMPILE = (
     "torch.compile cannot compile for the remote device, whose tensors are on the workers: "
     "use gt.compile(step, backend='inductor'), which has the workers compile it"
@@ -105,7 +113,7 @@ def accepted_by_cpu(info: Any, args: list, kwargs: dict) -> Any:
     if _trusts_callers(info) or info.outs or _elements(args, kwargs) > MAX_TRIED_ELEMENTS:
         return None
     try:
-        result = _on_cpu(info, args, kwargs, _zeros)
+        result = _on_cpu(info, args, kwargs, _strided_zeros)  # strides decide which views there are
     except _ERRORS:
         return None
     return tree_map(_as_meta, result)
@@ -176,6 +184,16 @@ def check_masks(x: torch.Tensor, indices: Any) -> None:
         dim += index.dim()
 
 
+def check_dim(info: Any, args: list, kwargs: dict) -> None:
+    """IndexError in torch's words for a dim that the tensor lacks."""
+    if _kind(info) not in _OF_ANY_DIM:
+        return
+    named = {**dict(zip(info.names, args, strict=False)), **kwargs}
+    dim, dims = named.get("dim", 0), max(args[0].dim(), 1)
+    if type(dim) is int and not -dims <= dim < dims:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-dims}, {dims - 1}], but got {dim})")
+
+
 def reads_numbers(info: Any, operands: list[RemoteTensor], results: list) -> bool:
     """True for a kind of call that the CPU's kernel refuses for some numbers: they divide, or do not fit into the dtype."""
     kind = _kind(info)
@@ -201,8 +219,9 @@ def check_call(info: Any, args: tuple, kwargs: dict, results: list, gpus: bool) 
 @functools.lru_cache(4096, typed=True)
 def _try_numbers(func: Any, gpus: bool, kinds: tuple[tuple[torch.dtype, int], ...], *args: Any, **kwargs: Any) -> None:
     """Try an op on tensors of one element. kinds: their dtypes and dims. args, kwargs: with `...` in place of tensors."""
-    # One element is enough: the kernels refuse these numbers before they look at elements
-    tensors = iter([torch.zeros([1] * dims, dtype=dtype, device="cpu") for dtype, dims in kinds])
+    # One element is enough: the kernels refuse these numbers before they look at elements. It is no zero, which would be
+    # refused as a divisor: `7 // x`
+    tensors = iter([torch.ones([1] * dims, dtype=dtype, device="cpu") for dtype, dims in kinds])
     tried = [next(tensors) if a is ... else a for a in args]
     named = {name: next(tensors) if a is ... else a for name, a in kwargs.items()}
     if any(argument.name == "generator" for argument in func._schema.arguments):
@@ -249,6 +268,39 @@ def overlapping(info: Any, args: list, kwargs: dict) -> None:
     error = _cpu_error(info, args, kwargs, _strided_zeros)
     if error is not None and "single memory location" in str(error):
         raise error
+
+
+def check_overlap(tensors: list[RemoteTensor], written: tuple[int, ...]) -> None:
+    """Raise the CPU's error for an elementwise op that writes to memory of which it reads other elements, as `x += x.t()`.
+
+    It is told when a kind of call is new. Later calls of its kind fail on the worker.
+    """
+    if any(_overlap_partly(tensors[i], other) for i in written for other in tensors if other is not tensors[i]):
+        raise RuntimeError(OVERLAP)
+
+
+def _overlap_partly(a: RemoteTensor, b: RemoteTensor) -> bool:
+    """True as for torch's get_overlap_status, which judges dense memory alone."""
+    if not (a.numel() and b.numel()) or memory_id(a) != memory_id(b):
+        return False
+    if not (_dense(a) and _dense(b)):
+        return False
+    # In bytes, since the two may be of different dtypes
+    starts = [t.storage_offset() * t.itemsize for t in (a, b)]
+    ends = [start + t.numel() * t.itemsize for start, t in zip(starts, (a, b), strict=True)]
+    if starts[0] == starts[1] and ends[0] == ends[1]:
+        return a.stride() != b.stride()
+    return max(starts) < min(ends)
+
+
+def _dense(t: torch.Tensor) -> bool:
+    """True if the elements fill a range of memory, in any order of dims."""
+    filled = 1
+    for step, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size != 1 and step != filled:
+            return False
+        filled *= size
+    return True
 
 
 def _elements(args: list, kwargs: dict) -> int:

@@ -57,13 +57,29 @@ _ONE_DTYPE: dict[str, tuple[str, ...]] = {
     "aten.baddbmm.default": ("self", "batch1", "batch2"),
     "aten.convolution.default": ("input", "weight", "bias"),
     "aten._grouped_mm.default": ("self", "mat2"),
+    "aten.binary_cross_entropy.default": ("self", "target"),
+    "aten._cdist_forward.default": ("x1", "x2"),
+    "aten.linalg_cross.default": ("self", "other"),
+    "aten.linalg_lstsq.default": ("self", "b"),
+    "aten.histogram.bins_tensor": ("self", "bins"),
+    **{f"aten.grid_sampler_{dims}d.default": ("input", "grid") for dims in (2, 3)},
+    **{f"aten.fractional_max_pool{dims}d.default": ("self", "random_samples") for dims in (2, 3)},
     **{f"aten.{name}.default": ("self", "values") for name in ("index_put", "index_put_", "_index_put_impl_")},
     **{f"aten.{name}.default": ("self", "source") for name in ("index_copy", "index_copy_", "index_add", "index_add_")},
 }
+# Norms, whose other operands have the input's dtype, or are float32 beside half precision
+_OF_NORMS = ("weight", "bias", "running_mean", "running_var")
+_NORMS = frozenset(
+    f"aten.{name}.default"
+    for name in ("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit")
+)
+_HALVES = (torch.float16, torch.bfloat16)
 _INDICES: dict[str, tuple[str, tuple[torch.dtype, ...]]] = {
     "aten.embedding.default": ("indices", (torch.int64, torch.int32)),
     "aten.nll_loss_forward.default": ("target", (torch.int64, torch.uint8)),
     "aten.nll_loss2d_forward.default": ("target", (torch.int64,)),
+    "aten.multi_margin_loss.default": ("target", (torch.int64,)),
+    "aten.multilabel_margin_loss_forward.default": ("target", (torch.int64,)),
     "aten.gather.default": ("index", (torch.int64, torch.int32)),
 }
 
@@ -136,7 +152,8 @@ def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
 
     # Checks that meta kernels lack, the meta kernel itself, then checks of its result
     stand_ins, stand_named = [p[1] for p in pairs], {k: p[1] for k, p in named.items()}
-    _check_dtypes(info, args, kwargs)
+    if (mismatch := _mismatch(info, stand_ins, stand_named)) is not None:
+        raise refusals.as_on_cpu(info, stand_ins, stand_named, mismatch)
     _check_kind(info, encoder.tensors, stand_ins, stand_named)
     entry = Entry()
     result, known = _run_meta(info, stand_ins, stand_named)
@@ -151,10 +168,9 @@ def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     positions = _operands(info, args, kwargs)
     outs = _outs(info, entry, result, known, positions)
     entry.written = tuple(i for name in info.writes for i in positions.get(name, ()))
-    for i in entry.written:
-        _check_target(info, encoder.metas[i], encoder.stand_ins[i], stand_ins, stand_named)
     if entry.written:
         entry.series = None
+        _check_targets(info, encoder, entry.written, stand_ins, stand_named)
     if _takes_default(info, entry, encoder.tensors, kwargs):
         entry.mode = DEFAULTED
         return entry
@@ -199,20 +215,25 @@ def _undeclared_writes(info: OpInfo, args: tuple, positions: dict[str, list[int]
     return tuple(i for name in ("running_mean", "running_var") for i in positions[name])
 
 
-def _check_dtypes(info: OpInfo, args: tuple, kwargs: dict) -> None:
-    """Raise the error of torch's kernels for dtypes that its meta kernels accept."""
+def _mismatch(info: OpInfo, args: list, kwargs: dict) -> RuntimeError | None:
+    """The error of torch's kernels for dtypes that its meta kernels accept."""
     named = {**dict(zip(info.names, args, strict=False)), **kwargs}
     dtypes = [(n, named[n].dtype) for n in _ONE_DTYPE.get(info.name, ()) if isinstance(named.get(n), torch.Tensor)]
     if "index_put" in info.name and named["values"].numel() == 1 and _has_mask(named["indices"]):
-        return  # one number for the elements of a mask is converted
+        return None  # one number for the elements of a mask is converted
     for name, dtype in dtypes[1:]:
         if dtype != dtypes[0][1]:
             first, second = dtype_name(dtypes[0][1]), dtype_name(dtype)
-            raise RuntimeError(f"expected {dtypes[0][0]} and {name} to have the same dtype, but got: {first} != {second}")
+            return RuntimeError(f"expected {dtypes[0][0]} and {name} to have the same dtype, but got: {first} != {second}")
     name, kinds = _INDICES.get(info.name, ("", ()))
+    if info.name in _NORMS:
+        kinds = (named["input"].dtype, *([torch.float32] if named["input"].dtype in _HALVES else []))
+        others = (n for n in _OF_NORMS if isinstance(named.get(n), torch.Tensor) and named[n].dtype not in kinds)
+        name = next(others, "")
     if name and named[name].dtype not in kinds and named[name].numel():
         want = " or ".join(dtype_name(k) for k in kinds)
-        raise RuntimeError(f"{info.name}: expected {name} to be {want}, got {dtype_name(named[name].dtype)}")
+        return RuntimeError(f"{info.name}: expected {name} to be {want}, got {dtype_name(named[name].dtype)}")
+    return None
 
 
 def _check_kind(info: OpInfo, tensors: list[RemoteTensor], args: list, kwargs: dict) -> None:
@@ -249,6 +270,7 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
         return None, True
     if info.name.startswith(("aten.index.", "aten.index_put")):
         refusals.check_masks(args[0], args[1])
+    refusals.check_dim(info, args, kwargs)
     if info.dynamic and _by_values(info, args, kwargs):
         return None, False
     spare_dynamo()
@@ -286,6 +308,13 @@ def _check_cast(info: OpInfo, args: list, kwargs: dict) -> None:
     result = args[0] if func is None else func(*args, **kwargs)
     if not torch.can_cast(result.dtype, args[0].dtype):
         raise RuntimeError(f"result type {result.dtype} can't be cast to the desired output type {args[0].dtype}")
+
+
+def _check_targets(info: OpInfo, encoder: _Encoder, written: tuple[int, ...], args: list, kwargs: dict) -> None:
+    for i in written:
+        _check_target(info, encoder.metas[i], encoder.stand_ins[i], args, kwargs)
+    if info.pointwise or info.name == "aten.copy_.default":
+        refusals.check_overlap(encoder.tensors, written)
 
 
 def _check_target(info: OpInfo, meta: Meta, stand_in: torch.Tensor, args: list, kwargs: dict) -> None:

@@ -148,6 +148,26 @@ def test_recomputed_ops_take_the_context_entered_there(inline: InlineSession, re
     assert groups(inline, "aten.cos") == [("inside", True)]
 
 
+class _OneDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+def test_a_gradient_without_a_derivative_is_a_tensor_that_may_be_used(inline: InlineSession) -> None:  # noqa: F811
+    """Its node, which raises, has the largest of all sequence numbers."""
+    x = torch.ones(3, device="remote", requires_grad=True)
+    (grad,) = torch.autograd.grad(_OneDerivative.apply(x).square().sum(), x, create_graph=True)
+    total = (grad * grad).sum()
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        total.backward()
+
+
 def test_move_is_recorded_under_its_group_and_comes_back(inline: InlineSession) -> None:  # noqa: F811
     x = torch.ones(2, device="remote", requires_grad=True)
     with gt.signal.context("stage0_to_stage1"):

@@ -59,6 +59,8 @@ def _outs(  # noqa: PLR0913 - the op's arguments
         if not q.dtype == k.dtype == v.dtype:
             found = f"query.dtype: {q.dtype} key.dtype: {k.dtype} and value.dtype: {v.dtype}"
             raise RuntimeError(f"Expected query, key, and value to have the same dtype, but got {found} instead.")
+        if mask is not None and mask.dtype not in (torch.bool, torch.float32, q.dtype):
+            _of_cpu(q, k, v, mask)  # raises
         stand_ins: list[Any] = [x._ref.meta.stand_in() if isinstance(x, RemoteTensor) else None for x in (q, k, v, mask)]
         with torch.no_grad():
             shape = tuple(_composite(stand_ins[0], stand_ins[1], stand_ins[2], stand_ins[3], p, causal, scale, gqa).shape)
@@ -70,6 +72,11 @@ def _outs(  # noqa: PLR0913 - the op's arguments
         elif all(x.stride(-1) == 1 for x in (q, k, v)):  # else the CPU's flash kernel does not take them
             out = metas.of(torch.empty_like(q._ref.meta.stand_in()))
     return out, metas.contiguous(shape[:-1], torch.float32)
+
+
+def _of_cpu(*operands: torch.Tensor) -> None:
+    """Raise the CPU's error for operands of these dtypes."""
+    F.scaled_dot_product_attention(*(torch.zeros(1, 1, 1, 1, dtype=x.dtype, device="cpu") for x in operands))
 
 
 def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gqa: bool) -> bool:

@@ -38,14 +38,18 @@ def _as_mul(grad: torch.Tensor, x: torch.Tensor, *rest: Any, **named: Any) -> to
     return torch.mul(grad, x)
 
 
-def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Strides of the CPU's kernels: channels last if the input's or the weight's are; of three dims where oneDNN does it."""
-    _, _, padding, dilation, *_ = rest
-    if min(dilation) < 1 or min(padding) < 0 or not weight.shape[0]:
-        got = f"padding {padding}, dilation {dilation}, weight {list(weight.shape)}"
-        raise RuntimeError(f"convolution got {got}, want padding of at least 0, dilation of at least 1, a weight with outputs")
-    result = torch.ops.aten.convolution.default(x, weight, *rest)
-    return _laid_out(result, _convolution_format(x, weight, *rest))
+def _convolution(x: torch.Tensor, weight: torch.Tensor, bias: Any, *rest: Any) -> torch.Tensor:
+    """Strides of the CPU's kernels: channels last if the input's or the weight's are; of three dims where oneDNN does it.
+
+    torch's meta kernel compares few shapes. The CPU compares all before it computes, and has nothing to compute for no rows.
+    """
+    shapes = ((0, *x.shape[1:]), weight.shape, None if bias is None else bias.shape)
+    stride, _, dilation, transposed, padded, _ = rest
+    torch.ops.aten.convolution.default(*(None if shape is None else torch.empty(shape) for shape in shapes), *rest)
+    if transposed and any(more >= max(steps) for more, *steps in zip(padded, stride, dilation, strict=False)):
+        raise RuntimeError(f"output padding {padded} must be smaller than stride {stride} or dilation {dilation}")
+    result = torch.ops.aten.convolution.default(x, weight, bias, *rest)
+    return _laid_out(result, _convolution_format(x, weight, bias, *rest))
 
 
 def _convolution_format(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.memory_format:
@@ -112,11 +116,26 @@ def _batch_norm(x: torch.Tensor, weight: Any, bias: Any, mean: Any, variance: An
     return result
 
 
+def _group_norm(x: torch.Tensor, weight: Any, bias: Any, *rest: Any) -> tuple:
+    """Means and deviations have the dtype of the weights, which may be wider than the input's."""
+    result, *saved = torch.ops.aten.native_group_norm.default(x, weight, bias, *rest)
+    wider = next((t.dtype for t in (weight, bias) if t is not None), x.dtype)
+    return result, *(t.to(wider) for t in saved)
+
+
 def _contiguous(name: str) -> Callable[..., Any]:
     """A meta kernel whose results are contiguous, as those of the CPU's kernel are."""
     op = getattr(torch.ops.aten, name).default
     laid_out = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
     return lambda *args: tree_map_only(torch.Tensor, laid_out, op(*args))
+
+
+def _nll_loss2d(x: torch.Tensor, target: torch.Tensor, *rest: Any) -> tuple:
+    """Contiguous losses of scores [N, C, H, W] and targets [N, H, W], whose sizes torch's meta kernel does not compare."""
+    if x.dim() == 4 and target.dim() == 3 and target.shape != (len(x), *x.shape[2:]):
+        raise RuntimeError(f"size mismatch (got input: {list(x.shape)} , target: {list(target.shape)})")
+    result: tuple = _contiguous("nll_loss2d_forward")(x, target, *rest)
+    return result
 
 
 def _nonzero_static(x: torch.Tensor, **named: Any) -> torch.Tensor:
@@ -141,6 +160,19 @@ def _as_product(name: str) -> Callable[..., Any]:
     packet, overload = name.split(".")
     op = getattr(getattr(torch.ops.aten, packet), overload)
     return lambda a, b, **named: torch.empty_like(torch.mul(a, b), dtype=op(a, b, **named).dtype)
+
+
+def _of_first_dtype(name: str) -> Callable[..., torch.Tensor]:
+    """A meta kernel whose result has the first operand's dtype, into which the CPU's kernel computes."""
+    op = getattr(torch.ops.aten, name).default
+
+    def meta(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        result = op(x, *rest)
+        if not torch.can_cast(result.dtype, x.dtype):
+            raise RuntimeError(f"result type {result.dtype} can't be cast to the desired output type {x.dtype}")
+        return torch.empty_like(result, dtype=x.dtype)
+
+    return meta
 
 
 def _roll(x: torch.Tensor, shifts: Any, dims: Any = ()) -> torch.Tensor:
@@ -177,8 +209,9 @@ _AS_INPUT = ("pixel_shuffle", "channel_shuffle", "max_unpool2d", *_PADS)
 _AS_SECOND = ("native_batch_norm_backward", *(f"{name}_backward" for name in _PADS))
 _MADE_CONTIGUOUS = (
     "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "glu_backward", "log_sigmoid_forward",
-    "native_layer_norm_backward", "_log_softmax_backward_data", "nll_loss2d_forward",
+    "native_layer_norm_backward", "_log_softmax_backward_data",
 )  # fmt: skip
+_OF_FIRST_DTYPE = ("binary_cross_entropy", "huber_loss", "soft_margin_loss")
 _OF_PRODUCTS = ("softplus", "hardswish", "hardtanh", "hardsigmoid", "logit", "native_dropout")  # whose backward is one
 _PRODUCTS = (
     "copysign.Tensor", "floor_divide.default", "div.Tensor_mode", "heaviside.default", "logaddexp.default",
@@ -191,6 +224,8 @@ KERNELS: dict[str, Callable] = {
     "aten.convolution.default": _convolution,
     "aten.convolution_backward.default": _convolution_backward,
     **dict.fromkeys(("aten.native_batch_norm.default", "aten._native_batch_norm_legit.default"), _batch_norm),
+    "aten.native_group_norm.default": _group_norm,
+    "aten.nll_loss2d_forward.default": _nll_loss2d,
     "aten.nonzero_static.default": _nonzero_static,
     "aten.linalg_eig.default": _eig,
     "aten._linalg_svd.default": _svd,
@@ -202,6 +237,7 @@ KERNELS: dict[str, Callable] = {
     **{f"aten.{name}.default": _as_operand(name) for name in _AS_INPUT},
     **{f"aten.{name}.default": _as_operand(name, 1) for name in _AS_SECOND},
     **{f"aten.{name}.default": _contiguous(name) for name in _MADE_CONTIGUOUS},
+    **{f"aten.{name}.default": _of_first_dtype(name) for name in _OF_FIRST_DTYPE},
     "aten.elu_backward.default": _elu_backward,
     **dict.fromkeys((f"aten.{name}_backward.default" for name in _OF_PRODUCTS), _as_mul),
 }
