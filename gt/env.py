@@ -55,7 +55,7 @@ VARIABLES = (
 )
 PASSED_ON = ("GT_", "NCCL_", "NVSHMEM_", "UCX_", "TORCH_", "TORCHINDUCTOR_", "OMP_", "MKL_")  # begins of names, for `for_hosts`
 BACKEND_ALIASES = {"pytorch": "torch"}  # other spellings of GT_BACKEND and --backend
-MOST = (1 << 31) - 1  # of a whole number
+MAX_WHOLE = (1 << 31) - 1  # of variables that are whole numbers, unless they have a limit of their own
 _NAMES = {v.name: v for v in VARIABLES}
 
 
@@ -157,12 +157,13 @@ def seconds(name: str) -> float:
     return value
 
 
-def whole(name: str, default: int = -1, least: int = 0, most: int = MOST) -> int:
+def whole(name: str, default: int = -1, least: int = 0, most: int = MAX_WHOLE) -> int:
     """A variable's whole number; ConfigError for another text, or for one that is too small or too large."""
     text = get(name)
     number = int(text) if re.fullmatch(r"\d{1,10}", text, re.ASCII) else -1
     if text and not least <= number <= most:
-        raise ConfigError(f"{name} is {text!r:.80}, want a whole number from {least}{f' to {most}' if most < MOST else ''}")
+        end = f" to {most}" if most < MAX_WHOLE else ""
+        raise ConfigError(f"{name} is {text!r:.80}, want a whole number from {least}{end}")
     return number if text else default
 
 

@@ -40,7 +40,7 @@ _scopes: dict[tuple[str, int], Scope] = {}
 _numbers = itertools.count(1)
 
 
-class Entry:
+class EnteredGroup:
     """A group that a thread has entered. It has been left once its lock is released, whether or not it is off the stack yet.
 
     path: such as "outer/inner". in_backward: it was entered inside a backward pass.
@@ -59,7 +59,7 @@ class GroupStack(threading.local):
 
     def __init__(self) -> None:
         GroupStack.threads = self.thread = next(_numbers)
-        self.entries = [Entry(None, "", False, _held())]  # the innermost last
+        self.entries = [EnteredGroup(None, "", False, _held())]  # the innermost last
         self.micro = -1
         self.offered: tuple[context | None, LockType] = None, self.entries[0].lock  # see `_Exit`
         self.recorded = self.scope()
@@ -163,7 +163,7 @@ class context(ContextDecorator):
         stack.offered = None, lock
         # A group that is entered in a backward pass, as checkpointing computes a module again, is of
         # the ops inside. Outside of such a group, ops of a backward pass take their forward op's origin
-        entry = Entry(self, path, torch._C._current_autograd_node() is not None, lock if whose is self else _held())
+        entry = EnteredGroup(self, path, torch._C._current_autograd_node() is not None, lock if whose is self else _held())
         try:
             stack.entries.append(entry)
             stack.scope()
