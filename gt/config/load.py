@@ -239,7 +239,7 @@ class _Reader:
             with contextlib.suppress(ValueError, OverflowError, yaml.YAMLError):  # the text does not fit its tag
                 value = self.scalars.construct_object(node)
         # Longer numbers may have no decimal text, which errors want
-        if type(value) is not kind or (kind is int and not -MAX_INTEGER <= value <= MAX_INTEGER):
+        if type(value) is not kind or (isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER):
             self.fail(group, _line(node), f"{key} is {self.show(node)}, want {want}")
         return value
 
