@@ -32,6 +32,7 @@ from gt.launch import machine
 from gt.logs import private_file
 from gt.wire.process_settings import available_bytes
 from gt.wire.signals import uninterrupted
+from gt.wire.socket import server_of_environment
 
 if TYPE_CHECKING:
     from gt.observe.plan import Plan
@@ -294,7 +295,7 @@ def start() -> None:
     if _Started.plan is not None:
         _Started.plan(None, 0)
         return
-    if address := env.get("GT_SERVER"):
+    if address := server_of_environment():
         connect(address)
         return
     gpus = torch.cuda.device_count()

@@ -55,6 +55,7 @@ VARIABLES = (
 )
 PASSED_ON = ("GT_", "NCCL_", "NVSHMEM_", "UCX_", "TORCH_", "TORCHINDUCTOR_", "OMP_", "MKL_")  # begins of names, for `for_hosts`
 BACKEND_ALIASES = {"pytorch": "torch"}  # other spellings of GT_BACKEND and --backend
+MAX_WHOLE = (1 << 31) - 1  # of variables that are whole numbers, unless they have a limit of their own
 _NAMES = {v.name: v for v in VARIABLES}
 
 
@@ -75,7 +76,11 @@ def token(file: Path | None = None) -> str:
     OSError where the file cannot be read, or has no text: a server would ask for nothing.
     """
     if file is None and not get("GT_TOKEN") and get("GT_TOKEN_FILE"):
-        file = Path(get("GT_TOKEN_FILE"))
+        try:
+            return token(Path(get("GT_TOKEN_FILE")))
+        except OSError as error:
+            why = f"GT_TOKEN_FILE names a file without a token: {error.strerror}"
+            raise OSError(error.errno, why, error.filename) from None
     if file is None:
         return get("GT_TOKEN")
     try:
@@ -127,13 +132,17 @@ def flag(name: str) -> bool:
     return get(name) not in ("", "0", "false", "no")
 
 
-def size(name: str, default: int, text: str = "") -> int:
-    """Bytes of a variable, or of `text`: a number with KiB, MiB or GiB behind it. ConfigError for another text."""
+def size(name: str, default: int, text: str = "", least: int = 0) -> int:
+    """Bytes of a variable, or of `text`: a number with KiB, MiB or GiB behind it. ConfigError for another text, or too few."""
     text = text or get(name)
-    match = re.fullmatch(r"(\d+)\s*([KMG]i?B)?", text)
-    if text and match is None:
-        raise ConfigError(f"{name} is {text!r}, want a size as 512MiB or 2GiB")
-    return int(match[1]) << (10 * " KMG".index((match[2] or " ")[0])) if match else default
+    if not text:
+        return default
+    match = re.fullmatch(r"(\d{1,19})\s*([KMG]i?B)?", text, re.ASCII)
+    nbytes = int(match[1]) << (10 * " KMG".index((match[2] or " ")[0])) if match else -1
+    if not least <= nbytes < 1 << 63:
+        more = f", at least {least >> 20}MiB" if least and match else ""
+        raise ConfigError(f"{name} is {text!r:.80}, want a size as 512MiB or 2GiB{more}")
+    return nbytes
 
 
 def seconds(name: str) -> float:
@@ -144,16 +153,18 @@ def seconds(name: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1e9:
-        raise ConfigError(f"{name} is {text!r}, want seconds as 300, or 0 for no limit")
+        raise ConfigError(f"{name} is {text!r:.80}, want seconds as 300, or 0 for no limit")
     return value
 
 
-def whole(name: str, default: int = -1) -> int:
-    """A variable's whole number, 0 or more; ConfigError for another text."""
+def whole(name: str, default: int = -1, least: int = 0, most: int = MAX_WHOLE) -> int:
+    """A variable's whole number; ConfigError for another text, or for one that is too small or too large."""
     text = get(name)
-    if text and not text.isdecimal():
-        raise ConfigError(f"{name} is {text!r}, want a whole number from 0")
-    return int(text) if text else default
+    number = int(text) if re.fullmatch(r"\d{1,10}", text, re.ASCII) else -1
+    if text and not least <= number <= most:
+        end = f" to {most}" if most < MAX_WHOLE else ""
+        raise ConfigError(f"{name} is {text!r:.80}, want a whole number from {least}{end}")
+    return number if text else default
 
 
 def foreign(name: str, value: str, always: bool = False) -> None:

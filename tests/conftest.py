@@ -57,9 +57,10 @@ def ours() -> dict[str, str]:
 def left_groups() -> list[str]:
     """Signal groups that a test has left entered. They are left here, or later tests would run in them."""
     module = sys.modules.get("gt.client.groups.group_context")
-    names = [] if module is None else module.stack.names[1:]
-    if names:
-        module.stack.leave(1)
+    if module is None or not module.stack.scope().group:
+        return []
+    names = [entry.path for entry in module.stack.entries[1:]]
+    module.stack.leave(1)
     return names
 
 

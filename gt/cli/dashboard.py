@@ -16,7 +16,7 @@ from gt.observe.dashboard.feed import Feed
 from gt.observe.dashboard.page_server import PageServer
 from gt.observe.record_stream import RecordStream
 from gt.wire.process_settings import die_with_parent
-from gt.wire.socket import PORT, port
+from gt.wire.socket import PORT, port, server_of_environment
 
 PAGE_PORT = 9471
 CONNECT_SECONDS = 5.0  # for an attempt; the page says so, and there is another
@@ -28,8 +28,8 @@ def main(args: list[str], text: str) -> int:
     given = _parser(text).parse_args(args)
     if given.parent:
         die_with_parent(given.parent)
-    address = given.address or env.get("GT_SERVER") or f"127.0.0.1:{PORT}"
     try:
+        address = given.address or server_of_environment(f"127.0.0.1:{PORT}")
         token = env.token(given.token_file)
         with RecordStream(address, token) as stream:  # an address or token that is wrong is an error now
             observing.tell_delay("gt dashboard", stream)

@@ -11,7 +11,7 @@ from pathlib import Path
 from gt import env
 from gt.errors import ConfigError, GTError
 from gt.observe.record_stream import RecordStream
-from gt.wire.socket import PORT
+from gt.wire.socket import PORT, server_of_environment
 
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.5, 60.0  # between two Records, as the server grants them
 NOTICE_SECONDS = 1.0  # without records; then the user is told
@@ -41,8 +41,8 @@ def _interval(text: str) -> float:
 
 def observe(command: str, given: argparse.Namespace, interval: float, show: Callable[[RecordStream], int]) -> int:
     """Exit code: of `show`, 0 if it is interrupted, 1 after a line on stderr if the server cannot be observed."""
-    address = given.address or env.get("GT_SERVER") or f"127.0.0.1:{PORT}"
     try:
+        address = given.address or server_of_environment(f"127.0.0.1:{PORT}")
         with RecordStream(address, token(given.token_file), interval) as stream:
             tell_delay(command, stream)
             return show(stream)

@@ -57,6 +57,7 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times a
 WORKERS = "write workers: [0, 1], or workers: null for all"
 OTHER_NAMES = {name: "workers" for name in ("devices", "gpus", "ranks", "hosts", "nodes")}  # keys of other tools, and GT's
 DEGREES = ("tp", "pp", "dp", "tensor_parallel", "pipeline_parallel", "data_parallel_size")  # other tools' keys
+MAX_INTEGER = (1 << 63) - 1  # of any number in a config
 EXAMPLES = {"the config": ", such as `stage0: {workers: [0, 1]}`", "the group": ", such as `workers: [0, 1]`"}
 LAYOUTS = "; ready configs have such layouts, as gt:llama/tp2"
 BROKEN = "check the indentation (spaces, no tabs) and the brackets there and above, and the space after each colon"
@@ -173,6 +174,9 @@ class _Reader:
             if "nesting depth" in str(error.problem):
                 self.fail("", line, TOO_DEEP)
             self.fail("", line, f"not YAML: {error.problem or error.context!s:.200}; {BROKEN}")
+        except UnicodeEncodeError as error:  # half a surrogate pair
+            line = text.count("\n", 0, error.start) + 1
+            self.fail("", line, f"not YAML: the character {text[error.start]!a} is not allowed; remove it")
         except yaml.reader.ReaderError as error:
             line, character = text.count("\n", 0, error.position) + 1, text[error.position : error.position + 1]
             self.fail("", line, f"not YAML: the character {character!r} is not allowed; remove it")
@@ -234,7 +238,8 @@ class _Reader:
         if isinstance(node, yaml.ScalarNode):
             with contextlib.suppress(ValueError, OverflowError, yaml.YAMLError):  # the text does not fit its tag
                 value = self.scalars.construct_object(node)
-        if type(value) is not kind:
+        # Longer numbers may have no decimal text, which errors want
+        if type(value) is not kind or (isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER):
             self.fail(group, _line(node), f"{key} is {self.show(node)}, want {want}")
         return value
 

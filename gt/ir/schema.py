@@ -225,7 +225,7 @@ def _load() -> OpTable:
     own = env.get("GT_OPS")
     if own:
         try:
-            table.add(Path(own).read_text().splitlines(), own)
+            table.add(Path(own).read_text().splitlines(), f"GT_OPS={own}")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"GT_OPS names {own!r}, which cannot be read: {error}") from None
     return table

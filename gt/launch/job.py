@@ -24,11 +24,12 @@ from gt.launch import launchers, local, machine, ssh
 from gt.launch.host_agent import links
 from gt.launch.launchers import JobPlace
 from gt.wire.access import auth
-from gt.wire.socket import resolve
+from gt.wire.socket import host_and_port, resolve
 
 log = logging.getLogger("gt.launch")
 START_SECONDS = 600.0  # until all ranks are there: images are pulled, and torch is imported from a cold disk
 HEARTBEAT_SECONDS = 10.0
+LONGEST_COUNT = 9  # digits of a number of workers
 EVERYWHERE = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 _begun: list[JobPlace] = []  # jobs that this process has started
 
@@ -47,9 +48,14 @@ def running() -> Running | None:
     address, _, workers = env.get("GT_JOB").partition(" ")
     if not address:
         return None
-    if not workers.isdecimal():
-        raise ConfigError(f"GT_JOB is {env.get('GT_JOB')!r}, want host:port and a number of workers; only `gt run` sets it")
-    return Running(address, _token(), int(workers))
+    try:
+        host_and_port(address)
+        count = int(workers) if workers.isdecimal() and len(workers) <= LONGEST_COUNT else 0
+    except DispatcherLost:
+        count = 0
+    if not count:
+        raise ConfigError(f"GT_JOB is {env.get('GT_JOB')!r:.80}, want host:port and a number of workers; only `gt run` sets it")
+    return Running(address, _token(), count)
 
 
 def place() -> JobPlace:
@@ -57,11 +63,8 @@ def place() -> JobPlace:
     job_place = launchers.place(env.of_launcher(launchers.VARIABLES))
     if job_place is None:
         return JobPlace("")
-    if port := env.get("GT_PORT"):
-        if not port.isdecimal() or not 0 < int(port) < 1 << 16:
-            raise ConfigError(f"GT_PORT is {port!r}, want a port from 1 to 65535")
-        job_place = replace(job_place, port=int(port), store=None)
-    return job_place
+    port = _port()
+    return replace(job_place, port=port, store=None) if port else job_place
 
 
 def work(at: JobPlace) -> NoReturn:
@@ -141,11 +144,8 @@ def start_hosts(hosts: Sequence[ssh.HostEntry], reach: Reach, meanwhile: Callabl
 
 def workers_of(at: JobPlace) -> int:
     """Number of workers that each process of the job starts."""
-    if text := env.get("GT_WORKERS"):
-        if not text.isdecimal() or not 0 < int(text) <= launchers.MAX_PROCESSES:
-            raise ConfigError(f"GT_WORKERS is {text!r}, want the number of workers of each process of the job")
-        return int(text)
-    return at.workers or max(len(machine.gpus()) if at.local_size == 1 else 1, 1)
+    own = env.whole("GT_WORKERS", 0, least=1, most=launchers.MAX_PROCESSES)
+    return own or at.workers or max(len(machine.gpus()) if at.local_size == 1 else 1, 1)
 
 
 def own_address(host: str = "") -> str:
@@ -176,7 +176,7 @@ def _order(token: str, workers: int, **more: Any) -> dict[str, Any]:
 
 
 def _port() -> int:
-    return int(env.get("GT_PORT") or 0)
+    return env.whole("GT_PORT", 0, least=1, most=(1 << 16) - 1)
 
 
 def _token() -> str:

@@ -41,6 +41,7 @@ class WorkerHost(Supervisor):
         self._due: dict[int, float] = {}  # worker -> time of its next start
         self._connected = False
         self._code = -1
+        self._grace = env.seconds("GT_GRACE")  # now: in a handler of SIGTERM nobody would see that it is no number
         signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def run(self) -> int:
@@ -130,6 +131,5 @@ class WorkerHost(Supervisor):
             self._stopping = True
             return
         # The first SIGTERM: the program may want to save a checkpoint, for which it needs its workers.
-        grace = env.seconds("GT_GRACE")
-        self._deadline = time.monotonic() + grace
-        os.write(2, f"gt: SIGTERM: workers end with the program, or in {grace:g} s, or at a second SIGTERM\n".encode())
+        self._deadline = time.monotonic() + self._grace
+        os.write(2, f"gt: SIGTERM: workers end with the program, or in {self._grace:g} s, or at a second SIGTERM\n".encode())

@@ -8,6 +8,7 @@ limit is much longer.
 
 from __future__ import annotations
 
+import re
 import socket as bsd
 import struct
 import threading
@@ -18,7 +19,8 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from gt.errors import DispatcherLost, SystemFailure
+from gt import env
+from gt.errors import ConfigError, DispatcherLost, SystemFailure
 from gt.wire.access.auth import CURVE, PLAIN, USER, Credentials
 
 Frames = Sequence[Any]  # bytes-like, at most messages.CHUNK bytes each
@@ -29,6 +31,8 @@ LINGER_SECONDS = 1.0  # seconds that close() waits for queued messages
 HANDSHAKE_SECONDS = 10.0  # seconds that a handshake may take
 SEALED_BYTES = 64  # upper bound of the bytes that encryption adds to a frame
 PORT = 12345  # default port of a server that is started by hand
+ADDRESS = f"host:port, such as localhost:{PORT} or [::1]:{PORT}, with a port of 1 to 65535"
+_ADDRESS = re.compile(r"(?:tcp://)?(?:\[([^\s\[\]/]+)\]|([^\s\[\]:/]+)):(\d{1,5})", re.ASCII)
 SMALL_BYTES = 1 << 12  # bytes of a part whose copy costs less than libzmq's object for a part that is not copied
 # Flags as numbers: pyzmq's enums cost half a microsecond for each call.
 NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -44,12 +48,22 @@ def place(address: str) -> tuple[str, int]:
 def host_and_port(address: str) -> tuple[str, int]:
     """Name and port of "host:port", an IPv6 address being in brackets. DispatcherLost for another text."""
     # An IPv6 address has colons of its own, so it must be in brackets: "::1:80" would be ambiguous.
-    host, _, port = str(address).removeprefix("tcp://").rpartition(":")
-    inner = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not inner or not port.isdecimal() or not 0 < int(port) < 1 << 16 or (":" in host and inner is host):
-        want = f"host:port, such as localhost:{PORT} or [::1]:{PORT}, with a port of 1 to 65535"
-        raise DispatcherLost(f"{address!r} is not an address: want {want}")
-    return inner, int(port)
+    match = _ADDRESS.fullmatch(str(address))
+    if match is None or not 0 < int(match[3]) < 1 << 16:
+        raise DispatcherLost(f"{address!r:.80} is not an address: want {ADDRESS}")
+    return match[1] or match[2], int(match[3])
+
+
+def server_of_environment(default: str = "") -> str:
+    """The address in GT_SERVER, or the default. ConfigError for a text that is no address."""
+    address = env.get("GT_SERVER")
+    if not address:
+        return default
+    try:
+        host_and_port(address)
+    except DispatcherLost:
+        raise ConfigError(f"GT_SERVER is {address!r:.80}, want {ADDRESS}") from None
+    return address
 
 
 def port(text: str) -> int:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from gt import env
 from gt.errors import ConfigError, DispatcherLost
-from gt.wire.socket import PORT, host_and_port, positive, written
+from gt.wire.socket import PORT, host_and_port, positive, server_of_environment, written
 from gt.worker.engine.registry import ENGINES
 from gt.worker.loop import WorkerOptions, run
 from gt.worker.process.restart import Renewal, told_to_end
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None, own: bool = False) -> int:
 def _server(host: str, port: str) -> tuple[str, int]:
     """Host and port of the server: of the options, else of GT_SERVER, else of a server on this machine that has no options."""
     if not (host and port):
-        own, number = host_and_port(env.get("GT_SERVER") or f"localhost:{PORT}")
+        own, number = host_and_port(server_of_environment(f"localhost:{PORT}"))
         host, port = host or own, port or str(number)
     return host_and_port(written(host, port))
 

@@ -61,7 +61,7 @@ from gt.worker.executor import Executor
 from gt.worker.plane.base import ALL, Plane, Unrecoverable
 from gt.worker.plane.registry import open_plane
 from gt.worker.process.completions import Completions
-from gt.worker.process.memory_budget import Budget
+from gt.worker.process.memory_budget import MIN_LIMIT_BYTES, Budget
 from gt.worker.process.profiler import take_times
 from gt.worker.process.progress import Effort
 from gt.worker.program.runner import Poisoned
@@ -416,7 +416,7 @@ class WorkerOptions:
     @property
     def limit(self) -> int:
         """Bytes of the memory limit that was asked for, 0 for none; ConfigError if GT_MEMORY_LIMIT is no size."""
-        return self.memory or env.size("GT_MEMORY_LIMIT", 0)
+        return self.memory or env.size("GT_MEMORY_LIMIT", 0, least=MIN_LIMIT_BYTES)
 
 
 def run(

@@ -204,7 +204,7 @@ def test_a_worker_looks_where_its_options_or_the_environment_say(options: tuple[
 
 def test_a_worker_refuses_what_is_no_address() -> None:
     assert "'localhost:0' is not an address: want host:port" in ran("-m", "gt", "worker", "-p", "0", code=2).stderr
-    assert "'nowhere' is not an address: want host:port" in ran("-m", "gt", "worker", code=2, GT_SERVER="nowhere").stderr
+    assert "GT_SERVER is 'nowhere', want host:port" in ran("-m", "gt", "worker", code=2, GT_SERVER="nowhere").stderr
 
 
 @pytest.mark.parametrize(

@@ -252,9 +252,8 @@ class Engine:
         except KeyboardInterrupt:
             case.interrupted = True
         patiently(lambda: None)
-        # Ctrl-C at the very call of a context's __exit__, which no code of the context can catch, leaves its group entered
-        self.counts["groups left entered"] += len(stack.names) - 1
-        stack.leave(1)
+        if stack.scope().changes:
+            raise Wrong(f"group {stack.scope().group!r} is still entered, micro-batch {stack.scope().micro}")
         # Ctrl-C in torch.no_grad().__enter__ leaves this off, on every device
         self.counts["grad mode off"] += not torch.is_grad_enabled()
         torch.set_grad_enabled(True)

@@ -163,13 +163,34 @@ def test_a_dead_servers_file_is_not_read_and_replaced(folder):
     os.close(dead._descriptor)  # what the kernel does to the lock of a killed process
     assert server_files.find(LOCAL, 5) is None
     other = server_files.publish(LOCAL, 6, "other")  # sweeps
-    assert [path.name for path in folder.glob("server-*")] == ["server-127.0.0.1-6"]
+    assert [path.name for path in folder.glob("server-*")] == [server_files._name(LOCAL, 6)]
     new = server_files.publish(LOCAL, 5, "new")
     dead._descriptor = os.open("/dev/null", os.O_RDONLY)
     dead.remove()  # late: the file is another's
     assert server_files.find(LOCAL, 5) == "new"
     new.remove()
     other.remove()
+
+
+def test_servers_of_two_networks_that_share_a_folder_have_files_of_their_own(folder, monkeypatch):
+    """The second one with a port replaced the file of the first, whose clients and workers were let in no more."""
+    own = server_files.publish(LOCAL, 5, "own")
+    network = server_files._network
+    monkeypatch.setattr(server_files, "_network", lambda: "other")
+    assert server_files.find(LOCAL, 5) is None and server_files.serves_elsewhere(5) and not server_files.serves_elsewhere(6)
+    why = approach.Approach(f"{LOCAL}:1", LOCAL, 1, "", 1.0).why(0)
+    assert why == "no server at 127.0.0.1:1 (tried for 0 s): start one with `python -m gt.server -p 1`"
+    other = server_files.publish(LOCAL, 5, "other")
+    assert server_files.find(LOCAL, 5) == "other"
+    lost = server_files.publish(LOCAL, 1, "other")
+    monkeypatch.setattr(server_files, "_network", network)
+    assert server_files.find(LOCAL, 5) == "own"
+    assert "in another network namespace" in approach.Approach(f"{LOCAL}:1", LOCAL, 1, "", 1.0).why(0)
+    own.remove()
+    assert server_files.find(LOCAL, 5) is None and server_files.serves_elsewhere(5)
+    other.remove()
+    lost.remove()
+    assert not server_files.serves_elsewhere(5) and not [*folder.iterdir()]
 
 
 def test_a_file_that_others_could_have_written_is_not_read(folder):
@@ -208,7 +229,7 @@ def test_a_folder_that_is_another_users_is_passed_over(folder, tmp_path, monkeyp
 
 def test_a_full_disk_is_said_and_leaves_no_half_file(folder, monkeypatch):
     written = os.write
-    for full in (lambda fd, text: written(fd, text[:5]), lambda fd, text: os.fstat(1 << 20)):
+    for full in (lambda fd, text: written(fd, text[:2]), lambda fd, text: os.fstat(1 << 20)):
         monkeypatch.setattr(os, "write", full)
         with pytest.raises(Refused, match=r"No space left|Bad file descriptor"):
             server_files.publish(LOCAL, 5, "text")
@@ -220,7 +241,7 @@ def test_the_half_file_of_a_killed_server_goes_with_the_next(folder):
     (folder / ".server-127.0.0.1-7.99").touch(0o600)
     (folder / "own").touch()
     published = server_files.publish(LOCAL, 5, "text")
-    assert {path.name for path in folder.iterdir()} == {"server-127.0.0.1-5", "own"}
+    assert {path.name for path in folder.iterdir()} == {server_files._name(LOCAL, 5), "own"}
     published.remove()
 
 
@@ -247,7 +268,7 @@ def _leads(fd: int) -> Path | None:
 
 def test_a_pipe_of_a_servers_name_is_not_waited_for(folder):
     server_files.publish(LOCAL, 5, "text").remove()
-    os.mkfifo(folder / "server-127.0.0.1-5", 0o600)
+    os.mkfifo(folder / server_files._name(LOCAL, 5), 0o600)
     assert server_files.find(LOCAL, 5) is None
     server_files.publish(LOCAL, 5, "text").remove()
 

@@ -169,7 +169,7 @@ def modes() -> tuple:
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, torch.get_autocast_dtype(device) if cast else None,
         torch.get_default_dtype(), default, torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"), torch.is_anomaly_enabled(), torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(), stack.names[-1], observer(),
+        torch.are_deterministic_algorithms_enabled(), stack.scope().group, observer(),
     )  # fmt: skip
 
 

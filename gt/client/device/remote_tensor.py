@@ -49,6 +49,10 @@ def new_view(base: torch.Tensor, *args: Any) -> Any:
 
 
 ONE_DEVICE = "there is no {}: all workers are one device, and signal groups say which of them does what"
+NO_DEVICE = (
+    "a remote tensor cannot be copied to {0}, which this process does not have ({2}). It is on its workers already, and on "
+    "their GPUs if they have some: leave .cuda() or .to('{0}') out, or name {1!r} there; .cpu() copies its value here"
+)
 
 
 class Shown:
@@ -153,6 +157,14 @@ def memory_id(tensor: torch.Tensor) -> int:
     return ref.memory if isinstance(ref, Alias) else ref.id
 
 
+def _lacks(device: torch.device) -> bool:
+    """True if this process has no device of a type."""
+    try:
+        return not torch.get_device_module(device).is_available()
+    except (RuntimeError, AttributeError):
+        return device.type not in ("cpu", "meta")
+
+
 class RemoteTensor(torch.Tensor):
     """A tensor on the `remote` device."""
 
@@ -191,12 +203,21 @@ class RemoteTensor(torch.Tensor):
         if device is not None and device.index and device.type in Shown.types:
             raise RuntimeError(ONE_DEVICE.format(device))
         if device is not None and device.type not in Shown.types:
-            return _base.to(self, device, dtype or self.dtype, non_blocking, True, memory_format=memory_format)
+            try:
+                return _base.to(self, device, dtype or self.dtype, non_blocking, True, memory_format=memory_format)
+            except (AssertionError, RuntimeError) as error:  # torch's for a device that it was not built for, or lacks
+                if not _lacks(device):
+                    raise
+                raise RuntimeError(NO_DEVICE.format(device.type, Shown.device.type, str(error).partition("\n")[0])) from None
         if dtype in (None, self.dtype) and memory_format is None:
             return self.clone() if duplicate else self
         return _base.to(
             self, dtype or self.dtype, non_blocking, duplicate, memory_format=memory_format or torch.preserve_format
         )
+
+    def cuda(self, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format) -> torch.Tensor:
+        where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+        return self.to(where, non_blocking=non_blocking, memory_format=memory_format)
 
     def as_subclass(self, cls: type) -> torch.Tensor:  # type: ignore[override]
         """Itself: a tensor of the user's class is a plain one on workers, as after `x.to("remote")`. Warns once a class."""

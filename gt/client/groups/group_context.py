@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import itertools
 import threading
+from _thread import LockType, allocate_lock
+from collections.abc import Callable
 from contextlib import ContextDecorator
-from typing import Any, ClassVar
+from copy import copy
+from typing import Any, ClassVar, overload
 
 import torch
 
@@ -18,13 +21,15 @@ from gt.config.schema import MAX_FUSED_PARTS, MAX_NESTED_GROUPS, MAX_PATH_CHARAC
 class Scope:
     """One signal group in one micro-batch. Equal ones are one object.
 
-    owner, numbers: of the session whose ops are recorded, which keeps here what it knows of positions in code.
+    changes: another one may hold by the next op, without a call; false outside of all groups and micro-batches. owner,
+    numbers: of the session whose ops are recorded, which keeps here what it knows of positions in code.
     """
 
-    __slots__ = ("group", "micro", "numbers", "owner")
+    __slots__ = ("changes", "group", "micro", "numbers", "owner")
 
     def __init__(self, group: str, micro: int) -> None:
         self.group, self.micro = group, micro
+        self.changes = bool(group) or micro >= 0
         self.owner: Any = None
         self.numbers: dict[int, dict[int, int]] = {}
 
@@ -35,43 +40,87 @@ _scopes: dict[tuple[str, int], Scope] = {}
 _numbers = itertools.count(1)
 
 
+class EnteredGroup:
+    """A group that a thread has entered. It has been left once its lock is released, whether or not it is off the stack yet.
+
+    path: such as "outer/inner". in_backward: it was entered inside a backward pass.
+    """
+
+    __slots__ = ("context", "in_backward", "lock", "path")
+
+    def __init__(self, context: context | None, path: str, in_backward: bool, lock: LockType) -> None:
+        self.context, self.path, self.in_backward, self.lock = context, path, in_backward, lock
+
+
 class GroupStack(threading.local):
-    """Signal groups that this thread has entered, and its micro-batch."""
+    """Signal groups that this thread has entered, and its micro-batch, -1 for none."""
 
     threads: ClassVar[int] = 0  # that have recorded ops so far
 
     def __init__(self) -> None:
         GroupStack.threads = self.thread = next(_numbers)
-        self.names: list[str] = [""]  # paths such as "outer/inner", the innermost last
-        self.contexts: list[context | None] = [None]  # the context that entered each
-        self.in_backward: list[bool] = [False]  # True for each that was entered inside a backward pass
-        self._micro = -1
-        self.change_scope()
+        self.entries = [EnteredGroup(None, "", False, _held())]  # the innermost last
+        self.micro = -1
+        self.offered: tuple[context | None, LockType] = None, self.entries[0].lock  # see `_Exit`
+        self.recorded = self.scope()
 
     @property
-    def micro(self) -> int:
-        """Number of the current micro-batch, -1 for none."""
-        return self._micro
+    def in_backward(self) -> bool:
+        """True if the innermost group was entered inside a backward pass."""
+        self.scope()
+        return self.entries[-1].in_backward
 
-    @micro.setter
-    def micro(self, number: int) -> None:
-        self._micro = number
-        self.change_scope()
-
-    def change_scope(self) -> None:
-        """Set `scope` after a change of the group or micro-batch."""
-        key = self.names[-1], self._micro
-        self.scope = _scopes.get(key) or _scopes.setdefault(key, Scope(*key))
+    def scope(self) -> Scope:
+        """The scope of the next op. `recorded` is the last one, which holds unless it `changes`."""
+        entries = self.entries
+        # Groups inside of one that was left end with it, as one that a suspended generator has entered
+        for place, entry in enumerate(entries):
+            if not entry.lock.locked():
+                del entries[place:]
+                break
+        key = entries[-1].path, self.micro
+        self.recorded = _scopes.get(key) or _scopes.setdefault(key, Scope(*key))
+        return self.recorded
 
     def place_of(self, entered: context) -> int:
-        """The number of names outside of a context. Those inside are left with it: Ctrl-C may have kept one from its exit."""
-        contexts = self.contexts
-        return next((place for place in range(len(contexts) - 1, 0, -1) if contexts[place] is entered), len(contexts))
+        """The number of entries outside of a context's last one, 0 if it is not entered."""
+        for place in range(len(self.entries) - 1, 0, -1):
+            if self.entries[place].context is entered:
+                return place
+        return 0
 
     def leave(self, depth: int) -> None:
-        """Leave the groups beyond the first `depth` names. A second call, after Ctrl-C in the first, leaves no others."""
-        del self.names[depth:], self.contexts[depth:], self.in_backward[depth:]
-        self.change_scope()
+        """Leave the groups beyond the first `depth` entries."""
+        del self.entries[depth:]
+        self.scope()
+
+
+def _held() -> LockType:
+    lock = allocate_lock()
+    lock.acquire()
+    return lock
+
+
+class _Exit:
+    """`__exit__` of contexts. For a `with` it is the `__exit__` of a lock, which the statement looks up before it enters.
+
+    That is C, where no signal is handled. A function in Python may raise KeyboardInterrupt before its first statement, and
+    the group would stay entered for good.
+    """
+
+    @overload
+    def __get__(self, entered: None, owner: type) -> Callable[..., None]: ...
+    @overload
+    def __get__(self, entered: context, owner: type) -> Callable[..., None]: ...
+    def __get__(self, entered: context | None, owner: type) -> Callable[..., None]:
+        if entered is None:  # contextlib.ExitStack looks it up so
+            return context.leave
+        # Called by name, or by a `with` of a context that is within itself: the outer one has a lock
+        if stack.place_of(entered):
+            return entered.leave
+        lock = _held()
+        stack.offered = entered, lock  # for the __enter__ that follows
+        return lock.__exit__
 
 
 stack = GroupStack()
@@ -109,19 +158,29 @@ class context(ContextDecorator):
         self.name = forward if backward is None else forward + BACKWARD + backward
 
     def __enter__(self) -> context:
-        depth = len(stack.names)
-        path = self._path(stack.names[-1])
+        path = self._path(stack.scope().group)
+        whose, lock = stack.offered
+        stack.offered = None, lock
+        # A group that is entered in a backward pass, as checkpointing computes a module again, is of
+        # the ops inside. Outside of such a group, ops of a backward pass take their forward op's origin
+        entry = EnteredGroup(self, path, torch._C._current_autograd_node() is not None, lock if whose is self else _held())
         try:
-            # A group that is entered in a backward pass, as checkpointing computes a module again, is of
-            # the ops inside. Outside of such a group, ops of a backward pass take their forward op's origin
-            stack.in_backward.append(torch._C._current_autograd_node() is not None)
-            stack.contexts.append(self)
-            stack.names.append(path)
-            stack.change_scope()
+            stack.entries.append(entry)
+            stack.scope()
         except BaseException:  # Ctrl-C, after which nothing would leave the group
-            stack.leave(depth)
+            entry.lock.release()
             raise
         return self
+
+    __exit__ = _Exit()
+
+    def leave(self, *error: Any) -> None:
+        """Leave the group, and those inside. Does nothing where it is not entered, or was left with another."""
+        stack.leave(stack.place_of(self) or len(stack.entries))
+
+    def _recreate_cm(self) -> context:
+        """The context of one call of a decorated function, which may call itself."""
+        return copy(self)
 
     def _path(self, outer: str) -> str:
         """The path of this group within another. A function in a group may call itself, which is the same group once."""
@@ -132,12 +191,3 @@ class context(ContextDecorator):
             got = f"{path.count('/') + 1} signal groups of {len(path)} characters are within one another"
             raise ValueError(f"{got}, at most {MAX_NESTED_GROUPS} of {MAX_PATH_CHARACTERS} are taken: enter them one by one")
         return path
-
-    def __exit__(self, *error: Any) -> None:
-        outside = 0
-        try:
-            outside = stack.place_of(self)
-            stack.leave(outside)
-        except BaseException:
-            stack.leave(outside or stack.place_of(self))
-            raise

@@ -6,9 +6,10 @@ The casts are ordinary ops. Parameters, gradients and optimizer state stay fp32 
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import RNNBase
@@ -20,7 +21,15 @@ from gt.client.groups.loss_scale import LossScale, ScaledCast, ScaledGradient
 from gt.config.schema import DTYPES, Precision
 
 FULL = torch.float32  # dtype of the parameters that are cast
-Undo = Callable[[], None]
+
+
+class Substitution(NamedTuple):
+    """An assignment place[key] = within, and the value before."""
+
+    place: dict[str, Any]
+    key: str
+    before: Any
+    within: Any
 
 
 class Casts(dict[int, tuple[torch.Tensor, torch.Tensor]]):
@@ -86,37 +95,34 @@ class MixedPrecision:
         return tensor
 
 
-def substitute(module: torch.nn.Module, casts: Casts) -> Undo:
-    """Let casts stand in for the parameters of a module and its children; the function that undoes it."""
+def substitutions(module: torch.nn.Module, casts: Casts) -> list[Substitution]:
+    """The assignments that let casts stand in for the parameters of a module and its children."""
     # Written into _parameters by hand: setattr() of a module takes nn.Parameters only
-    swapped: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
+    rows: list[Substitution] = []
+    owners: dict[int, torch.nn.Module] = {}
     for owner, name in _owners(module):
         row = casts.get(id(owner._parameters[name]))
         if row is not None and (row[1].dtype == row[0].dtype or not isinstance(owner, _BatchNorm)):
-            swapped.append((owner, name, row[0]))
-            owner._parameters[name] = row[1]  # type: ignore[assignment]
-    owners = {id(owner): owner for owner, _, _ in swapped}.values()
-    lists = [(owner, _substitute_lists(owner)) for owner in owners if isinstance(owner, RNNBase)]
-
-    def undo() -> None:
-        for owner, name, parameter in swapped:
-            owner._parameters[name] = parameter  # type: ignore[assignment]
-        for owner, before in lists:
-            vars(owner).update(before)
-
-    return undo
+            rows.append(Substitution(owner._parameters, name, *row))
+            owners[id(owner)] = owner
+    return rows + [row for owner in owners.values() if isinstance(owner, RNNBase) for row in _lists(owner, casts)]
 
 
-def _substitute_lists(owner: RNNBase) -> dict[str, list]:
-    """Let lists of a recurrent layer's weights, which it has beside its parameters, name the casts; the lists before.
+def undone(rows: list[Substitution]) -> Iterator[None]:
+    """An iterator that undoes assignments. All is C, where Ctrl-C ends nothing halfway."""
+    return map(operator.setitem, [row.place for row in rows], [row.key for row in rows], [row.before for row in rows])
+
+
+def _lists(owner: RNNBase, casts: Casts) -> list[Substitution]:
+    """Lists of a recurrent layer's weights, which it has beside its parameters, that name the casts.
 
     A layer whose references do not fit its parameters makes new lists, which no capture would take for unchanged.
     """
-    before = {name: vars(owner)[name] for name in ("_flat_weights", "_flat_weight_refs")}
-    weights = [owner._parameters.get(name) for name in owner._flat_weights_names]
-    owner._flat_weights = weights  # type: ignore[assignment]
-    owner._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
-    return before
+    own = [owner._parameters.get(name) for name in owner._flat_weights_names]
+    weights = [weight if weight is None else casts.get(id(weight), (weight, weight))[1] for weight in own]
+    references = [None if weight is None else weakref.ref(weight) for weight in weights]
+    lists = {"_flat_weights": weights, "_flat_weight_refs": references}
+    return [Substitution(vars(owner), name, vars(owner)[name], within) for name, within in lists.items()]
 
 
 def _owners(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gt.client.current_session import Current, on_connect
 from gt.client.device.remote_tensor import RemoteTensor
-from gt.client.groups.mixed_precision import Casts, MixedPrecision, substitute
+from gt.client.groups.mixed_precision import Casts, MixedPrecision, substitutions, undone
 from gt.config.match import around, matches
 from gt.errors import ConfigError
 
@@ -91,15 +92,19 @@ class ModuleCalls:
         """Call a module with casts in the place of its parameters."""
         within = self._within
         before = within.checkpointed, within.casts
-        undo = substitute(module, casts)
-        within.checkpointed, within.casts = checkpointed, casts
+        rows = substitutions(module, casts)
+        undo = undone(rows)
         try:
+            for row in rows:
+                row.place[row.key] = row.within
+            within.checkpointed, within.casts = checkpointed, casts
             if id(module) in checkpointed and torch.is_grad_enabled():
                 return self._checkpointed(module, args, kwargs)
             return self._original(module, *args, **kwargs)
         finally:
+            # Without a call of Python, before whose first statement Ctrl-C would leave the casts in the module for good
             within.checkpointed, within.casts = before
-            undo()
+            deque(undo, 0)
 
     def _checkpointed(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> Any:
         """Call a module whose activations backward computes again, with the same casts."""

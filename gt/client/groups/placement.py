@@ -113,11 +113,11 @@ class Placement:
         if self.buffers:
             _declare_buffers([inner._buffers.get(name) for inner, name in self.buffers])
         context = self.context(self.rule.group, self.rule.parts)
+        self.entered.append(context)  # first: Ctrl-C from now on ends in `leave`
         context.__enter__()
-        self.entered.append(context)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.entered:  # none where entering was what failed
+        if self.entered:  # none where Ctrl-C came before
             self.entered.pop().__exit__(None, None, None)
 
 

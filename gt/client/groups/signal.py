@@ -17,6 +17,7 @@ from gt.client import current_session
 from gt.client.groups.group_context import context as context  # a public name of gt.signal
 from gt.client.groups.group_context import stack
 from gt.client.trace.custom_ops import Move
+from gt.wire.signals import uninterrupted
 
 log = logging.getLogger("gt")
 
@@ -42,8 +43,9 @@ def move(x: torch.Tensor) -> torch.Tensor:
 def enter(name: str, backward: str | None = None) -> None:
     """Enter a signal group without `with`, until `exit(name)`. Arguments as for `context`."""
     entered = context(name, backward=backward)
-    entered.__enter__()
-    _entered.open.append((name, entered))
+    with uninterrupted():  # entered and noted, or neither
+        entered.__enter__()
+        _entered.open.append((name, entered))
 
 
 def exit(name: str) -> None:
@@ -54,7 +56,8 @@ def exit(name: str) -> None:
         if opened is not None:
             have = f"the group entered last is {opened!r}: leave groups in the reverse order"
         raise ValueError(f"gt.signal.exit({name!r}), but {have}")
-    _entered.open.pop()[1].__exit__()
+    with uninterrupted():
+        _entered.open.pop()[1].leave()
 
 
 def tensor(x: torch.Tensor, name: str, backward: str | None = None) -> torch.Tensor:
@@ -133,6 +136,8 @@ def _marked(parts: Iterator[Any]) -> Iterator[Any]:
     try:
         for number, part in enumerate(parts):
             stack.micro = number
+            stack.scope()
             yield part
     finally:
+        # An assignment, which no signal interrupts. The next op asks for its scope, as the last one was in a micro-batch
         stack.micro = outer

@@ -103,7 +103,8 @@ def dispatch(func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     # A new kind of call, or one whose result is more than a tensor: `call` finds out
     if entry is None or entry.mode > FIRST:
         return call(info, args)
-    origins, frame, scope = Current.origins, _getframe(1), stack.scope
+    origins, frame = Current.origins, _getframe(1)
+    scope = stack.scope() if (last := stack.recorded).changes else last
     # An origin is known by code and position in it, but for the backward pass, whose ops belong to the forward op's line
     numbers = scope.numbers.get(id(frame.f_code)) if scope.owner is origins and _node() is None else None
     origin = (numbers and numbers.get(frame.f_lasti)) or origins.of_frame(frame)

@@ -72,11 +72,11 @@ class Origins:
         """Origin of the op that is recorded now. frame: the innermost frame that may be the user's."""
         # In a backward pass: the origin of the forward op whose node autograd executes
         node = _node()
-        if node is not None and not stack.in_backward[-1]:
+        if node is not None and not stack.in_backward:
             number = self._of_node(node)
             if number:
                 return number
-        scope = stack.scope
+        scope = stack.scope()
         if scope.owner is not self:
             self._own(scope)
 

@@ -100,7 +100,9 @@ class Approach:
         tried = f"(tried for {seconds:g} s)"
         start = f"start one with `python -m gt.server -p {self._port}`"
         if not tcp.listens(self._ip, self._port):
-            return f"no server at {self.address} {tried}: {start}"
+            other = server_files.serves_elsewhere(self._port)
+            there = "; the one with this port is in another network namespace, such as a container's" if other else ""
+            return f"no server at {self.address} {tried}{there}: {start}"
         spoken = tcp.mechanism(self._ip, self._port)
         if spoken is None:
             return f"what listens at {self.address} does not answer {tried}: it is stopped, busy, or out of descriptors"

@@ -1,7 +1,8 @@
-"""The files of a user's running servers: one an address, of mode 0600, with what its clients and workers need to be let in.
+"""The files of a user's running servers: one an address of a network, of mode 0600, with what its clients and workers need.
 
-A server holds a lock on its file for as long as it has the port. A file that is not locked is a dead server's: nobody reads
-its secret, and the next server removes it. Knows nothing of what the files say.
+Containers may share the folder, and each has a network of its own, where other servers have the same ports. A server holds
+a lock on its file for as long as it has the port. A file that is not locked is a dead server's: nobody reads its secret, and
+the next server removes it. Knows nothing of what the files say.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import itertools
 import os
 import stat
@@ -19,6 +21,7 @@ from pathlib import Path
 from gt import env
 from gt.errors import Refused
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAMES = ("server-*", ".server-*")  # of files, and of those that were not finished
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe of such a name is not waited for
 ALONE_SECONDS = 5.0  # that another process may keep the folder, which takes it milliseconds unless it is stopped
@@ -57,7 +60,7 @@ def publish(ip: str, port: int, text: str) -> Published:
             descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                whole = f"{_namespace()}\n{text}".encode()
+                whole = text.encode()
                 if os.write(descriptor, whole) < len(whole):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.rename(new, path)
@@ -91,14 +94,29 @@ def find(ip: str, port: int) -> str | None:
     return None
 
 
+def serves_elsewhere(port: int) -> bool:
+    """True if a server of this user has this port in another network, to which no address here leads."""
+    for folder in _folders():
+        if _fault(folder):
+            continue
+        for path in folder.glob(f"server-*-{port}-*"):
+            with contextlib.suppress(OSError, UnicodeError):
+                descriptor = os.open(path, os.O_RDONLY | _FLAGS)
+                try:
+                    if not path.name.endswith(f"-{_network()}") and _text(descriptor) is not None:
+                        return True
+                finally:
+                    os.close(descriptor)
+    return False
+
+
 def _text(descriptor: int) -> str | None:
-    """Text of a file, if it is ours and its server has the port, of this network."""
+    """Text of a file, if it is ours and its server has the port."""
     # Checks are of the open descriptor, so nobody can swap the file behind them.
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077 or not _held(descriptor):
         return None
-    namespace, _, text = os.read(descriptor, 1 << 16).decode().partition("\n")
-    return text if namespace == _namespace() else None
+    return os.read(descriptor, 1 << 16).decode()
 
 
 def _held(descriptor: int) -> bool:
@@ -146,7 +164,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _name(ip: str, port: int) -> str:
-    return f"server-{ip}-{port}"
+    return f"server-{ip}-{port}-{_network()}"
 
 
 def _folders() -> list[Path]:
@@ -191,9 +209,9 @@ def _fault(folder: Path) -> str:
     return f"its mode is {stat.S_IMODE(status.st_mode):o}, want 700" if status.st_mode & 0o077 else ""
 
 
-def _namespace() -> str:
-    """The network that an address is of: containers may share a folder and not their ports."""
-    try:
-        return str(os.stat("/proc/self/ns/net").st_ino)
-    except OSError:
-        return ""
+def _network() -> str:
+    """A name of the network that an address is of: of the host as it runs now, and of the namespace there."""
+    parts = []
+    with contextlib.suppress(OSError):
+        parts = [_BOOT_ID.read_text().strip(), str(os.stat("/proc/self/ns/net").st_ino)]
+    return hashlib.blake2b(" ".join(parts).encode(), digest_size=6).hexdigest()

@@ -50,9 +50,7 @@ def _nccl(engine: Any, wide: bool) -> Plane:
 
 def heap_size(default: int) -> int:
     """GT_HEAP_SIZE, in whole pages."""
-    nbytes = env.size("GT_HEAP_SIZE", default)
-    if nbytes < MIN_BYTES:
-        raise ConfigError(f"GT_HEAP_SIZE is {nbytes} bytes, want at least {MIN_BYTES >> 20}MiB")
+    nbytes = env.size("GT_HEAP_SIZE", default, least=MIN_BYTES)
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import ipaddress
 import os
+import re
 import socket
 import struct
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from gt.errors import ConfigError
 # Flags of a device: switched on, and its cable is plugged in. IFF_RUNNING says the latter too, but up to a second late
 _UP, _LOWER_UP = 0x1, 0x10000
 # Devices that lead to no other host
+_PORT = re.compile(r"[0-9]{1,5}")
 _INNER = ("lo", "docker", "podman", "br-", "virbr", "veth", "lxc", "lxd", "incus", "cni", "cali", "cilium", "flannel", "kube")
 MAX_LINKS, MAX_ROUTES = 64, 128
 _RTF_UP, _RTF_REJECT, _RTF_LOCAL = 0x1, 0x200, 0x80000000
@@ -116,8 +118,8 @@ def ports() -> range:
     if not text:
         return range(1)
     last = last or first
-    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 1 << 16):
-        raise ConfigError(f"GT_PORTS is {text!r}, want ports from 1 to 65535, as 20000-20100")
+    if not (_PORT.fullmatch(first) and _PORT.fullmatch(last) and 0 < int(first) <= int(last) < 1 << 16):
+        raise ConfigError(f"GT_PORTS is {text!r:.80}, want ports from 1 to 65535, as 20000-20100")
     return range(int(first), int(last) + 1)
 
 

@@ -123,3 +123,20 @@ def test_attributes_of_parameters_stay() -> None:
     model.cpu()
     assert vars(model[0].weight) == {"tag": "second", "rows": [1, 2]} and type(model[0].weight) is nn.Parameter
     assert not vars(model[0].bias)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tensors can be copied there")
+def test_a_move_to_a_gpu_that_the_program_has_not_says_where_the_tensor_is() -> None:
+    """It was "Torch not compiled with CUDA enabled", or "Invalid device" for a number."""
+    model, x = nn.Linear(2, 2).to("remote"), torch.ones(2, device="remote")
+    moves = [
+        x.cuda, lambda: x.cuda(0, non_blocking=True), lambda: x.cuda("cuda:1"), lambda: x.to("cuda"), lambda: x.to("cuda:0"),
+        model.cuda, lambda: model.cuda(0), lambda: model.to("cuda", torch.float64),
+    ]  # fmt: skip
+    said = r"cannot be copied to cuda.*leave \.cuda\(\) or \.to\('cuda'\) out, or name 'remote'"
+    for move in moves:
+        with pytest.raises(RuntimeError, match=said):
+            move()
+    with pytest.raises(RuntimeError, match="cannot be copied to xpu"):
+        x.to("xpu")
+    assert model(x).shape == (2,) and x.to("meta").device.type == "meta"

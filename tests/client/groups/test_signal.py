@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import gt
-from gt.client.groups.group_context import GroupStack, stack
+from gt.client.groups import group_context
+from gt.client.groups.group_context import stack
 from tests.helpers.planned import planned
 from tests.helpers.serving import serving
+from tests.interrupts.presses import interrupted
 
 CONFIG = "a: {workers: [0, 1]}\nb: {workers: [2, 3]}\nc: {workers: [4, 5]}\n"
 
@@ -141,26 +143,54 @@ def test_a_function_in_a_group_may_call_itself_and_other_groups_nest_in_bounds()
                 for number in range(40):
                     entered.enter_context(gt.signal.context(name.format(number)))
                     batch()
-            assert number == most and stack.names == [""]
+            assert number == most and stack.scope().group == ""
             plan.ask()  # the session goes on
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_ctrl_c_while_a_group_is_entered_or_left_leaves_it(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Or all later cells of a notebook would run in it."""
-    change, calls = GroupStack.change_scope, []
+def test_ctrl_c_at_any_instruction_leaves_groups_and_micro_batches() -> None:
+    """Before the first statement of the outermost group's exit it left the group entered: all later ops ran in it."""
 
-    def interrupted(stack: GroupStack) -> None:
-        calls.append(1)
-        if len(calls) == number + 1:
-            raise KeyboardInterrupt
-        change(stack)
+    @gt.signal.context("decorated")
+    def decorated(depth: int) -> None:
+        if depth:
+            decorated(depth - 1)
+
+    def program() -> None:
+        with gt.signal.context("outer") as outer, gt.signal.context("inner"), outer:
+            assert stack.scope().group == "outer/inner/outer"
+        for _ in gt.microbatches([torch.ones(2)], 2):
+            assert stack.scope().micro >= 0
+        decorated(2)
+        gt.signal.enter("a")
+        gt.signal.exit("a")
+
+    program()
+    presses = 0
+    while interrupted(program, presses, [group_context, gt.signal]):
+        presses += 1
+        if gt.signal._entered.open:  # between the program's two calls
+            gt.signal.exit("a")
+        now = stack.scope()
+        assert (now.group, now.micro, len(stack.entries)) == ("", -1, 1), presses
+    assert presses > 50
+
+
+def test_a_group_that_was_left_takes_along_those_that_suspended_generators_entered() -> None:
+    def entering() -> Iterator[None]:
+        with gt.signal.context("inner"):
+            yield
 
     with gt.signal.context("outer"):
-        monkeypatch.setattr(GroupStack, "change_scope", interrupted)
-        with pytest.raises(KeyboardInterrupt), gt.signal.context("a"):
-            assert number, "it was entered"
-        assert stack.names == ["", "outer"] and stack.in_backward == [False] * 2 and stack.scope.group == "outer"
+        suspended = entering()
+        next(suspended)
+        assert stack.scope().group == "outer/inner"
+    assert stack.scope().group == "" and not stack.in_backward
+    suspended.close()
+    again = gt.signal.context("again")
+    with contextlib.ExitStack() as opened:
+        assert opened.enter_context(again) is again and stack.scope().group == "again"
+        assert hasattr(again, "__exit__") and stack.scope().group == "again"
+    assert stack.scope().group == ""
 
 
 def test_ctrl_c_before_the_first_statement_of_a_groups_exit_keeps_the_groups_around_it_from_nothing() -> None:
@@ -168,7 +198,7 @@ def test_ctrl_c_before_the_first_statement_of_a_groups_exit_keeps_the_groups_aro
     with pytest.raises(KeyboardInterrupt), gt.signal.context("outer"):
         gt.signal.context("inner").__enter__()
         raise KeyboardInterrupt
-    assert stack.names == [""] and stack.in_backward == [False] and stack.scope.group == ""
+    assert stack.scope().group == "" and len(stack.entries) == 1
 
 
 def test_a_folder_whose_name_is_no_utf_8_costs_no_session(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,9 @@ from torch import nn
 from torch.func import functional_call
 
 import gt
+from gt.client.groups import mixed_precision, module_calls
+from tests.helpers.planned import planned
+from tests.interrupts.presses import interrupted
 
 STEPS, ROWS, WORDS, WIDTH = 6, 16, 33, 32
 SCALE = 2.0**16  # at first, of fp16
@@ -156,6 +161,23 @@ def test_a_failed_call_leaves_the_parameters_of_the_program(session):
     with pytest.raises(RuntimeError):
         layer(torch.randn(4, 9).to("remote"))
     assert all(a is b for a, b in zip(before, layer.parameters(), strict=True))
+
+
+def test_ctrl_c_at_any_instruction_leaves_the_parameters_of_the_program():
+    """Before the first statement of the function that undid it, the casts stayed in the module for good."""
+    with planned("gt: {precision: {compute: bf16}}", 1):
+        model = nn.ModuleList([nn.Linear(4, 4), nn.GRU(4, 4)]).to("remote")
+        x = torch.ones(2, 3, 4, device="remote")
+        model.forward = lambda x: model[1](model[0](x))[0]
+        assert model(x).dtype == torch.bfloat16
+        before = [(id(p), p.dtype) for p in model.parameters()]
+        weights = model[1]._flat_weights
+        presses = 0
+        while interrupted(functools.partial(model, x), presses, [module_calls, mixed_precision]):
+            presses += 1
+            assert [(id(p), p.dtype) for p in model.parameters()] == before and model[1]._flat_weights is weights, presses
+            assert model(x).dtype == torch.bfloat16, presses
+    assert presses > 50
 
 
 def test_backward_computes_a_part_again_in_the_same_precision(session):

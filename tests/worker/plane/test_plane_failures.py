@@ -180,7 +180,12 @@ def test_a_closed_plane_raises_and_a_ring_of_a_closed_peer_is_nothing():
 
 
 @pytest.mark.parametrize(
-    "text, why", [("0", "is 0 bytes, want at least 4MiB"), ("1KiB", "is 1024 bytes, want"), ("abc", "GT_HEAP_SIZE is 'abc'")]
+    "text, why",
+    [
+        ("0", "GT_HEAP_SIZE is '0', want .*, at least 4MiB"),
+        ("1KiB", "GT_HEAP_SIZE is '1KiB', want .*, at least 4MiB"),
+        ("abc", "GT_HEAP_SIZE is 'abc'"),
+    ],
 )
 def test_a_heap_that_is_too_small_is_refused_by_name(text, why, monkeypatch):
     monkeypatch.setenv("GT_HEAP_SIZE", text)
@@ -193,6 +198,6 @@ def test_a_heap_of_any_size_is_whole_pages_and_one_that_is_not_to_be_had_says_so
     plane = open_plane("shm", CPU)
     assert plane.open()["heap_bytes"] == 100003840
     plane.close()
-    monkeypatch.setenv("GT_HEAP_SIZE", "9000000000GiB")
-    with pytest.raises(ConfigError, match=r"a heap of 9663676416000000000 bytes cannot be made: .*GT_HEAP_SIZE says how large"):
+    monkeypatch.setenv("GT_HEAP_SIZE", "8000000000GiB")
+    with pytest.raises(ConfigError, match=r"a heap of 8589934592000000000 bytes cannot be made: .*GT_HEAP_SIZE says how large"):
         open_plane("shm", CPU).open()

@@ -559,6 +559,58 @@ def test_a_wrong_frame_ends_its_connection_alone(frame):
         assert into == b"well"
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["a stream in use", "streams that nobody has used"])
+def test_a_worker_that_sends_beyond_its_credit_ends_its_connection_alone(monkeypatch, known):
+    """A worker with the key filled the memory of another, which kept all that came before its receive."""
+    monkeypatch.setattr(stream, "AHEAD_BYTES", 1024)
+    monkeypatch.setattr(lane.Early.__init__, "__defaults__", (100_000,))
+    with hosts(3) as (first, second, third):
+        into = bytearray(4)
+        for source, data in ((first, b"yes!"), (third, b"also")):
+            source.send(channel(1), data)
+            second.recv(channel(source.network.own), into)
+        second.network.release()  # its background thread reads
+        liar = first.network.connection(1, 1).sock
+        sent = 0
+        with contextlib.suppress(OSError):
+            while sent < 20_000:
+                key = 4096 if known else sent
+                liar.sendall(HEADER.pack(DATA, 0, 0, 256, 0, 1, 1, key, 256, 0) + bytes(256))
+                sent += 1
+        assert sent < 20_000
+        with pytest.raises(Unreachable, match=r"it sent more than (its credit of 4 slots|100000 bytes before)"):
+            while True:  # what came within the credit is there
+                second.recv(channel(0), bytearray(256))
+        assert sum(len(each._buffered) for each in second.network.lane(0, 1)._in.values()) < 400
+        third.send(channel(1), b"well")
+        second.recv(channel(2), into)
+        assert into == b"well"
+
+
+def test_frames_that_come_early_count_until_their_stream_is_used():
+    early, streams = lane.Early(3 * (lane.BESIDE_BYTES + 10)), lane.Lane(1, 1)
+    frame = memoryview(bytes(10))
+    for key in range(3):
+        assert streams.incoming(key).begin(10, 10, 0, early) is None
+        streams.incoming(key).buffer(10, 0, frame)
+    with pytest.raises(ValueError, match="before this worker receives"):
+        streams.incoming(3).begin(10, 10, 0, early)
+    streams.incoming(0).know(10, 2)
+    streams.forget(1)
+    assert early.nbytes == lane.BESIDE_BYTES + 10
+    assert streams.incoming(0).begin(10, 10, 0, early) is None  # the second of two slots
+    streams.incoming(0).buffer(10, 0, frame)
+    with pytest.raises(ValueError, match="more than its credit of 2 slots of 10 bytes"):
+        streams.incoming(0).begin(1, 10, 0, early)
+    streams.incoming(0).post(memoryview(bytearray(10)), 10)
+    assert streams.incoming(0).begin(10, 10, 0, early) is None
+    streams.close()
+    assert early.nbytes == 0
+    for key in range(lane.MAX_STREAMS + 9):
+        streams.fail(key, "x" * 10_000)
+    assert len(streams.failed) == lane.MAX_STREAMS and len(streams.failed[0]) == lane.MAX_REASON_CHARACTERS
+
+
 def test_a_worker_that_is_late_to_know_the_world_is_asked_again(monkeypatch):
     refused, accept, usual = threading.Event(), handshake.accept, handshake.SECONDS
 
@@ -607,7 +659,7 @@ def test_credit_is_that_of_the_slots_of_the_message_that_has_arrived():
     incoming.post(memoryview(bytearray(100)), 10)
     assert incoming.owed == 10
     for nbytes in (20, 15):  # a message of another size
-        assert len(incoming.begin(nbytes, 35, 0)) == nbytes
+        assert len(incoming.begin(nbytes, 35, 0, lane.Early())) == nbytes
         incoming.arrived(nbytes)
         incoming.end()
     assert incoming.done and incoming.owed == 4

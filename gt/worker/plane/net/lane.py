@@ -12,6 +12,9 @@ from collections import deque
 from typing import NamedTuple
 
 MAX_STREAMS = 1 << 16  # of a lane, at most
+MAX_REASON_CHARACTERS = 4096  # of another member's reason to give up
+EARLY_BYTES = 1 << 30  # of frames on streams that this worker has not used yet, of one connection
+BESIDE_BYTES = 256  # of memory that a frame takes beside its payload
 
 
 class Announced(NamedTuple):
@@ -26,12 +29,37 @@ def slots_of(total: int, slot: int) -> int:
     return max(1, -(-total // slot))
 
 
-class Incoming:
-    """The receiving end of a stream. `at`: bytes of the posted message that are there."""
+class Early:
+    """Bytes of a connection's frames on streams whose slots are not known here yet. most: of them."""
 
-    __slots__ = ("_buffered", "_into", "_left", "_slot", "at", "done", "message", "owed")
+    __slots__ = ("most", "nbytes")
+
+    def __init__(self, most: int = EARLY_BYTES) -> None:
+        self.most, self.nbytes = most, 0
+
+    def add(self, nbytes: int) -> None:
+        """ValueError if they become too many."""
+        if self.nbytes + nbytes > self.most:
+            raise ValueError(f"it sent more than {self.most} bytes before this worker receives")
+        self.nbytes += nbytes
+
+
+class Incoming:
+    """The receiving end of a stream. `at`: bytes of the posted message that are there.
+
+    A sender is believed nothing: frames that wait for a receiver are within its credit, or `begin` raises ValueError.
+    """
+
+    __slots__ = (
+        "_ahead", "_buffered", "_early", "_into", "_left", "_posted", "_slot", "_slots", "at", "done", "early", "message",
+        "owed",
+    )  # fmt: skip
 
     def __init__(self) -> None:
+        self._slots = self._posted = 0  # of the sender's first credit, 0 while unknown; of the last posted message
+        self._ahead = 0  # slots of buffered frames, once the size of slots is known
+        self.early: Early | None = None  # account of the connection whose frames came before that
+        self._early = 0  # their bytes in it
         self._buffered: deque[tuple[int, int, memoryview]] = deque()  # total, note, bytes of frames that came before `post`
         self._into: memoryview | None = None
         self._left = -1  # bytes of the posted message that are still to come, -1 before its first frame
@@ -51,19 +79,50 @@ class Incoming:
         """True if no message is buffered or expected."""
         return self._into is None and not self._buffered
 
+    def know(self, slot: int, slots: int) -> None:
+        """The bytes of a slot, and how many the sender may use before it gets credit."""
+        self._slot, self._slots = slot, slots
+        self._ahead = sum(slots_of(len(data), slot) for _, _, data in self._buffered)
+        self.drop()
+
+    def drop(self) -> None:
+        """Frames that came early count for their connection no more."""
+        if self.early is not None:
+            self.early.nbytes -= self._early
+            self.early, self._early = None, 0
+
     def post(self, into: memoryview, slot: int) -> None:
         """Take the next message into this memory; its sender may send as many slots as that has."""
         self._into, self._left, self.at, self.done, self._slot = into, -1, 0, False, slot
         # Credit for the whole message at once, since its memory is there now.
-        self.owed += slots_of(len(into), slot)
+        self._posted = slots_of(len(into), slot)
+        self.owed += self._posted
         while self._buffered and not self.done:
             total, note, data = self._buffered.popleft()
+            self._ahead -= slots_of(len(data), slot)
             self._copy(data, total, note)
 
-    def begin(self, nbytes: int, total: int, note: int) -> memoryview | None:
-        """Memory for a frame's bytes, of which `arrived` and `end` tell; None if it has to be buffered."""
+    def begin(self, nbytes: int, total: int, note: int, early: Early) -> memoryview | None:
+        """Memory for a frame's bytes, of which `arrived` and `end` tell; None if it has to be buffered.
+
+        early: account of its connection. ValueError for a frame beyond the sender's credit.
+        """
         if self._into is None:
+            self._check_credit(nbytes, early)
             return None
+        return self._place(nbytes, total, note)
+
+    def _check_credit(self, nbytes: int, early: Early) -> None:
+        if not self._slots:
+            early.add(nbytes + BESIDE_BYTES)
+            self.early, self._early = early, self._early + nbytes + BESIDE_BYTES
+        # The credit of the last message is the sender's before that message ends. It keeps what a shorter one left, until as
+        # much has been owed
+        elif self._ahead + slots_of(nbytes, self._slot) > self._slots + self._posted + max(0, -self.owed):
+            raise ValueError(f"it sent more than its credit of {self._slots} slots of {self._slot} bytes")
+
+    def _place(self, nbytes: int, total: int, note: int) -> memoryview:
+        assert self._into is not None
         if self._left < 0:
             self._left, self.message = total, Announced(total, note)
         if total != len(self._into) or nbytes > self._left:
@@ -88,13 +147,12 @@ class Incoming:
         """A frame for which `begin` had no memory."""
         if self._into is None:
             self._buffered.append((total, note, data))
+            self._ahead += slots_of(len(data), self._slot) if self._slots else 0
         else:  # it has some now
             self._copy(data, total, note)
 
     def _copy(self, data: memoryview, total: int, note: int) -> None:
-        place = self.begin(len(data), total, note)
-        assert place is not None
-        place[:] = data
+        self._place(len(data), total, note)[:] = data
         self.arrived(len(data))
         self.end()
 
@@ -152,8 +210,21 @@ class Lane:
         elif len(self._early) < MAX_STREAMS:
             self._early[key] = self._early.get(key, 0) + count
 
+    def fail(self, key: int, why: str) -> None:
+        """Another member of a collective gave up. With the lock."""
+        if len(self.failed) < MAX_STREAMS:
+            self.failed[key] = why[:MAX_REASON_CHARACTERS]
+
+    def close(self) -> None:
+        """No frame of this lane is waited for any more."""
+        with self.lock:
+            for stream in self._in.values():
+                stream.drop()
+
     def forget(self, key: int) -> None:
         """A team is over."""
         with self.lock:
+            if key in self._in:
+                self._in[key].drop()
             for table in (self._in, self._out, self._early, self.failed):
                 table.pop(key, None)

@@ -50,6 +50,7 @@ ENDED_SECONDS = 1.5  # pause after the other end has closed a connection, as a w
 TEND_SECONDS = 0.5  # between looks at connections that are full
 IDLE_SECONDS = 0.02  # seconds after which the background thread reads a connection that nobody has read
 FULL_SECONDS = 0.01  # between two attempts to accept a connection without a free descriptor
+MAX_NAMED_LANES = 1 << 13  # that a connection names first: one a worker behind it, in each epoch
 READS_PER_TURN = 16  # reads of a connection before others are read
 Pair = tuple[int, int]  # index of the other worker, epoch
 # The other host, or a link to it, is gone: other errors are the other process's end
@@ -165,7 +166,10 @@ class Network:
         """Forget lanes that no message will use again: those before the world that the executing thread has reached."""
         newest: dict[int, int] = dict(known)
         with self._lock:
-            self._lanes = {pair: lane for pair, lane in self._lanes.items() if pair[1] >= newest.get(pair[0], 1 << 62)}
+            old = {pair: lane for pair, lane in self._lanes.items() if pair[1] < newest.get(pair[0], 1 << 62)}
+            self._lanes = {pair: lane for pair, lane in self._lanes.items() if pair not in old}
+        for lane in old.values():
+            lane.close()
 
     def gone(self, index: int) -> None:
         """A worker is lost: its connection ends, and so does all that it relayed."""
@@ -304,15 +308,22 @@ class Network:
             HEADER.pack_into(whole, 0, *frame._replace(hops=frame.hops + 1))
             return whole[HEADER_BYTES:]
         if frame.kind == DATA:
-            lane = self.lane(frame.source, frame.epoch)
+            lane = self._named(connection, frame)
             with lane.lock:
                 incoming = lane.incoming(frame.key)
                 # If a receive is posted already, the payload goes straight into its memory; else into a buffer until one is.
-                place = incoming.begin(frame.nbytes, frame.total, frame.note)
+                place = incoming.begin(frame.nbytes, frame.total, frame.note, connection.early)
             if place is not None:
                 connection.placed = incoming
                 return place
         return memoryview(bytearray(frame.nbytes))
+
+    def _named(self, connection: PeerConnection, frame: Frame) -> Lane:
+        if (frame.source, frame.epoch) not in self._lanes:
+            connection.named += 1
+            if connection.named > MAX_NAMED_LANES:
+                raise Ended(f"it named more than {MAX_NAMED_LANES} pairs of workers and epochs")
+        return self.lane(frame.source, frame.epoch)
 
     def arrived(self, connection: PeerConnection, count: int) -> None:
         if connection.placed is not None:
@@ -324,7 +335,7 @@ class Network:
         if frame.target != self.own:
             self.relay.forward(connection, frame, memoryview(payload.obj))
             return
-        lane = self.lane(frame.source, frame.epoch)
+        lane = self._named(connection, frame)
         with lane.lock:
             # Credit rides on frames of any kind: the peer has consumed so much of this worker's messages.
             if frame.credit:
@@ -334,7 +345,7 @@ class Network:
             elif frame.kind == DATA:
                 lane.incoming(frame.key).buffer(frame.total, frame.note, payload)
             elif frame.kind == FAIL:
-                lane.failed[frame.key] = bytes(payload).decode("utf-8", "replace")
+                lane.fail(frame.key, bytes(payload).decode("utf-8", "replace"))
             elif frame.kind != CREDIT:
                 raise Ended(f"it sent a frame of kind {frame.kind}")
         if not connection.owned:

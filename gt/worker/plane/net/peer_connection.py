@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from gt.wire import tcp
-from gt.worker.plane.net.lane import Incoming
+from gt.worker.plane.net.lane import Early, Incoming
 
 DATA, CREDIT, FAIL = 1, 2, 3
 # All frames of a pair name its epoch, so that one of an earlier connection is never taken for one of this. `note` is what
@@ -124,6 +124,8 @@ class PeerConnection:
         self.sending = threading.Lock()  # held by the thread that sends
         self.owned = self.touched = False  # a waiting thread reads it, and has done so lately
         self.placed: Incoming | None = None  # the stream in whose memory the frame's bytes are put, not in a buffer
+        self.early = Early()
+        self.named = 0  # lanes that its frames have named first
         self.mask = 0  # events that the background thread waits for
         self.relayed: deque[Part] = deque()  # rest of frames to be passed on
         self.relayed_bytes = 0

@@ -43,6 +43,7 @@ class PairStream:
         self._slots = max(1, FRAME_BYTES // slot)  # slots that one frame may carry
         with self._lane.lock:
             self.incoming: Incoming = self._lane.incoming(key)
+            self.incoming.know(slot, slots)
         self._outgoing: Outgoing = self._lane.outgoing(key, slots)
         self._connection: PeerConnection | None = None
         self._network.want(lane.index)
