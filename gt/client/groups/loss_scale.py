@@ -94,7 +94,8 @@ class LossScale:
         overflow = torch.zeros((), device="remote")
         with torch.no_grad():
             gradients = [parameter.grad for parameter in owned]
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, torch.ones((), device="remote"))
+            checked = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
+            torch._amp_foreach_non_finite_check_and_unscale_(checked, overflow, torch.ones((), device="remote"))
             # A fused step takes found_inf and leaves its parameters alone, with no wait. Any
             # other step is left out by taking the gradients away, for which the flag is read
             if getattr(optimizer, "_step_supports_amp_scaling", False):
