@@ -1,4 +1,4 @@
-"""GT's own ops, and the list of random ops. ATen's schemas are in schema.py."""
+"""GT's own ops, and the lists of random ops and of unsaid views. ATen's schemas are in schema.py."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ RANDOM = frozenset(
         "gt.sdpa_biased_backward.default",
     }
 )
+
+# Beginnings of ops whose results share the memory of their first operand although their schemas do not say so.
+UNSAID_VIEWS = ("aten._unsafe_view.", "aten.unsafe_")
 
 # GT's own ops: name -> (schema, description)
 GT_OPS = {

@@ -15,6 +15,7 @@ from typing import Any
 from gt.dispatcher.sharding import cost
 from gt.ir.dataflow import bytes_alive, decode
 from gt.ir.instr import COLLECTIVES, END, FORGET, FREE, KINDS, PROGRAMS, Define
+from gt.ir.ops import UNSAID_VIEWS
 from gt.ir.spec import DTYPES
 from gt.observe import comm_volume
 
@@ -174,7 +175,7 @@ class SimulatedWorker:
         names = operands[define.effects.makes]
         outs = self._outs.get(define.number)
         if outs is None:
-            outs = self._outs[define.number] = _outs(payload["outs"])
+            outs = self._outs[define.number] = _outs(payload["outs"], payload["op"].startswith(UNSAID_VIEWS))
 
         # Views take the block of the operand that they view; other outputs get one of their own.
         views, results = True, []
@@ -226,7 +227,7 @@ class SimulatedWorker:
     def _host_op(self, define: Define, operands: Sequence) -> None:
         """An op in host memory: operands that rest there stay, and so do the op's results."""
         self._touch([held for i in operands[define.effects.reads] if not (held := self.tensors[i]).away])
-        for name, (shape, itemsize, _) in zip(operands[define.effects.makes], _outs(define.payload["outs"])):
+        for name, (shape, itemsize, _) in zip(operands[define.effects.makes], _outs(define.payload["outs"], False)):
             self._add(name, SimulatedTensor(Block(0, self.now.rows), shape, itemsize, away=True))
 
     def _evict(self, define: Define, operands: Sequence) -> None:
@@ -297,11 +298,11 @@ class SimulatedWorker:
                 self._free(name)
 
 
-def _outs(outs: Sequence) -> list[tuple[tuple[int, ...], int, int]]:
-    """Shape, itemsize and viewed operand (or -1) of each output of an op."""
+def _outs(outs: Sequence, unsaid: bool) -> list[tuple[tuple[int, ...], int, int]]:
+    """Shape, itemsize and viewed operand (or -1) of each output of an op. unsaid: all are views of the first operand."""
     results = []
     for kind, spec, of in outs:
         if kind in ("new", "view"):
             shape, dtype = (tuple(spec[0]), spec[3]) if spec else ((), "uint8")
-            results.append((shape, DTYPES[dtype][0], of if kind == "view" else -1))
+            results.append((shape, DTYPES[dtype][0], of if kind == "view" else 0 if unsaid else -1))
     return results

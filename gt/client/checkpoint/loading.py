@@ -22,7 +22,6 @@ from gt.client.checkpoint import optimizer_state, restoring, safetensors_format,
 from gt.client.checkpoint.folder import MANIFEST, find, is_sealed, reason, watched
 from gt.client.checkpoint.safetensors_format import FileEntry
 from gt.client.current_session import Current
-from gt.client.device.meta import LARGE_BYTES
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.exchange.host_buffers import Frames, file_frames
 from gt.client.groups import loss_scale
@@ -35,6 +34,7 @@ from gt.ir.spec import DTYPES
 from gt.wire.arena import place
 
 MAX_JSON_BYTES = 256 << 20  # largest manifest or index
+MAX_COPIED_BYTES = 16 << 20  # of tensors that were read, before those that have been copied are freed
 MAX_READS = 100  # tries to read a checkpoint that others replace meanwhile
 _INDEX = ".safetensors.index.json"
 _DTYPES = {name: getattr(torch, name) for name in safetensors_format.NAMES}
@@ -193,8 +193,8 @@ class _Files:
             return tensor
         self._copied += source[1].nbytes
         recorder = current_session.current()
-        # Else workers would hold the values of a whole checkpoint beside the model
-        if self._copied >= LARGE_BYTES and recorder.live_tensors.ended:  # free those that were copied before the next are read
+        # Else workers would hold the values of a whole checkpoint beside the model: free those that were copied
+        if self._copied >= MAX_COPIED_BYTES and recorder.live_tensors.ended:
             recorder.free_ended()
             self.wait_for_copies()
             self._copied = 0

@@ -13,6 +13,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from gt.client.checkpoint.state_tree import has_state
 from gt.client.device.remote_tensor import Shown
+from gt.client.groups import loss_scale
 from gt.errors import CheckpointError, GTError
 
 MAX_SHOWN = 8  # differences in an error
@@ -301,7 +302,13 @@ def _optimizer_changes(optimizer: torch.optim.Optimizer, state: Any, name: str, 
             if moment and value.shape != parameter.shape:
                 problems.append(f"{_join(name, f'state.{number}.{key}')} is {_show(value)}, its parameter {_show(parameter)}")
     before = {"state": optimizer.state, "param_groups": optimizer.param_groups}  # a load replaces both
-    yield Change(name, lambda: _load_optimizer(optimizer, state), lambda: optimizer.__dict__.update(before))
+    scale = loss_scale.copied()  # and changes this
+
+    def undo() -> None:
+        optimizer.__dict__.update(before)
+        loss_scale.restore(scale)
+
+    yield Change(name, lambda: _load_optimizer(optimizer, state), undo)
 
 
 def _foreign(optimizer: torch.optim.Optimizer, kept: Mapping | None) -> str:

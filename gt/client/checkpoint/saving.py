@@ -45,7 +45,6 @@ MAX_REQUESTS = 4  # such requests under way at once, while the program waits
 COPIED_BYTES = 1 << 30  # bytes of tensors that workers copy at once for a save that streams them while the program goes on
 _SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _DEFAULT_SET, _MODEL_SET = "state", "model"
-_SCALE_SET = "gt.loss_scale"  # that of the session, in no dict of the state: a name that no key can have
 
 
 @dataclass(slots=True)
@@ -110,8 +109,6 @@ class _SavedState:
         self.described: dict[str, list] = {}  # in the manifest: [device, requires_grad]
         self._flat = _is_flat(state)
         self.tree = state_tree.encode(state, self._put)
-        scale = {name: self._add(_SCALE_SET, (name,), tensor, False) for name, tensor in Current.loss_scale.items()}
-        self.loss_scale = {"dict": [[name, {"tensor": entry}] for name, entry in scale.items()]} if scale else None
 
     def _put(self, path: state_tree.Path, tensor: torch.Tensor) -> str:
         shown = state_tree.show(path)
@@ -384,7 +381,6 @@ class _Writer:
                 "format": "gt", "version": VERSION, "sets": sorted(state.sets), "tensors": state.described, "state": state.tree,
                 "files": {name: os.fstat(fd).st_size for name, fd in sorted(self._folder.files.items())},
                 "sums": dict(sorted(self._sums.items())),
-                **({"loss_scale": state.loss_scale} if state.loss_scale else {}),
             }  # fmt: skip
             self._folder.commit(sealed(manifest))
         except OSError as error:

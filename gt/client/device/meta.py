@@ -9,20 +9,18 @@ from gt.ir.spec import DTYPES, MAX_DIMS, Spec, row_major_stride
 
 _table: dict[tuple, Meta] = {}
 
-LARGE_BYTES = 16 << 20  # results from this size on take longer to make than a message takes that frees others first
-
 
 class Meta:
     """Shape, strides and storage offset (in elements) and dtype; equal ones are one object.
 
-    large: LARGE_BYTES or more. wrapper: the arguments that make a tensor object of this metadata, once there was one.
+    wrapper: the arguments that make a tensor object of this metadata, once there was one.
     """
 
-    __slots__ = ("dtype", "large", "offset", "shape", "stride", "wrapper")
+    __slots__ = ("dtype", "nbytes", "offset", "shape", "stride", "wrapper")
 
     def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> None:
         self.shape, self.stride, self.offset, self.dtype = shape, stride, offset, dtype
-        self.large = self.numel * dtype.itemsize >= LARGE_BYTES
+        self.nbytes = self.numel * dtype.itemsize
         self.wrapper: tuple = ()
 
     @property

@@ -1,11 +1,14 @@
 """The loss scale of `precision: fp16`: gradients inside of modules are scaled, those of the program are not.
 
 An optimizer's step with a gradient that is not finite is left out, and the scale is halved, as torch.amp.GradScaler does it.
-The scale is a remote tensor. Only an optimizer that takes no `found_inf` has a step wait for it.
+The scale is a remote tensor. Only an optimizer that takes no `found_inf` has a step wait for it. An optimizer's state_dict has
+it in each of its param_groups, so that every way of saving that state saves the scale.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,24 +18,59 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from gt.client.current_session import Current
 from gt.client.device.remote_tensor import RemoteTensor
 
+log = logging.getLogger("gt.client")
+
 INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000  # GradScaler's
 KEYS = frozenset({"scale", "inverse", "tracker"})  # names of its tensors
+SAVED = {"loss_scale": "scale", "loss_scale_tracker": "tracker"}  # keys of a param_group in a state_dict
 AMP_KEYS = ("grad_scale", "found_inf")  # attributes of an optimizer, by which GradScaler tells a fused step
 
 
 class LossScale:
-    """The scale, and the hooks on optimizers that change it."""
+    """The scale, and the hooks on optimizers that change it, and that save and load it."""
 
     def __init__(self) -> None:
         self._carried: dict[str, torch.Tensor] = {}  # changed in place: backward of an older loss, and replays, have them
         Current.loss_scale = self._carried
         self._aside: dict[int, tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]] = {}  # gradients of a step left out
         self._hooks = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
+        self._patched = torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict
+        self._extend_state_dict()
 
     def close(self) -> None:
         Current.loss_scale = {}
         for hook in self._hooks:
             hook.remove()
+        optimizer: Any = torch.optim.Optimizer
+        optimizer.state_dict, optimizer.load_state_dict = self._patched
+
+    def _extend_state_dict(self) -> None:
+        """Patch torch's optimizers while the session lasts: torch has hooks of one optimizer only, and none of all."""
+        optimizer: Any = torch.optim.Optimizer
+        own, load = self._patched
+
+        @functools.wraps(own)
+        def state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+            state = own(optimizer)
+            if not _is_remote(optimizer):
+                return state
+            scale = {key: self._tensors()[name] for key, name in SAVED.items()}
+            return {**state, "param_groups": [{**group, **scale} for group in state["param_groups"]]}
+
+        @functools.wraps(load)
+        def load_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+            groups = state_dict.get("param_groups", ())
+            rest = [{key: value for key, value in group.items() if key not in SAVED} for group in groups]
+            load(optimizer, {**state_dict, "param_groups": rest})
+            if not _is_remote(optimizer):
+                return
+            scale = next((group for group in groups if SAVED.keys() <= group.keys()), None)
+            if scale is not None:
+                _go_on(scale)
+            elif state_dict.get("state"):
+                log.warning("the loaded state of an optimizer has no loss scale of precision fp16, which begins anew")
+
+        optimizer.state_dict, optimizer.load_state_dict = state_dict, load_state_dict
 
     def value(self) -> torch.Tensor:
         return self._tensors()["scale"]
@@ -56,7 +94,8 @@ class LossScale:
         overflow = torch.zeros((), device="remote")
         with torch.no_grad():
             gradients = [parameter.grad for parameter in owned]
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, torch.ones((), device="remote"))
+            checked = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
+            torch._amp_foreach_non_finite_check_and_unscale_(checked, overflow, torch.ones((), device="remote"))
             # A fused step takes found_inf and leaves its parameters alone, with no wait. Any
             # other step is left out by taking the gradients away, for which the flag is read
             if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -93,9 +132,27 @@ def _filled(carried: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return carried
 
 
+def _is_remote(optimizer: torch.optim.Optimizer) -> bool:
+    return any(isinstance(parameter, RemoteTensor) for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _go_on(group: Mapping[str, Any]) -> None:
+    """Go on with the scale of a loaded param_group."""
+    carried = _filled(Current.loss_scale)
+    with torch.no_grad():  # in place, as in a step
+        for key, name in SAVED.items():
+            carried[name].copy_(torch.as_tensor(group[key]).reshape(()))
+        carried["inverse"].copy_(carried["scale"].reciprocal())
+
+
+def copied() -> dict[str, torch.Tensor]:
+    """Copies of the tensors of this session's scale, {} if it has none."""
+    return {name: tensor.clone() for name, tensor in Current.loss_scale.items()}
+
+
 def restore(saved: Mapping[str, torch.Tensor]) -> None:
-    """Go on with the scale of a checkpoint, if the config of this session has one."""
-    if Current.precision.compute == "fp16":
+    """Go on with a scale of `copied`, or of a checkpoint of earlier versions, if the config of this session has one."""
+    if saved and Current.precision.compute == "fp16":
         with torch.no_grad():  # in place, as in a step
             for name, tensor in _filled(Current.loss_scale).items():
                 tensor.copy_(saved[name])

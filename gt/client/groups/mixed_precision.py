@@ -16,8 +16,10 @@ from torch.nn import RNNBase
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
+from gt.client.current_session import Current
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.groups.loss_scale import LossScale, ScaledCast, ScaledGradient
+from gt.client.trace.dispatch import declare_frozen
 from gt.config.schema import DTYPES, Precision
 
 FULL = torch.float32  # dtype of the parameters that are cast
@@ -59,7 +61,7 @@ class MixedPrecision:
             parameter = owner._parameters[name]
             if isinstance(parameter, RemoteTensor) and parameter.dtype == FULL and not isinstance(owner, _BatchNorm):
                 if id(parameter) not in casts:
-                    casts[id(parameter)] = parameter, self.cast(parameter)
+                    casts[id(parameter)] = parameter, self._cast_of(parameter)
             # Gradients inside of the module are scaled, also those that reach such
             # a parameter: a cast to its own dtype divides its gradient by the scale
             elif isinstance(parameter, RemoteTensor) and self.scale is not None:
@@ -69,10 +71,19 @@ class MixedPrecision:
                 casts[id(parameter)] = parameter, self.cast(parameter, parameter.dtype)
         return casts
 
+    def _cast_of(self, parameter: RemoteTensor) -> torch.Tensor:
+        """A parameter's cast. A frozen parameter is declared as itself: its module shows the cast of this call alone."""
+        if parameter.requires_grad or not Current.declares_modules:
+            return self.cast(parameter)
+        declare_frozen(parameter)
+        cast = self.cast(parameter)
+        cast._ref.home = -1  # type: ignore[attr-defined]  # nothing is to be declared of it
+        return cast
+
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor in another dtype, by default that of computation. Its gradient is of its own dtype, and not scaled."""
         dtype = dtype or self.compute
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() and dtype != tensor.dtype:
             return tensor
         if self.scale is not None and tensor.requires_grad and torch.is_grad_enabled():
             return ScaledCast.apply(tensor, dtype, self.scale.value(), self.scale.inverse())

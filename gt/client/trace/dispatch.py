@@ -116,8 +116,9 @@ def dispatch(func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
         result = first
     else:
         meta, number, live = entry.metas[0], recorder.new_id(), recorder.live_tensors
-        if meta.large and live.ended:
-            recorder.free_ended()
+        live.made += entry.made
+        if live.made > live.most and live.ended:
+            recorder.free_ended(entry.made)
         row = (entry.number, origin, ref.id, number) if other is None else (entry.number, origin, ref.id, other, number)
         code.extend(row)
         # A view is an inference tensor exactly if its base is, whatever the mode is now
@@ -153,8 +154,9 @@ def _record(recorder: Recorder, entry: Entry, first: Any, operands: Sequence, or
         result = first
     else:
         meta, number, live = entry.metas[0], recorder.new_id(), recorder.live_tensors
-        if meta.large and live.ended:
-            recorder.free_ended()
+        live.made += entry.made
+        if live.made > live.most and live.ended:
+            recorder.free_ended(entry.made)
         code.extend((entry.number, origin, *operands, number))
         result = new_view(first, *entry.wrapper) if entry.view else new_tensor(*entry.wrapper)
         result._ref = Ref(number, meta, origin, live)
@@ -227,8 +229,9 @@ def _record_series(recorder: Recorder, entry: Entry, row: list, first: Any) -> A
     first: the first argument, of which the results may be views.
     """
     live, new_id, origin, base = recorder.live_tensors, recorder.new_id, row[1], first if entry.view else None
-    if entry.large and live.ended:
-        recorder.free_ended()
+    live.made += entry.made
+    if live.made > live.most and live.ended:
+        recorder.free_ended(entry.made)
     numbers = [new_id() for _ in entry.metas]
     code = recorder.code
     code.extend(row + numbers)
@@ -363,8 +366,10 @@ def finish_call(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tu
     if info.counts_writes:
         _count_writes([operands[i] for i in entry.written])
     numbers = [recorder.new_id() for _ in entry.metas]
-    if recorder.live_tensors.ended and any(meta is not None and meta.large for meta in entry.metas):
-        recorder.free_ended()
+    live = recorder.live_tensors
+    live.made += entry.made
+    if live.made > live.most and live.ended:
+        recorder.free_ended(entry.made)
     recorder.code.extend(row + numbers)
     if entry.mode == ASK:
         recorder.flush()

@@ -27,8 +27,6 @@ _KINDS = {
 # Modes of an entry, by its result: ONE new tensor, the FIRST argument, MANY tensors, INTO out=, ASK: a shape that only the
 # dispatcher learns. LONG: in chunks. DEFAULTED: torch's default dtype, which workers would not give it. NUMBERS: checked first
 ONE, FIRST, MANY, INTO, ASK, LONG, DEFAULTED, NUMBERS = range(8)
-# Ops whose results share memory with an operand although their schemas do not say so
-_UNSAID_VIEWS = ("aten._unsafe_view.", "aten.unsafe_")
 # Ops whose output shape depends on a Scalar
 _SHAPED_BY_VALUE = ("aten.arange", "aten.range")
 
@@ -63,7 +61,7 @@ class OpInfo:
             or self.outs
             or not self.name.startswith("aten.")
             or torch.Tag.inplace_view in func.tags
-            or self.name.startswith(_UNSAID_VIEWS)
+            or self.name.startswith(ops.UNSAID_VIEWS)
             or "as_strided" in self.name
         )
         self.handler: Callable | None = None
@@ -76,12 +74,12 @@ class Entry:
     number: of the template, or of chunks with mode LONG. metas: of outputs that get an id, in order. result: the value to
     return as a tree of ("new", output), ("arg", operand) and ("const", value). series: tuple or list, if the value is one of
     outputs and None alone; `slots` has the output of each place then, and is empty if the outputs are the value as they are.
-    large: one of them is. written: operands that are written in place.
+    made: bytes of memory that the call makes. written: operands that are written in place.
     view: the outputs are views of the first operand. wrapper: arguments of new_tensor for the output with mode ONE.
     With mode NUMBERS, result is the entry to record the call by, and `accepted` has numbers that were checked.
     """
 
-    __slots__ = ("accepted", "large", "metas", "mode", "number", "result", "series", "slots", "view", "wrapper", "written")
+    __slots__ = ("accepted", "made", "metas", "mode", "number", "result", "series", "slots", "view", "wrapper", "written")
 
     def __init__(self) -> None:
         self.number, self.mode = 0, MANY
@@ -90,7 +88,7 @@ class Entry:
         self.result: Any = None
         self.series: type[tuple] | type[list] | None = None
         self.slots: list[int | None] = []
-        self.large = False
+        self.made = 0
         self.written: tuple[int, ...] = ()
         self.wrapper: tuple = ()
         self.view = False

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gt.client.device.remote_tensor import LiveTensors
+from gt.client.device.remote_tensor import MAX_MADE_BYTES, LiveTensors
 from gt.client.reports import spans
 from gt.client.values.foldable_ops import FLOATS, MAX_FLOAT_BYTES
 from gt.client.values.known_values import KnownValues
@@ -288,10 +288,14 @@ class Recorder:
         if self.code or self._ready or self._lock.locked() or self.tape is not None or self.ended_tape is not None:
             self.flush(asks)
 
-    def free_ended(self) -> None:
-        """Free ended ids before the next op, which makes a large value, and not at the end of this batch."""
+    def free_ended(self, made: int = 0) -> None:
+        """Free ended ids before the next op, and not at the end of this batch. made: bytes of memory that the op makes."""
+        # A recording keeps what its call has made; its program frees each value after its last use
+        if self.tape is not None and 0 < self.live_tensors.made < MAX_MADE_BYTES:
+            return
         with uninterrupted(), self._lock:
             freed = self.live_tensors.take_ended()
+            self.live_tensors.made = made
             if self.tape is not None:
                 freed = self.tape.defer(freed)
             for start in range(0, len(freed), MAX_FREED_PER_BATCH):

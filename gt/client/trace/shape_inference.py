@@ -417,7 +417,8 @@ def _outs(info: OpInfo, entry: Entry, result: Any, known: bool, positions: dict[
         entry.series = type(entry.result)
         slots = [leaf[1] for leaf in entry.result]
         entry.slots = [] if slots == list(range(len(entry.metas))) else slots
-        entry.large = any(meta.large for meta in entry.metas)
+    if known and not entry.view:
+        entry.made = sum(meta.nbytes for meta in entry.metas)
     return outs
 
 

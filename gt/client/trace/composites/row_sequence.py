@@ -96,7 +96,7 @@ class RowSequence:
         """results: slots. Slots are those of operands, then one for each row."""
         self._count = len(rows)
         self._numbers = tuple(entry.number for entry, _ in rows)
-        self._large = any(entry.metas[0].large for entry, _ in rows)
+        self._made = sum(entry.made for entry, _ in rows)
         # Places in the table that `record` makes: (origin, operands, new ids, numbers of templates). Example: of the
         # function mm(t(w), x) with operands w, x the table is (origin, w, x, new0, new1, t, mm), and the rows t w,
         # mm new0 x are picked as [5, 0, 1, 3, 6, 0, 3, 2, 4]. One itemgetter copies them without a loop in Python
@@ -113,8 +113,9 @@ class RowSequence:
         """Record the ops on tensors with these ids. Returns the results."""
         recorder = Current.recorder or current_session.current()
         origin, live, new_id = Current.origins.here(), recorder.live_tensors, recorder.new_id
-        if self._large and live.ended:
-            recorder.free_ended()
+        live.made += self._made
+        if live.made > live.most and live.ended:
+            recorder.free_ended(self._made)
         new = [new_id() for _ in self._numbers]
         recorder.ops += self._count
         code = recorder.code
