@@ -126,9 +126,7 @@ def kill(child: Child) -> None:
 def number_of(path: Path) -> int:
     """The one number that all values of a checkpoint are; read without workers."""
     state = gt.load(path, device="cpu")
-    numbers = {
-        float(n) for tensor in (state["model"]["w"], *state["rest"], state["here"]) for n in tensor.unique().tolist()
-    }
+    numbers = {float(n) for tensor in (state["model"]["w"], *state["rest"], state["here"]) for n in tensor.unique().tolist()}
     assert numbers == {float(state["number"])}, f"{path} has values of several saves: {numbers}, {state['number']}"
     return state["number"]
 

@@ -14,7 +14,7 @@ import tempfile
 import gt
 from gt.ir.instr import BACKENDS
 from tests.helpers.serving import serving
-from tests.system.parity.test_zero_random import compare
+from tests.system.parity.strategies.test_zero_random import compare
 
 WORKERS = 8
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import gt
 from tests.helpers.serving import serving
-from tests.system.parity.test_zero_random import OPTIMIZERS, Model
+from tests.system.parity.strategies.test_zero_random import OPTIMIZERS, Model
 
 BEFORE, AFTER, ROWS, CLOSE = 2, 3, 16, 1e-5
 DTYPES = [

@@ -425,9 +425,7 @@ def run(seed: int, dtype: torch.dtype = torch.int64) -> list:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("first", range(0, 30, 5))
-def test_random_programs_read_what_a_worker_would_say(
-    first: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_programs_read_what_a_worker_would_say(first: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker of these tests executes each op with plain torch."""
     recorder: Any = current_session.current()
     programs = range(first, first + 5)

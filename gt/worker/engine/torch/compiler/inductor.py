@@ -6,11 +6,12 @@ memory as the ops' own results would. Inductor itself caches code on disk.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -32,16 +33,15 @@ from gt.worker.engine.torch.compiler.compiled_segment import Code, InputSignatur
 from gt.worker.engine.torch.compiler.early_results import early_taps, tap
 from gt.worker.engine.torch.compiler.kernel_builds import Waits, kernel_builds, start_build_processes
 from gt.worker.engine.torch.compiler.lowering import LoweringProcesses, processes_beside
-from gt.worker.engine.torch.dtypes import NAME
+from gt.worker.engine.torch.dtypes import DTYPE, NAME
 from gt.worker.engine.torch.gpu import channels_last
 from gt.worker.engine.torch.overloads import OVERLOADS
-from gt.worker.program.partition import BoundSegment, SegmentGraph
+from gt.worker.program.partition import BoundSegment, SegmentGraph, SegmentOp
 
 log = logging.getLogger("gt.worker")
 MAX_COMPILED_GRAPHS = 1024  # that are kept
 MAX_TAPS = 8  # of one graph
 _alone = threading.Lock()  # tracing keeps its state in globals
-_opened: list[Inductor] = []  # in a process that lowers for a worker
 UNFIT = frozenset({"inplace_view", "nondeterministic_seeded", "dynamic_output_shape", "data_dependent_output"})
 # Their shapes depend on values only where an index is a mask, and then the output has no spec
 BY_MASKS = frozenset({"aten.index.Tensor"})
@@ -65,7 +65,7 @@ class Inductor:
         """processes: that lower segments beside this one; None for as many as fit the device and its host."""
         warnings.filterwarnings("ignore", r"\s*Online softmax is disabled", UserWarning)  # of no use to the user
         code_cache.secure()
-        if engine.kind == "cuda" and processes is None:
+        if engine.kind == "cuda":
             start_build_processes()
         self._engine = engine
         self.channels_last = engine.kind == "cuda"  # convolutions may have this layout
@@ -73,7 +73,7 @@ class Inductor:
         self._kept: dict[Hashable, CompiledSegment | str] = {}
         self._fits: dict[str, bool] = {}
         count = processes_beside(engine.device) if processes is None else processes
-        self._processes = LoweringProcesses(engine.device, count, _lower_on_disk)
+        self._processes = LoweringProcesses(engine.device, count)
 
     # ---- what can be compiled
 
@@ -137,8 +137,7 @@ class Inductor:
         lowered: dict[Hashable, tuple[Code, Waits]] = {}
         with _alone, kernel_builds(self._engine.host) as waits:
             longest = sorted(requests.items(), key=lambda item: -len(item[1].payloads))
-            plain = {key: (type(self._engine), str(self._engine.device), request) for key, request in longest}
-            for key in self._processes.order(plain):
+            for key in self._processes.order({key: request.line for key, request in longest}):
                 start = monotonic()
                 try:
                     results[key] = code = self._lower(requests[key], key)
@@ -175,8 +174,13 @@ class Inductor:
             run = compile_fx(traced.graph, traced.fakes)
         return Code(traced, run, request.signature, request.written, key)
 
-    def lower_on_disk(self, request: _Request) -> None:
-        """Lower a segment for another process, which finds its code in Inductor's folder."""
+    def lower_on_disk(self, line: bytes) -> None:
+        """Lower a segment for another process, which finds its code in Inductor's folder. line: of the request."""
+        request = _Request.read(line)
+        threads, precision, deterministic = request.settings
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(deterministic)
         with _alone, self._engine.guard(), kernel_builds(self._engine.host, build=False) as waits:
             self._lower(request, None)
             for wait in waits if self._engine.host else ():
@@ -257,23 +261,27 @@ class _Request:
     written: frozenset[int]
     settings: tuple[int, str, bool]
 
+    def line(self) -> str:
+        """The request as JSON, without the texts of its ops."""
+        graph = self.graph.inputs, [(call.ins, call.made) for call in self.graph.calls], self.graph.outputs
+        specs = [(shape, stride, NAME[dtype]) for shape, stride, dtype in self.signature.specs]
+        signature = specs, self.signature.alike
+        return json.dumps([graph, self.payloads, self.values, signature, sorted(self.written), self.settings])
+
+    @classmethod
+    def read(cls, line: bytes) -> _Request:
+        (inputs, calls, outputs), payloads, values, (specs, alike), written, settings = json.loads(line)
+        graph = SegmentGraph(inputs, tuple(SegmentOp("", tuple(ins), (), made) for ins, made in calls), tuple(outputs))
+        signature = InputSignature(
+            tuple((tuple(shape), tuple(stride), DTYPE[dtype]) for shape, stride, dtype in specs), tuple(map(tuple, alike))
+        )
+        return cls(graph, tuple(payloads), tuple(map(tuple, values)), signature, frozenset(written), tuple(settings))
+
 
 def _request(segment: BoundSegment, signature: InputSignature) -> _Request:
     settings = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
     written = _written(segment)
     return _Request(segment.graph, segment.payloads, segment.values, signature.reduced(written), written, settings)
-
-
-def _lower_on_disk(given: tuple[Callable[[str], Any], str, _Request]) -> None:
-    """In a process beside a worker's. given: the worker's kind of engine, its device, and the request."""
-    open_engine, device, request = given
-    threads, precision, deterministic = request.settings
-    torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision(precision)
-    torch.use_deterministic_algorithms(deterministic)
-    if not _opened:
-        _opened.append(Inductor(open_engine(device), processes=0))
-    _opened[0].lower_on_disk(request)
 
 
 def _refusal(request: _Request, error: Exception) -> str:

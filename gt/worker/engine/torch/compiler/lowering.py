@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -38,7 +37,8 @@ def processes_beside(device: torch.device) -> int:
     """Processes for a worker of this device. On CPUs the C++ compiler takes most of the time, and builds in threads already."""
     from torch._inductor import config
 
-    if device.type != "cuda" or not config.fx_graph_cache or config.force_disable_caches:
+    cached = config.fx_graph_cache and not config.force_disable_caches
+    if device.type != "cuda" or not cached or config.compile_threads == 1:
         return 0
     return max(0, min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // CORES_EACH - 1, available_bytes() // HOST_BYTES_EACH))
 
@@ -46,19 +46,21 @@ def processes_beside(device: torch.device) -> int:
 class LoweringProcesses:
     """They start at once, and import what they need meanwhile. `end` ends them; so does the end of this process.
 
-    lower: a function of a module, which lowers a request in such a process. A request is plain data.
+    Each opens an engine for the device. A request makes text of one line, which that engine's compiler reads.
     """
 
-    def __init__(self, device: torch.device, count: int, lower: Callable[[Any], None]) -> None:
-        self._device, self._lower = device, lower
+    def __init__(self, device: torch.device, count: int) -> None:
+        self._device = device
         self._processes: list[subprocess.Popen[bytes]] = []
         self._free: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
         self._threads: ThreadPoolExecutor | None = None
         self._starts: list[Future] = []
         if not count:
             return
-        code = f"from {__name__} import serve; serve({os.getpid()})"
-        # They build no kernels, so they start no processes of Inductor's.
+        opened = f"lambda: open_engine('torch', {str(device)!r})"
+        code = f"from gt.worker.engine.registry import open_engine; import {__name__} as processes\n"
+        code += f"processes.serve({os.getpid()}, {opened})"
+        # They build no kernels: of one thread Inductor starts no processes, and neither do they.
         surroundings = env.child(PYTHONPATH=env.python_path(_ROOT), TORCHINDUCTOR_COMPILE_THREADS="1")
         try:
             for _ in range(count):
@@ -72,7 +74,7 @@ class LoweringProcesses:
             log.info("segments are lowered by this process alone", exc_info=error)
             self.end()
 
-    def order(self, requests: Mapping[Hashable, Any]) -> Iterator[Hashable]:
+    def order(self, requests: Mapping[Hashable, Callable[[], str]]) -> Iterator[Hashable]:
         """Keys of all requests, in the order in which the caller should lower them. requests: the one that takes longest first.
 
         Processes take requests in that order, once they have started. A key comes when its process has ended with it; the
@@ -103,13 +105,13 @@ class LoweringProcesses:
         if process.stdout.read(1) == _DONE:  # type: ignore[union-attr]
             self._free.put(process)
 
-    def _lowered(self, request: Any) -> None:
+    def _lowered(self, request: Callable[[], str]) -> None:
         """Have a free process lower a request. If none is left, or it dies, the caller finds nothing on disk."""
         if self._free.empty():
             return
         process = self._free.get()
         with contextlib.suppress(OSError):  # it has died
-            pickle.dump((self._lower, request), process.stdin)  # type: ignore[arg-type]
+            process.stdin.write(request().encode() + b"\n")  # type: ignore[union-attr]
             process.stdin.flush()  # type: ignore[union-attr]
             if process.stdout.read(1) == _DONE:  # type: ignore[union-attr]
                 self._free.put(process)
@@ -127,7 +129,7 @@ class LoweringProcesses:
                 pass
 
 
-def serve(parent: int) -> None:
+def serve(parent: int, open_engine: Callable[[], Any]) -> None:
     """Such a process: it lowers what its parent hands to it, and ends with its parent."""
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
@@ -136,13 +138,12 @@ def serve(parent: int) -> None:
     import torch._inductor.compile_fx
     import torch._meta_registrations  # noqa: F401
 
-    while True:
-        os.write(answers, _DONE)
+    compiler = None
+    os.write(answers, _DONE)
+    for request in requests:
         try:
-            lower, request = pickle.load(requests)
-        except EOFError:
-            return
-        try:
-            lower(request)
+            compiler = compiler or open_engine().compiler("inductor")[0]
+            compiler.lower_on_disk(request)
         except Exception as error:
             log.info("a segment is left to the worker", exc_info=error)
+        os.write(answers, _DONE)

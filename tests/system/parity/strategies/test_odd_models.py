@@ -19,7 +19,7 @@ from torch import nn
 
 import gt
 from tests.helpers import longer
-from tests.system.parity.test_zero_random import strategy
+from tests.system.parity.strategies.test_zero_random import strategy
 
 WIDTH, STEPS, CLOSE = 12, 10, 1e-5
 KINDS = ("empty", "counts", "complex", "list", "lora", "non-contiguous", "scalar", "batch norm", "mlp", "shared", "half frozen")
