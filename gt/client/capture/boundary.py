@@ -40,6 +40,7 @@ from gt.client.capture.state_walk import (
     tensor_identity,
     unchanged,
 )
+from gt.client.capture.user_code import module_of
 from gt.client.capture.watches.node_hooks import comparable_hooks
 from gt.client.device.remote_tensor import RemoteTensor, Shown, is_leaf
 from gt.client.groups.group_context import stack
@@ -412,7 +413,7 @@ def counts(entry: StateSnapshot, leaving: StateSnapshot) -> dict[str, int]:
 def _explain_change(path: str, old: StateItem, new: StateItem, before: dict[str, StateItem]) -> str:
     """Describe a value that a call has changed. before: values before the call, by path."""
     name = path.partition("[")[0].rpartition(".")[0]
-    if name in before and type(before[name].value).__module__ == _SCHEDULERS:
+    if name in before and module_of(type(before[name].value)) == _SCHEDULERS:
         return f"the function steps the scheduler `{name}`, and Python does not run in a replay: step it after the function"
     return f"the function changes {path} from {_short(old.value)} to {_short(new.value)}{OUTSIDE}"
 
@@ -536,7 +537,7 @@ def schedules_rates(entry: StateSnapshot) -> bool:
 def _reaches(entry: StateSnapshot, modules: tuple[str, ...] | str) -> bool:
     """True if an object or class that a function reaches is of one of torch's modules."""
     kinds = (item.value if isinstance(item.value, type) else type(item.value) for item in entry.items)
-    return any(kind.__module__.startswith(modules) for kind in kinds)
+    return any(module_of(kind).startswith(modules) for kind in kinds)
 
 
 def make_capturable(optimizer: torch.optim.Optimizer, begun: bool) -> bool:

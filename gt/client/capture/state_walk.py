@@ -37,6 +37,7 @@ from gt.client.capture.user_code import (
     is_library_code,
     is_own,
     is_stateless,
+    module_of,
 )
 from gt.client.capture.watches.node_hooks import hooks_of_nodes, next_serial
 from gt.client.device.remote_tensor import RemoteTensor, Shown, is_leaf
@@ -218,7 +219,7 @@ class StateWalker:
         kind = type(node)
         if isinstance(node, _CONTAINERS):
             self._visit_container(path, node)
-            if kind.__module__ not in LIBRARIES:  # a user's subclass, which may have attributes
+            if module_of(kind) not in LIBRARIES:  # a user's subclass, which may have attributes
                 self._visit_object(path, node)
                 return
         elif not self._visit_code(path, node):
@@ -267,7 +268,7 @@ class StateWalker:
         kind = type(node)
         if not isinstance(node, RemoteTensor) and fingerprint(node) is not None:
             self._add_fingerprint(path, node)
-        elif hasattr(kind, "__next__") and is_library(kind.__module__):
+        elif hasattr(kind, "__next__") and is_library(module_of(kind)):
             self.snapshot.opaque.append(f"{path} is an iterator ({kind.__name__}), whose position cannot be compared")
         elif isinstance(node, _CHANNELS):
             self.snapshot.opaque.append(f"{path} is a {kind.__name__}, whose content cannot be compared")
@@ -398,7 +399,7 @@ class StateWalker:
                     self._note_integer(name)
 
     def _visit_class(self, path: str, cls: type) -> None:
-        if is_library(cls.__module__):
+        if is_library(module_of(cls)):
             return
         every = self.used is None or has_library_base(cls)
         for name, value in list(vars(cls).items()):
@@ -438,7 +439,7 @@ class StateWalker:
 
     def _visit_attributes(self, path: str, node: Any, own: dict) -> None:
         module, kind = isinstance(node, torch.nn.Module), type(node)
-        if is_installed(type(node).__module__):
+        if is_installed(module_of(type(node))):
             self._library_state.update(map(id, own.values()))
         # Library code is not walked, so it is not known which attributes it names: where it knows the object, all count
         every = self.used is None or has_library_base(type(node)) or id(node) in self._library_state
@@ -453,7 +454,7 @@ class StateWalker:
             elif module and name in _HOOK_FIELDS and isinstance(value, dict) and not value:
                 self._add_length(f"{path}.{name}", value)
             elif every or name in self.used:  # type: ignore[operator]
-                if isinstance(value, dict) and type(node).__module__.startswith(STATEFUL):
+                if isinstance(value, dict) and module_of(type(node)).startswith(STATEFUL):
                     self._unordered.add(id(value))
                 self._add_item(f"{path}.{name}", own, name, False, value)
                 if type(value) is int and may_count(kind, name):  # type: ignore[arg-type]
@@ -499,7 +500,7 @@ def fingerprint(node: Any) -> Any:
     if isinstance(node, ContextVar):
         value = node.get(_UNSET)
         return type(value), comparable(value) if is_scalar_like(value) else id(value)
-    if isinstance(node, (bytearray, memoryview)) or type(node).__module__ in ("array", "ctypes", "_ctypes"):
+    if isinstance(node, (bytearray, memoryview)) or module_of(type(node)) in ("array", "ctypes", "_ctypes"):
         try:
             return bytes(memoryview(node))
         except TypeError:

@@ -36,6 +36,12 @@ _installed: dict[str, bool] = {
 }  # top packages of libraries; __main__ is the user's even if an installed notebook kernel started it
 
 
+def module_of(kind: Any) -> str:
+    """Name of the module of a class; "" where it has none: `__module__` of a class may be a descriptor of its objects'."""
+    name = kind.__module__
+    return name if isinstance(name, str) else ""
+
+
 def is_library(module: str | None) -> bool:
     """True unless the module is the user's own code."""
     top = module.partition(".")[0] if module else ""
@@ -65,16 +71,16 @@ def is_installed(module: str) -> bool:
 
 def is_stateless(kind: type) -> bool:
     """True if nothing inside an object of this class decides what a function does."""
-    top = kind.__module__.partition(".")[0]
+    top = module_of(kind).partition(".")[0]
     if issubclass(kind, _SIGNALS):
         return False
-    assumed = top in LIBRARIES and not kind.__module__.startswith(STATEFUL)
+    assumed = top in LIBRARIES and not module_of(kind).startswith(STATEFUL)
     return assumed and (top not in sys.stdlib_module_names or top in _STATELESS_STDLIB)
 
 
 def has_library_base(kind: type) -> bool:
     """True if library code, which is not walked, knows instances of this class and may use any attribute."""
-    return any(is_library(cls.__module__) for cls in kind.__mro__[:-1])
+    return any(is_library(module_of(cls)) for cls in kind.__mro__[:-1])
 
 
 def is_own(function: types.FunctionType) -> bool:

@@ -119,8 +119,7 @@ def dispatch(func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
         live.made += entry.made
         if live.made > live.most and live.ended:
             recorder.free_ended(entry.made)
-        row = (entry.number, origin, ref.id, number) if other is None else (entry.number, origin, ref.id, other, number)
-        code.extend(row)
+        code.extend((entry.number, origin, ref.id, number) if other is None else (entry.number, origin, ref.id, other, number))
         # A view is an inference tensor exactly if its base is, whatever the mode is now
         wrapper, other_kind = entry.wrapper, entry.view and first.is_inference() is not _inference()
         result = new_view(first, *wrapper) if other_kind else new_tensor(*wrapper)

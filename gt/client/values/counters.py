@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gt.client.capture.user_code import LIBRARIES, is_library
+from gt.client.capture.user_code import LIBRARIES, is_library, module_of
 
 # Names with which code reads attributes and variables that it does not name
 UNNAMED_ACCESS = frozenset(
@@ -117,10 +117,10 @@ def may_count(kind: type, name: str) -> bool:
     if not plain or not isinstance(inspect.getattr_static(kind, name, 0), int):
         return False
     for base in kind.__mro__[:-1]:
-        if not is_library(base.__module__):
+        if not is_library(module_of(base)):
             continue  # the user's, whose code is on the walk
         functions = [function for function in vars(base).values() if isinstance(function, types.FunctionType)]
-        known = base.__module__.partition(".")[0] in LIBRARIES
+        known = module_of(base).partition(".")[0] in LIBRARIES
         if not known or any(name in names for function in functions for names in _uses(function.__code__)):
             return False
     return True

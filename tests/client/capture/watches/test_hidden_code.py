@@ -362,3 +362,20 @@ def test_a_profiler_of_the_program_stays() -> None:
     finally:
         sys.setprofile(None)
     assert step._programs[0].replays
+
+
+class OfAnotherModule:
+    """Its `__module__` is a descriptor, as that of typing.TypeAliasType in Python 3.12."""
+
+    __module__ = property(lambda self: "somewhere")  # type: ignore[assignment]
+
+
+def test_a_class_whose_module_is_a_descriptor_can_be_reached() -> None:
+    held = {"kind": OfAnotherModule, "object": OfAnotherModule()}
+
+    @gt.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * len(held)
+
+    for n in range(4):
+        assert step(torch.full((2,), float(n)).to("remote")).tolist() == [2.0 * n] * 2
