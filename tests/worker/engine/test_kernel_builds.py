@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -49,23 +50,25 @@ def compared(script: Script, held: dict[int, torch.Tensor]) -> dict[str, Any]:
     return report(got)
 
 
-def alone(function: Callable[[], None]) -> None:
-    """Call a function of this file in a process of its own, as a worker is one: torch's compiler has state of the process."""
-    code = f"import {__name__} as module; module.{function.__name__}()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=limit(120)
-    )
+def alone(function: Callable[[], None], folder: Path) -> None:
+    """Call a function of this file in a process of its own, as a worker is one: torch's compiler has state of the process.
+
+    folder: where Inductor keeps code, which is empty at first.
+    """
+    line = [sys.executable, "-c", f"import {__name__} as module; module.{function.__name__}()"]
+    surroundings = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    done = subprocess.run(line, cwd=ROOT, env=surroundings, capture_output=True, text=True, check=False, timeout=limit(120))
     assert done.returncode == 0, done.stderr
 
 
 @compiler
-def test_all_segments_are_lowered_before_a_kernel_is_waited_for() -> None:
-    alone(lower_before_waiting)
+def test_all_segments_are_lowered_before_a_kernel_is_waited_for(tmp_path: Path) -> None:
+    alone(lower_before_waiting, tmp_path)
 
 
 @compiler
-def test_a_second_start_finds_all_segments_on_disk() -> None:
-    alone(start_twice)
+def test_a_second_start_finds_all_segments_on_disk(tmp_path: Path) -> None:
+    alone(start_twice, tmp_path)
 
 
 def lower_before_waiting() -> None:
@@ -89,13 +92,13 @@ def lower_before_waiting() -> None:
 
 
 @compiler
-def test_processes_lower_segments_beside_the_worker_and_end_with_the_batch() -> None:
-    alone(lower_beside)
+def test_processes_lower_segments_beside_the_worker_and_end_with_the_batch(tmp_path: Path) -> None:
+    alone(lower_beside, tmp_path)
 
 
 @compiler
-def test_a_process_that_is_killed_while_it_lowers_costs_time_only() -> None:
-    alone(killed_beside)
+def test_a_process_that_is_killed_while_it_lowers_costs_time_only(tmp_path: Path) -> None:
+    alone(killed_beside, tmp_path)
 
 
 def test_requests_come_in_an_order_in_which_nobody_waits_for_a_process_that_is_not_ready() -> None:

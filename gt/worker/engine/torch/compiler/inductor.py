@@ -179,8 +179,10 @@ class Inductor:
         request = _Request.read(line)
         threads, precision, deterministic = request.settings
         torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(precision)
         torch.use_deterministic_algorithms(deterministic)
+        # Even to set what is the default changes the key by which Inductor keeps code.
+        if torch.get_float32_matmul_precision() != precision:
+            torch.set_float32_matmul_precision(precision)
         with _alone, self._engine.guard(), kernel_builds(self._engine.host, build=False) as waits:
             self._lower(request, None)
             for wait in waits if self._engine.host else ():
