@@ -207,21 +207,24 @@ def check_call(info: Any, args: tuple, kwargs: dict, results: list, gpus: bool) 
     """Raise the CPU's error for the numbers among a call's arguments. results: metas of new tensors."""
     if _kind(info) in _FACTORIES:
         value = dict(zip(info.names, args), **kwargs)["fill_value"]
-        return _try_numbers(torch.ops.aten.fill_.Scalar, gpus, ((results[0].dtype, 1),), ..., value)
+        return _try_numbers(torch.ops.aten.fill_.Scalar, gpus, 0, ((results[0].dtype, 1),), ..., value)
     every = [*args, *kwargs.values()]
     if any(isinstance(a, list) or (isinstance(a, torch.Tensor) and type(a) is not RemoteTensor) for a in every):
         return None
     kinds = tuple((a.dtype, a.dim()) for a in every if type(a) is RemoteTensor)
     tried = [... if type(a) is RemoteTensor else a for a in every]
-    return _try_numbers(info.func, gpus, kinds, *tried[: len(args)], **dict(zip(kwargs, tried[len(args) :])))
+    # A divisor must be no zero, as in `7 // x`; an index of one element has to be one
+    number = int(_kind(info) in _OF_DIVISORS)
+    return _try_numbers(info.func, gpus, number, kinds, *tried[: len(args)], **dict(zip(kwargs, tried[len(args) :])))
 
 
 @functools.lru_cache(4096, typed=True)
-def _try_numbers(func: Any, gpus: bool, kinds: tuple[tuple[torch.dtype, int], ...], *args: Any, **kwargs: Any) -> None:
-    """Try an op on tensors of one element. kinds: their dtypes and dims. args, kwargs: with `...` in place of tensors."""
-    # One element is enough: the kernels refuse these numbers before they look at elements. It is no zero, which would be
-    # refused as a divisor: `7 // x`
-    tensors = iter([torch.ones([1] * dims, dtype=dtype, device="cpu") for dtype, dims in kinds])
+def _try_numbers(
+    func: Any, gpus: bool, number: int, kinds: tuple[tuple[torch.dtype, int], ...], *args: Any, **kwargs: Any
+) -> None:
+    """Try an op on tensors of one element, which is `number`. kinds: their dtypes and dims. args, kwargs: `...` for tensors."""
+    # One element is enough: the kernels refuse these numbers before they look at elements
+    tensors = iter([torch.full([1] * dims, number, dtype=dtype, device="cpu") for dtype, dims in kinds])
     tried = [next(tensors) if a is ... else a for a in args]
     named = {name: next(tensors) if a is ... else a for name, a in kwargs.items()}
     if any(argument.name == "generator" for argument in func._schema.arguments):

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+from gt.client import current_session
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.user_code import is_library_code
 from gt.wire.process_settings import program_froze
@@ -34,9 +35,12 @@ class CodeWatch:
         self._found: list[weakref.ref[types.FunctionType]] = []
         self._searched: set[types.CodeType] = set()
         self._watches = False
+        self._package = ""  # of the session's class
 
     def __enter__(self) -> CodeWatch:
         self._ran, self._users = {}, []
+        # A session is GT's, also a test's own, with the modules beside it
+        self._package = f"{type(current_session.current().session).__module__.rpartition('.')[0]}."
         # A program that is profiled keeps its profiler
         self._watches = sys.getprofile() is None
         if self._watches:
@@ -51,7 +55,8 @@ class CodeWatch:
         code = frame.f_code
         if event == "call" and id(code) not in self._ran:
             self._ran[id(code)] = code
-            if not is_library_code(frame.f_globals):
+            own = str(frame.f_globals.get("__name__", "")).startswith(self._package)
+            if not own and not is_library_code(frame.f_globals):
                 self._users.append(code)
 
     def roots(self) -> dict[str, types.FunctionType]:
