@@ -195,6 +195,8 @@ def why_key_differs(old: tuple, new: tuple) -> str:
             if not isinstance(new[1 + place], tuple) and not isinstance(old[1 + place], tuple):
                 return f"argument {place}, which is another object{ANOTHER}"
             return f"argument {place}, {_difference(old[1 + place], new[1 + place])}"
+    if old == new:  # the call before had an object at the same address, which has ended
+        return f"an argument, which is another object{ANOTHER}"
     return "another mode (grad, autocast, default dtype or device, signal group) or session"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import numpy as np
 import pytest
 import torch
@@ -22,6 +20,7 @@ from gt.worker.downloads import Downloads
 from tests.dispatcher.fairness.test_run_queue import ONES
 from tests.helpers.core_bench import CoreBench
 from tests.helpers.planned import planned
+from tests.helpers.serving import settled
 
 PAIR = """
 a: {shard: {axis: 0, workers: [0]}}
@@ -161,10 +160,7 @@ def test_tensors_that_ended_are_in_no_table(session):
             model(torch.ones(2, 8, device="remote")).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        gc.collect()
-        current_session.current().flush()
-        model.weight.sum().item()  # which workers alone know: it waits for all before it
-        worker = gt.stats()["workers"][0]
+        worker = settled()["workers"][0]
         live = current_session.current().live_tensors
         return len(live.all) - len(live.ended), worker["live_tensors"], worker["live_bytes"], worker["definitions"]
 
