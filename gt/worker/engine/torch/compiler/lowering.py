@@ -109,9 +109,10 @@ class LoweringProcesses:
         """Have a free process lower a request. If none is left, or it dies, the caller finds nothing on disk."""
         if self._free.empty():
             return
+        line = request().encode() + b"\n"  # before a process is taken: a request that fails keeps none
         process = self._free.get()
         with contextlib.suppress(OSError):  # it has died
-            process.stdin.write(request().encode() + b"\n")  # type: ignore[union-attr]
+            process.stdin.write(line)  # type: ignore[union-attr]
             process.stdin.flush()  # type: ignore[union-attr]
             if process.stdout.read(1) == _DONE:  # type: ignore[union-attr]
                 self._free.put(process)
