@@ -5,6 +5,8 @@ Code and globals of the standard library, torch and packages that pip installed 
 
 from __future__ import annotations
 
+import functools
+import glob
 import os
 import site
 import sys
@@ -64,9 +66,21 @@ def is_installed(module: str) -> bool:
     known = _installed.get(top)
     if known is None and top in sys.modules:
         package = sys.modules[top]
-        files = [getattr(package, "__file__", None), *getattr(package, "__path__", ())]
-        known = _installed[top] = any(str(file).startswith(_SITE_FOLDERS) for file in files if file)
+        files = [file for file in (getattr(package, "__file__", None), *getattr(package, "__path__", ())) if file]
+        folders = {os.path.dirname(file) for file in files}
+        known = any(str(file).startswith(_SITE_FOLDERS) for file in files) or any(top in _listed(folder) for folder in folders)
+        _installed[top] = known
     return bool(known)
+
+
+@functools.cache
+def _listed(folder: str) -> frozenset[str]:
+    """Top modules that pip has installed into a folder of any other name, as `--target` and `--user` do: pip lists its files."""
+    tops = set()
+    for path in glob.glob(os.path.join(glob.escape(folder), "*.dist-info", "RECORD")):
+        with open(path, encoding="utf-8", errors="replace") as rows:
+            tops |= {row.partition(",")[0].partition("/")[0].removesuffix(".py") for row in rows}
+    return frozenset(tops)
 
 
 def is_stateless(kind: type) -> bool:

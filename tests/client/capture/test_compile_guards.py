@@ -799,6 +799,24 @@ def test_a_notebooks_functions_are_the_users(monkeypatch: pytest.MonkeyPatch) ->
     assert not user_code.is_library("__main__") and user_code.is_library("yaml.loader") and not user_code.is_library(__name__)
 
 
+def test_a_package_that_pip_put_into_a_folder_of_any_name_is_a_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "listed_for_a_test").mkdir()
+    for file in ("listed_for_a_test/__init__.py", "listed_module_of_a_test.py", "own_for_a_test.py"):
+        (tmp_path / file).write_text("")
+    (tmp_path / "listed-1.0.dist-info").mkdir()
+    (tmp_path / "listed-1.0.dist-info" / "RECORD").write_text(
+        "listed_for_a_test/__init__.py,sha256=0,0\nlisted_module_of_a_test.py,,\nlisted-1.0.dist-info/RECORD,,\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("listed_for_a_test", "listed_module_of_a_test", "own_for_a_test")
+    for name in names:
+        monkeypatch.delitem(user_code._installed, name, raising=False)
+        importlib.import_module(name)
+    assert [user_code.is_library(name) for name in names] == [True, True, False]
+
+
 class Growing(dict):
     """Its items() makes what it has not."""
 
