@@ -16,7 +16,9 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "gt", "gt_autoload", "numpy", "pytest", "_pytest"})
+LIBRARIES = frozenset({
+    *sys.stdlib_module_names, "torch", "gt", "gt_autoload", "numpy", "zmq", "msgpack", "yaml", "pytest", "_pytest",
+})  # fmt: skip
 STATEFUL = (
     "torch.nn",
     "torch.optim",

@@ -113,8 +113,11 @@ class Temporary:
 
 # Once results of so many bytes have been recorded, ids that have ended are freed at once, and not with their batch. A share of
 # what is alive bounds what workers hold in vain, in small models too; a value that is freed alone costs the dispatcher 7 us
-MIN_MADE_BYTES, MAX_MADE_BYTES, MADE_SHARE = 128 << 10, 16 << 20, 64
+MIN_MADE_BYTES, MAX_MADE_BYTES, MADE_SHARE = 128 << 10, 128 << 20, 64
 RECOUNT_SHARES = 16  # such shares that are made before what is alive is counted again
+# A count takes 0.3 us for each tensor that is alive. So it waits until ids have been taken a quarter as many times: large
+# results would have it after every few ops
+RECOUNT_TAKES = 4
 
 
 class LiveTensors:
@@ -125,7 +128,7 @@ class LiveTensors:
 
     def __init__(self) -> None:
         self.made, self.most = 0, MIN_MADE_BYTES
-        self._uncounted = 0  # bytes that were made since `most` was set
+        self._uncounted, self._takes = 0, 0  # bytes that were made, and times that ids were taken, since `most` was set
         self.all: dict[int, LiveRef] = {}
         self.ended: list[LiveRef | Temporary] = []
         self.end = self.ended.append
@@ -134,6 +137,7 @@ class LiveTensors:
         """Ids that have ended since the last call."""
         # Other threads append meanwhile, in callbacks: exactly the copied references are removed
         self._uncounted += self.made
+        self._takes += 1
         ended, self.made = self.ended[:], 0
         del self.ended[: len(ended)]
         try:
@@ -143,7 +147,7 @@ class LiveTensors:
         forget = self.all.pop
         for number in ids:
             forget(number, None)  # a Temporary's is not there
-        if self._uncounted > RECOUNT_SHARES * self.most:
+        if self._uncounted > RECOUNT_SHARES * self.most and RECOUNT_TAKES * self._takes > len(self.all):
             self._set_most()
         return ids
 
@@ -151,7 +155,7 @@ class LiveTensors:
         """Count what is alive: to keep a sum would cost each op, and a few times in a step is often enough."""
         refs = [live() for live in [*self.all.values()]]
         nbytes = sum(ref.meta.nbytes for ref in refs if ref is not None)  # views have bytes, too
-        self._uncounted, self.most = 0, min(max(MIN_MADE_BYTES, nbytes // MADE_SHARE), MAX_MADE_BYTES)
+        self._uncounted, self._takes, self.most = 0, 0, min(max(MIN_MADE_BYTES, nbytes // MADE_SHARE), MAX_MADE_BYTES)
 
 
 class Alias:

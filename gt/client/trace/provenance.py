@@ -76,7 +76,7 @@ class Origins:
             number = self._of_node(node)
             if number:
                 return number
-        scope = stack.scope()
+        scope = stack.scope() if (last := stack.recorded).changes else last
         if scope.owner is not self:
             self._own(scope)
 

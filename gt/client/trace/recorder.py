@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gt.client.device.remote_tensor import MAX_MADE_BYTES, LiveTensors
+from gt.client.device.remote_tensor import LiveTensors
 from gt.client.reports import spans
 from gt.client.values.foldable_ops import FLOATS, MAX_FLOAT_BYTES
 from gt.client.values.known_values import KnownValues
@@ -33,6 +33,7 @@ MIN_BATCH_NUMBERS, MAX_BATCH_NUMBERS = 80, 1400  # in the buffer: about 15 and 2
 # the first batch waits for about 120 of them. It is handed over earlier once its ops read and make so many bytes.
 SHARED_BATCH_NUMBERS, SHARED_BATCH_BYTES = 640, 256 << 10
 MAX_BATCH_UPLOAD_BYTES = 16 << 20  # in a batch, which is then handed over
+MAX_RECORDED_BYTES = 16 << 20  # that ops of a recorded call make before values that have ended are freed
 MAX_HELD_BATCHES = 8  # joined in one while execution of a call is deferred: no worker waits, and credit lasts longer
 MAX_HELD_CALLS = 8  # calls whose ends wait in the buffers while workers are busy
 MAX_BUSY_LOOKS = 8  # of the I/O thread, each 10 ms after the one before at the latest
@@ -291,7 +292,7 @@ class Recorder:
     def free_ended(self, made: int = 0) -> None:
         """Free ended ids before the next op, and not at the end of this batch. made: bytes of memory that the op makes."""
         # A recording keeps what its call has made; its program frees each value after its last use
-        if self.tape is not None and 0 < self.live_tensors.made < MAX_MADE_BYTES:
+        if self.tape is not None and 0 < self.live_tensors.made < MAX_RECORDED_BYTES:
             return
         with uninterrupted(), self._lock:
             freed = self.live_tensors.take_ended()

@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gt.client import current_session
+from gt.client.device import meta as metas
+from gt.client.device import remote_tensor
 from gt.client.device.remote_tensor import Ref
 from tests.helpers.inline_session import InlineSession, inline  # noqa: F401
 
@@ -155,6 +157,20 @@ def count(session: InlineSession) -> int:
 
     gt.stats()
     return len(session.log)
+
+
+def test_what_is_alive_is_counted_seldom_however_large_results_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = remote_tensor.LiveTensors()
+    meta = metas.contiguous((1 << 20,), torch.float32)
+    kept = [Ref(n, meta, 0, live) for n in range(1000)]
+    counts: list[int] = []
+    count = remote_tensor.LiveTensors._set_most
+    monkeypatch.setattr(remote_tensor.LiveTensors, "_set_most", lambda own: (counts.append(0), count(own)))
+    for n in range(1000, 2000):
+        Ref(n, meta, 0, live)  # ends at once
+        live.made += 1 << 30
+        assert live.take_ended() == [n]
+    assert 0 < len(counts) <= 4 and live.most == len(kept) * meta.nbytes // remote_tensor.MADE_SHARE
 
 
 def test_everything_is_freed(inline: InlineSession) -> None:  # noqa: F811
