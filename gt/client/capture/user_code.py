@@ -77,7 +77,7 @@ def is_installed(module: str) -> bool:
 
 @functools.cache
 def _listed(folder: str) -> frozenset[str]:
-    """Top modules that pip has installed into a folder of any other name, as `--target` and `--user` do: pip lists its files."""
+    """Top modules that pip has put into a folder of another name, as with `--target` or `--user`: it lists its files there."""
     tops = set()
     for path in glob.glob(os.path.join(glob.escape(folder), "*.dist-info", "RECORD")):
         with open(path, encoding="utf-8", errors="replace") as rows:

@@ -799,9 +799,7 @@ def test_a_notebooks_functions_are_the_users(monkeypatch: pytest.MonkeyPatch) ->
     assert not user_code.is_library("__main__") and user_code.is_library("yaml.loader") and not user_code.is_library(__name__)
 
 
-def test_a_package_that_pip_put_into_a_folder_of_any_name_is_a_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_pip_put_into_a_folder_of_any_name_is_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "listed_for_a_test").mkdir()
     for file in ("listed_for_a_test/__init__.py", "listed_module_of_a_test.py", "own_for_a_test.py"):
         (tmp_path / file).write_text("")
