@@ -1,7 +1,7 @@
-"""Casts of parameters by the config's `precision`, in a session with groups.
+"""Casts of parameters, by the config's `precision` or by torch.autocast, in a session with groups.
 
-A module's parameters are cast as it is called, outside of the groups that are entered inside. So a cast is no use of its
-parameter: it is the parameter in another dtype, and its first use decides where both are.
+By `precision` a module's parameters are cast as it is called, outside of the groups that are entered inside. So a cast is no
+use of its parameter: it is the parameter in another dtype, and its first use decides where both are.
 """
 
 from __future__ import annotations
@@ -18,21 +18,29 @@ from gt.dispatcher.state.records import Origin
 from gt.dispatcher.state.tensors import Storage, Tensor
 
 
+HALVES = ("bfloat16", "float16")
+
+
 class ParameterCasts:
-    """The casts of one session. `active` is false where the config casts nothing, or has no group but that of all ops."""
+    """The casts of one session. `active` is false where the config has no group but that of all ops."""
 
     def __init__(self, context: SessionContext, redistributor: Redistributor) -> None:
         self._context, self._redistributor = context, redistributor
-        self.active = context.config.precision.compute != "fp32" and context.groups.partial
+        self.active, self._any = context.groups.partial, context.config.precision.compute != "fp32"
         self._outside: dict[Origin, Origin] = {}
 
     def casts(self, known: OpSchema, ins: Sequence[Tensor]) -> bool:
         """True for an op that casts a whole parameter."""
-        return known.name == "_to_copy" and ins[0].storage.param and ins[0].base is None
+        if known.name != "_to_copy" or not ins[0].storage.param or ins[0].base is not None:
+            return False
+        out = known.template.outs[0].spec
+        return self._any or (out is not None and out.dtype in HALVES)  # with fp16, one that keeps its dtype is copied
 
     def origin(self, known: OpSchema, origin: Origin, ins: Sequence[Tensor]) -> Origin:
         """An op's origin. That of a cast, and of its gradient's, is outside of all groups: it is made where its operand is."""
-        if origin.meaning is None or not (casts_gradient(known) if origin.backward else self.casts(known, ins)):
+        if origin.meaning is None:
+            return origin
+        if not (self._any and casts_gradient(known) if origin.backward else self.casts(known, ins)):
             return origin
         outside = self._outside.get(origin)
         if outside is None:

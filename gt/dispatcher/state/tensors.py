@@ -54,7 +54,7 @@ class Storage:
         self.writes = 0  # writes by single ops, and by programs that are dropped
         self.programs: tuple[LaunchCount, ...] = ()  # launch counts of programs that write it
         self.param = False
-        self.cast_of: Storage | None = None  # the parameter that it is, in another dtype, by the config's `precision`
+        self.cast_of: Storage | None = None  # the parameter that it is, in another dtype
         self.moved = -1  # number of the last op that redistributed or reduced it
         self.failed: Cause | None = None
         self.unallocated = False  # neither it nor a placeholder found memory: an overwrite cannot heal it
@@ -101,7 +101,7 @@ class Storage:
         self.undecided = self._whole_on_several()
 
     def note_cast(self, parameter: Storage) -> None:
-        """It is a cast of a parameter by the config: a weight, whose first use is that of the parameter."""
+        """It is a cast of a parameter: a weight, whose first use is that of the parameter."""
         self.param, self.cast_of, self.sharded = True, parameter, parameter.sharded
         self.default, self.undecided = parameter.default, parameter.undecided
 

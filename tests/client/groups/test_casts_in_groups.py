@@ -43,6 +43,10 @@ def parts(rules: dict[str, str], seed: int = 0) -> tuple[nn.Module, torch.optim.
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
+def autocast(model: nn.Module) -> nn.Module:
+    return torch.autocast("remote", torch.bfloat16)(model)
+
+
 def losses(model: nn.Module, optimizer: torch.optim.Optimizer, batches: torch.Tensor) -> list[torch.Tensor]:
     result = []
     for batch in batches:
@@ -57,23 +61,25 @@ def losses(model: nn.Module, optimizer: torch.optim.Optimizer, batches: torch.Te
 
 @pytest.mark.parametrize("case", LAYOUTS)
 @pytest.mark.parametrize("outer", [False, True])
-def test_weights_are_where_they_are_in_fp32(case: str, outer: bool) -> None:
+@pytest.mark.parametrize("how", ["precision", "autocast"])
+def test_weights_are_where_they_are_in_fp32(case: str, outer: bool, how: str) -> None:
     """They were whole on the first worker, and a tensor-parallel group did the matmuls of later steps whole on each worker."""
     groups, rules, keys = LAYOUTS[case]
     group = next(iter(rules.values()))
     told = {}
     for precision in ("fp32", "bf16"):
-        with planned(f"{groups}gt: {{{keys}, precision: {precision}}}", workers=4) as plan:
+        with planned(f"{groups}gt: {{{keys}, precision: {precision if how == 'precision' else 'fp32'}}}", workers=4) as plan:
             model, optimizer = parts(rules)
             for batch in DATA[:2].unsqueeze(1):
-                losses(gt.signal.context(group)(model) if outer else model, optimizer, batch)
+                called = autocast(model) if how == "autocast" and precision == "bf16" else model
+                losses(gt.signal.context(group)(called) if outer else called, optimizer, batch)
             told[precision] = {
                 name: [plan.layout(t) for t in (p, p.grad, optimizer.state[p]["exp_avg"])]
                 for name, p in model.named_parameters()
             }
             if precision == "bf16":
                 uploads = [line for line in plan.text().splitlines() if "gt.upload" in line]
-                batches = 2 if outer else 4  # and their casts, outside of groups
+                batches = 2 if outer or how == "autocast" else 4  # and their casts, outside of groups
                 assert len(uploads) == len(told["bf16"]) + batches, "\n".join(uploads)  # each weight once
     assert told["bf16"] == told["fp32"]
 
