@@ -17,7 +17,6 @@ from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.records import Origin
 from gt.dispatcher.state.tensors import Storage, Tensor
 
-
 HALVES = ("bfloat16", "float16")
 
 
@@ -25,7 +24,7 @@ class ParameterCasts:
     """The casts of one session. `active` is false where the config has no group but that of all ops."""
 
     def __init__(self, context: SessionContext, redistributor: Redistributor) -> None:
-        self._context, self._redistributor = context, redistributor
+        self._context, self._emitter, self._redistributor = context, context.emitter, redistributor
         self.active, self._any = context.groups.partial, context.config.precision.compute != "fp32"
         self._outside: dict[Origin, Origin] = {}
 
@@ -45,7 +44,7 @@ class ParameterCasts:
         outside = self._outside.get(origin)
         if outside is None:
             outside = self._outside[origin] = replace(origin, meaning=None)
-        self._context.emitter.origin = outside
+        self._emitter.origin = outside
         return outside
 
     def follow(self, ins: Sequence[Tensor]) -> None:
