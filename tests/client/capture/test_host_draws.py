@@ -418,7 +418,7 @@ def test_counts_of_a_list_that_a_new_number_is_added_to_are_followed(one):
     weight = torch.ones(4, device="remote")
 
     def step(x):
-        torch._foreach_add_(counts, torch.tensor(1.0))
+        torch._foreach_add_(counts, torch.tensor(1.0, device="cpu"), alpha=1.0)
         weight.add_(x)
         return weight.sum()
 
