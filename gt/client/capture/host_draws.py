@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gt.client.device.remote_tensor import RemoteTensor, make
 
 DRAWN = "random numbers drawn on the CPU"
+CHANGED = "values of CPU tensors that it changes"
 OR_CHANGED = f"{DRAWN} or CPU tensors that it changes"
 LEADS_ELSEWHERE = f"{OR_CHANGED} decide otherwise than in the recorded call"
 UPLOADED = f"the function uploads {OR_CHANGED}: the next calls have them as inputs"
@@ -107,6 +108,11 @@ class HostDraws:
         """Note a reason for which the tape cannot stand for the function's own draws. The first one counts."""
         self.obstacle = self.obstacle or what
 
+    @property
+    def _followed(self) -> str:
+        """The values that the tape follows, in words."""
+        return DRAWN if any(row.draws for row in self.rows) or not self.state else CHANGED
+
     def depends(self, tensor: Any) -> bool:
         """Return whether the content of a tensor depends on a draw of this call."""
         return type(tensor) in _PLAIN and tensor.layout is torch.strided and _address(tensor) in self._drawn
@@ -156,8 +162,8 @@ class HostDraws:
         # generator of the user is no draw here: the generator is state, which the guard compares
         draws = torch.Tag.nondeterministic_seeded in op.tags and not any(isinstance(x, torch.Generator) for x in leaves)
         reads, writes = set(map(_address, operands)), set(map(_address, results))
-        if op._schema.is_mutable:  # all operands: a tape that is longer than it has to be does no harm
-            writes |= reads
+        if op._schema.is_mutable:
+            writes |= set(map(_address, _written(op, args, kwargs)))
         number = len(self.rows)
         value = None if results or result is None else result
         names, options = tree_map(self._name, (args, kwargs))
@@ -174,7 +180,7 @@ class HostDraws:
         # Values that depend on a draw may be written only to memory that the call has made: the tape writes nothing else
         if draws or depends:
             if not writes <= self._storages.keys() | self._lasting:
-                self.refuse(f"{op} writes {DRAWN} into a tensor from before the call")
+                self.refuse(f"{op} writes {self._followed} into a tensor from before the call")
             self._drawn |= writes
 
     def _name(self, operand: Any) -> Any:
@@ -195,7 +201,7 @@ class HostDraws:
         if not uploaded and any(
             not self._storages[address].expired() for address in self._drawn & self._storages.keys() - self._lasting
         ):
-            self.refuse(f"the function keeps {DRAWN}")
+            self.refuse(f"the function keeps {self._followed}")
 
         # Backward from the rows that count: draws, values that Python has read, uploads. A
         # row stays if it writes memory that a later row needs, or makes an operand of one
@@ -294,6 +300,14 @@ class HostDraws:
         return True
 
 
+def _written(op: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """The tensors among an op's arguments that it writes."""
+    rows = op._schema.arguments
+    given = [*zip(rows, args), *((row, kwargs[row.name]) for row in rows[len(args) :] if row.name in kwargs)]
+    values = [value for row, value in given if row.alias_info is not None and row.alias_info.is_write]
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
 def _is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
@@ -333,7 +347,7 @@ class _Functions(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         # Python then has values of which the tape knows no guard
         if any(map(self._tape.depends, args)) and _hands_out(func, result, len(self._tape.rows) > noted):
-            self._tape.refuse(f"{resolve_name(func) or func} reads {DRAWN}")
+            self._tape.refuse(f"{resolve_name(func) or func} reads {self._tape._followed}")
         return result
 
 

@@ -24,10 +24,11 @@ MAX_ACCEPTED = 1024  # sets of numbers that are remembered as checked, for each 
 MAX_TRIED_ELEMENTS = 1 << 12  # of operands and results together: the CPU tries such a new kind of call, in about 10 us
 # Ops whose meta kernels accept shapes or arguments that the real ones refuse, without their namespace and overload
 _MORE_THAN_META = frozenset({
-    "_ctc_loss", "addcdiv", "argmax", "argmin", "as_strided_scatter", "bincount", "bucketize", "complex", "cummax", "cummin",
-    "diagonal_scatter", "geqrf", "heaviside", "histogram", "index", "index_add", "index_copy", "index_fill", "index_put",
-    "index_reduce", "index_select", "linalg_lstsq", "masked_scatter", "masked_select", "max", "min", "multinomial", "mvlgamma",
-    "nll_loss_forward", "polar", "put", "searchsorted", "select_scatter", "sort", "topk",
+    "_ctc_loss", "addcdiv", "argmax", "argmin", "as_strided_scatter", "bernoulli", "bincount", "bucketize", "complex",
+    "cummax", "cummin", "diagonal_scatter", "geqrf", "heaviside", "histogram", "index", "index_add", "index_copy",
+    "index_fill", "index_put", "index_reduce", "index_select", "linalg_lstsq", "masked_scatter", "masked_select", "max",
+    "median", "min", "mode", "multinomial", "mvlgamma", "nanmedian", "nll_loss_forward", "poisson", "polar", "put",
+    "searchsorted", "select_scatter", "sort", "topk",
 }) | CHECKED_BY_THE_CPU  # fmt: skip
 # Ops whose meta kernels accept a missing dim
 _OF_ANY_DIM = frozenset({
@@ -45,8 +46,9 @@ _CHECKED = frozenset({
     "_prelu_kernel", "_safe_softmax", "_softmax", "_unique2", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
     "_upsample_nearest_exact3d",
 })  # fmt: skip
-# Ops that refuse some numbers: as divisors or exponents of integers, as values of tensors
+# Ops that refuse some numbers: as divisors or exponents of integers, as limits, as values of tensors
 _OF_DIVISORS = frozenset({"pow", "floor_divide", "fmod", "remainder", "div"})
+_OF_LIMITS = frozenset({"celu", "smooth_l1_loss"})
 _FILLS = frozenset({"fill", "masked_fill", "index_fill", "clamp", "clamp_min", "clamp_max", "where", "threshold"})
 _FACTORIES = frozenset({"full", "full_like", "new_full"})
 _BROADER_HERE = frozenset({"histc"})  # workers take more dtypes than the CPU's kernel, as GPUs do
@@ -124,7 +126,7 @@ def refused_by_kernel(info: Any, args: list, kwargs: dict, result: Any, gpus: bo
 
     Arguments as of as_on_cpu. result: of the meta kernel. gpus: the workers', which may have kernels for more dtypes.
     """
-    kind, dtypes = _kind(info), _dtypes(args, kwargs)
+    kind, dtypes = _kind(info), _dtypes(args, kwargs) | _dtypes([result], {})
     shapes = kind in _MORE_THAN_META
     odd = not gpus and (kind in _OF_INTEGERS or not dtypes <= _ORDINARY) and kind not in _BROADER_HERE
     trusting = not shapes if info.random else _trusts_callers(info)
@@ -200,6 +202,8 @@ def reads_numbers(info: Any, operands: list[RemoteTensor], results: list) -> boo
     if kind in _FILLS or kind in _FACTORIES:
         filled = results[0].dtype if results else operands[0].dtype
         return filled is torch.float16 or not (filled.is_floating_point or filled.is_complex or filled is torch.bool)
+    if kind in _OF_LIMITS:
+        return True
     return kind in _OF_DIVISORS and not any(t.dtype.is_floating_point or t.dtype.is_complex for t in operands)
 
 
@@ -266,8 +270,10 @@ def overlapping(info: Any, args: list, kwargs: dict) -> None:
 
     Some ops only warn of it. Arguments as of as_on_cpu, with strides.
     """
-    if _trusts_callers(info) or _elements(args, kwargs) > MAX_ELEMENTS_ON_CPU:
+    if _is_private(info) or _elements(args, kwargs) > MAX_ELEMENTS_ON_CPU:
         return
+    if info.random:
+        kwargs = {**kwargs, "generator": _generator()}
     error = _cpu_error(info, args, kwargs, _strided_zeros)
     if error is not None and "single memory location" in str(error):
         raise error
@@ -312,8 +318,13 @@ def _elements(args: list, kwargs: dict) -> int:
 
 def _trusts_callers(info: Any) -> bool:
     """True for ops whose kernels may check nothing, and for random ones, which would use up the CPU's numbers."""
-    private = info.name.startswith("aten._") and not info.name.startswith("aten.__") and _kind(info) not in _CHECKED
-    return info.random or "backward" in info.name or private or not info.name.startswith("aten.")
+    return info.random or _is_private(info)
+
+
+def _is_private(info: Any) -> bool:
+    public = ("aten.__", "aten._foreach_")
+    private = info.name.startswith("aten._") and not info.name.startswith(public) and _kind(info) not in _CHECKED
+    return "backward" in info.name or private or not info.name.startswith("aten.")
 
 
 def _cpu_error(info: Any, args: list, kwargs: dict, host: Callable[[Any], Any]) -> Exception | None:

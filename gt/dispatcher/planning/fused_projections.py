@@ -13,7 +13,7 @@ from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.sharding.groups import COLUMN
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.views import VIEWS, wanted_parts
-from gt.dispatcher.sharding.zero import axis_of
+from gt.dispatcher.sharding.zero import axis_of, used
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.op_queue import NeedsLookahead
 from gt.dispatcher.state.records import Origin
@@ -69,7 +69,11 @@ def split_by_parts(redistributor: Redistributor, base: Tensor, parts: int) -> bo
                 Shard(p.dim, parts) if isinstance(p, Shard) and axis != at_rest else p
                 for axis, p in enumerate(t.layout.placements)
             )
-            redistributor.relayout(t.storage, root_layout(t, Layout(layout.mesh, again)))
+            whole = root_layout(t, Layout(layout.mesh, again))
+            redistributor.relayout(t.storage, whole)
+            parameter = t.storage.cast_of
+            if parameter is not None and parameter.tensors and parameter.recipe is None:
+                redistributor.move_home(parameter, used(whole))
     base.storage.made_by = None
     return True
 

@@ -81,8 +81,6 @@ class Materializer:
             else:
                 storage = self._table.new(tensor_id, out.spec, None, self._context.origin).storage
                 storage.home = self._context.origin.meaning or next((t.storage.home for t in ins if t.storage.home), None)
-                if self._context.config.precision.compute != "fp32" and known.name == "_to_copy":
-                    storage.param = ins[0].storage.param  # a weight in another precision is one
                 self._assign(storage, steps, {tensor_id: slot})
 
     def _assign(self, storage: Storage, steps: list[RecipeStep], slots: dict[int, int]) -> None:
@@ -117,8 +115,16 @@ class Materializer:
 
     # ---- carrying them out
 
-    def place(self, storage: Storage, want: Layout) -> Layout:
-        """Make a storage on workers, its live views too, and its root in layout `want` if its recipe can; the root's layout."""
+    def continues(self, storage: Storage, parameter: Storage) -> bool:
+        """True if the recipe of a cast is that of its parameter, which is not placed either, and what follows."""
+        mine, first = storage.recipe or [], parameter.recipe or []
+        return len(mine) > len(first) > 0 and [step.seq for step in mine[: len(first)]] == [step.seq for step in first]
+
+    def place(self, storage: Storage, want: Layout, source: tuple[int, Tensor] | None = None) -> Layout:
+        """Make a storage on workers, its live views too, and its root in layout `want` if its recipe can; the root's layout.
+
+        source: so many steps have made this tensor, the operand of the next one.
+        """
         root = next(t for t in storage.tensors.values() if t.base is None)
         # 1. A layout for every value of the recipe. If the wanted one cannot be made in parts, all is made whole on each
         #    worker, and the caller splits it.
@@ -130,7 +136,11 @@ class Materializer:
             layouts = self._layouts(recipe, storage, root, replicated(want.mesh))
             assert layouts is not None
         # 2. Its steps. The bytes of an upload may not be there yet, so a storage with one is in the journal as a planned op is.
-        self._run(recipe, layouts, names)
+        steps, given = recipe, -1
+        if source is not None and layouts[recipe[source[0]].ins[0]] == source[1].layout:
+            steps, given = recipe[source[0] :], recipe[source[0]].ins[0]
+            names[given] = source[1].id
+        self._run(steps, layouts, names, given)
         if self._hosts(recipe):
             self._context.note_planned(recipe[-1].known, (), (storage,))
         else:
@@ -144,7 +154,7 @@ class Materializer:
         storage.recipe, storage.slots = None, {}
         spec, layout = root.spec, root.layout
         assert layout is not None
-        self._emitter.line(root.id, spec.text(), layout, f"place {recipe[0].known.name}", (), self._context.note())
+        self._emitter.line(root.id, spec.text(), layout, f"place {steps[0].known.name}", (), self._context.note())
         return layout
 
     def read(self, tensor: Tensor) -> Tensor:
@@ -196,10 +206,10 @@ class Materializer:
             return None
         return layouts
 
-    def _run(self, recipe: list[RecipeStep], made: dict[int, Layout], names: dict[int, int]) -> None:
-        """Emit the steps; values that no tensor names are freed at the end."""
+    def _run(self, recipe: list[RecipeStep], made: dict[int, Layout], names: dict[int, int], given: int = -1) -> None:
+        """Emit the steps; values that no tensor names are freed at the end. given: a slot whose value is there."""
         emitter = self._emitter
-        ids: dict[int, int] = {}
+        ids: dict[int, int] = {given: names[given]} if given >= 0 else {}
         for step in recipe:
             for slot in step.outs:
                 ids[slot] = names.get(slot) or emitter.temporary()

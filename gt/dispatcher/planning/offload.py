@@ -102,7 +102,7 @@ class Offload:
     def space(self, tensor: Tensor) -> str | None:
         """The space in which a tensor rests, or will after its first step."""
         storage = tensor.storage
-        if storage.gradient or tensor.base is not None:
+        if storage.gradient or tensor.base is not None or storage.cast_of is not None:
             return None
         return self._params if storage.param else self._optimizer
 

@@ -17,6 +17,7 @@ from gt.dispatcher.planning.list_ops import ListOps
 from gt.dispatcher.planning.materializer import Materializer, root_layout
 from gt.dispatcher.planning.offload import Offload
 from gt.dispatcher.planning.op_binder import OpBinder
+from gt.dispatcher.planning.parameter_casts import ParameterCasts
 from gt.dispatcher.planning.parameters import (
     ReplicationWarnings,
     declare_frozen,
@@ -68,12 +69,15 @@ class Planner:
         self._replicated = ReplicationWarnings(context)
         self.sharded, self.offload = ShardedParameters(context, redistributor), Offload(context)
         self._lists = ListOps(context, binder, redistributor, self)
+        self._casts = ParameterCasts(context, redistributor)
         self._shards, self._offloads = self.sharded.stage > 0, self.offload.active
         self._key = _key_of_sharded if self._shards else _key
         self.hits = 0
 
     def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Plan and emit one op; NeedsLookahead, and nothing is done, if it has to wait for later ops."""
+        if self._casts.active:
+            origin = self._casts.origin(known, origin, ins)
         if self._shards:
             known, values = self.sharded.before(known, ins, values)
         # The hot path: the op was planned for inputs in these layouts before, none has to be brought, and nothing has failed.
@@ -101,6 +105,8 @@ class Planner:
         grouped = origin.meaning not in (None, self._context.groups.everywhere)
         if not self._casts_weight(known, origin, ins) and self._materializer.can_defer(known, ins, grouped):
             self._materializer.defer(known, ins, values, outs, self._uploads.source(known, values, outs))
+            if self._casts.active and self._casts.casts(known, ins):
+                self._table.rows[outs[0]].storage.note_cast(ins[0].storage)
             return
         elif known.columns:
             self._lists.op(known, origin, ins, values, outs)
@@ -210,6 +216,8 @@ class Planner:
     def _after(self, known: OpSchema, origin: Origin, ins: list[Tensor], outs: list[int]) -> None:
         """Versions, the journal, and the consequences of a failed input."""
         rows = self._table.rows
+        if self._casts.active:
+            self._casts.follow(ins)
         reads = tuple([t.storage for t in ins])
         writes = tuple([reads[i] for i in known.template.writes])
         for storage in writes:
@@ -219,6 +227,8 @@ class Planner:
         if origin.meaning is None:
             for storage in makes:
                 storage.default = True
+        if self._casts.active and self._casts.casts(known, ins):
+            makes[0].note_cast(reads[0])
         row = Planned(self._emitter.seq, known, origin, reads, writes, makes)
         self._journal.add(row)
         if self._shards:

@@ -229,7 +229,13 @@ class Redistributor:
         """
         if storage.sharded and (decided or len(want.mesh.axes) == 1):
             want = storage.rest = self._context.intern(self.rest(storage, want))
-        if self._materializer.place(storage, want) != want:
+        # Else a cast's recipe would make its parameter a second time, and an upload would be sent twice
+        parameter, source = storage.cast_of, None
+        if parameter is not None and self._materializer.continues(storage, parameter):
+            source = len(parameter.recipe or ()), next(t for t in parameter.tensors.values() if t.base is None)
+            self.place(parameter, want, decided)
+            parameter.note_placed(decided)
+        if self._materializer.place(storage, want, source) != want:
             self.relayout(storage, want)
 
     def relayout(self, storage: Storage, want: Layout) -> None:

@@ -138,7 +138,7 @@ class ShardedParameters:
     def _first_use(self, storage: Storage) -> None:
         """A parameter that was whole when it was declared rests from now on, unless no group has used it."""
         layout = _root(storage).layout
-        if layout is not None and not layout.partial and not storage.default:
+        if layout is not None and not layout.partial and not storage.default and not storage.undecided:
             self._redistributor.move_home(storage, layout)
 
     def _return(self, storage: Storage) -> None:

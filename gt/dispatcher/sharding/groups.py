@@ -80,6 +80,11 @@ class Groups:
     def __bool__(self) -> bool:
         return bool(self._meanings)
 
+    @property
+    def partial(self) -> bool:
+        """True if there are groups of some ops."""
+        return any(meaning is not self.everywhere for meaning in self._meanings.values())
+
     def _kind(self, name: str) -> str:
         for suffix, kind in SUFFIXES.items():
             if name.endswith(suffix):

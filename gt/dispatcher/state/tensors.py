@@ -44,8 +44,8 @@ class Storage:
     """Memory that one or several tensors view. `failed` says why its content cannot be trusted."""
 
     __slots__ = (
-        "default", "evicted", "failed", "gradient", "home", "host_copy", "made_by", "moved", "origin", "param", "programs",
-        "recipe", "rest", "sharded", "slots", "space", "tensors", "trained", "unallocated", "undecided", "writes",
+        "cast_of", "default", "evicted", "failed", "gradient", "home", "host_copy", "made_by", "moved", "origin", "param",
+        "programs", "recipe", "rest", "sharded", "slots", "space", "tensors", "trained", "unallocated", "undecided", "writes",
     )  # fmt: skip
 
     def __init__(self, origin: Origin | None = None) -> None:
@@ -54,6 +54,7 @@ class Storage:
         self.writes = 0  # writes by single ops, and by programs that are dropped
         self.programs: tuple[LaunchCount, ...] = ()  # launch counts of programs that write it
         self.param = False
+        self.cast_of: Storage | None = None  # the parameter that it is, in another dtype
         self.moved = -1  # number of the last op that redistributed or reduced it
         self.failed: Cause | None = None
         self.unallocated = False  # neither it nor a placeholder found memory: an overwrite cannot heal it
@@ -98,6 +99,11 @@ class Storage:
         """It is a weight. One that is whole on its workers already is split by its first use in a group, as a new one is."""
         self.param = True
         self.undecided = self._whole_on_several()
+
+    def note_cast(self, parameter: Storage) -> None:
+        """It is a cast of a parameter: a weight, whose first use is that of the parameter."""
+        self.param, self.cast_of, self.sharded = True, parameter, parameter.sharded
+        self.default, self.undecided = parameter.default, parameter.undecided
 
     def note_placed(self, grouped: bool) -> None:
         """It was placed by an op in a group, or for want of one."""

@@ -114,6 +114,8 @@ def _geometric(words: Words, shape: Shape, dtype: str, p: float) -> np.ndarray:
 
 
 def _poisson(words: Words, shape: Shape, dtype: str, rate: np.ndarray) -> np.ndarray:
+    if (rate < 0).any():
+        raise ValueError("invalid Poisson rate, expected rate to be non-negative")
     return poisson(words.of(shape), rate)
 
 

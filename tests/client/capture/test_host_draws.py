@@ -410,3 +410,19 @@ def test_two_programs_count_in_one_tensor(one):
         x = torch.zeros(3) if n % 10 < 7 else torch.zeros(1)
         assert step(x).tolist() == [float(n)] * 3
     assert count.item() == 20 and len(step._programs) >= 1
+
+
+def test_counts_of_a_list_that_a_new_number_is_added_to_are_followed(one):
+    """As an optimizer's steps. The number was taken for memory that the op writes, and for random numbers."""
+    counts = [torch.zeros(()) for _ in range(3)]
+    weight = torch.ones(4, device="remote")
+
+    def step(x):
+        torch._foreach_add_(counts, torch.tensor(1.0, device="cpu"), alpha=1.0)
+        weight.add_(x)
+        return weight.sum()
+
+    call = gt.compile(step)
+    got = [call(torch.full((4,), float(n)).to("remote")).item() for n in range(6)]
+    assert got == [4 + 4 * sum(range(n + 1)) for n in range(6)] and [count.item() for count in counts] == [6.0] * 3
+    assert "3 replays" in call.explain(), call.explain()

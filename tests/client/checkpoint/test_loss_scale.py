@@ -67,6 +67,22 @@ def load_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> 
     dcp_state.set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
 
 
+FLAT = dcp_state.StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def save_flat(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    states = dcp_state.get_state_dict(model, optimizer, options=FLAT)
+    dcp.save(dict(zip(("model", "optimizer"), states)), checkpoint_id=path, no_dist=True)
+
+
+def load_flat(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    states = dict(zip(("model", "optimizer"), dcp_state.get_state_dict(model, optimizer, options=FLAT)))
+    dcp.load(states, checkpoint_id=path, no_dist=True)
+    dcp_state.set_state_dict(
+        model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"], options=FLAT
+    )
+
+
 def save_gt(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
     gt.save({"model": model, "optimizer": optimizer}, path)
 
@@ -79,6 +95,7 @@ WAYS: dict[str, tuple[Callable, Callable]] = {
     "torch.save": (save_torch, load_torch),
     "torch.save, loaded on the CPU": (save_torch, lambda *args: load_torch(*args, device="cpu")),
     "torch.distributed.checkpoint": (save_dcp, load_dcp),
+    "torch.distributed.checkpoint, flat": (save_flat, load_flat),
     "gt.save": (save_gt, load_gt),
 }
 
@@ -97,7 +114,7 @@ def test_training_goes_on_with_the_scale(session: Callable, tmp_path: Path, way:
     session(CONFIG)
     again = parts(9, kind)
     load(*again, tmp_path / "c")
-    assert float(Current.loss_scale["scale"]) == scale
+    assert float(Current.loss_scale["scale"]) == scale == 1 / float(Current.loss_scale["inverse"])
     assert losses(*again, DATA[8:]) == want
 
 

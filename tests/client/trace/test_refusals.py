@@ -138,6 +138,19 @@ MISTAKES: dict[str, Callable[[Make], object]] = {
     "normal integers": lambda t: t(3).long().normal_(),
     "more samples than categories": lambda t: torch.multinomial(t(3) + 1, 9),
     "samples of integers": lambda t: torch.multinomial(t(3).long() + 1, 1),
+    "a list whose memory repeats": lambda t: torch._foreach_add_([t(1).expand(3)], 1.0),
+    "a list of copies to memory that repeats": lambda t: torch._foreach_copy_([t(1).expand(3)], [t(3)]),
+    "a draw into memory that repeats": lambda t: t(1).expand(3).normal_(),
+    "chances into memory that repeats": lambda t: t(1).expand(3).bernoulli_(0.5),
+    "counted truth values": lambda t: torch.arange(3, dtype=torch.bool, device=t(1).device),
+    "truth values of a range": lambda t: torch.linspace(0, 1, 3, dtype=torch.bool, device=t(1).device),
+    "a sum as truth values": lambda t: t(3).cumsum(0, dtype=torch.bool),
+    "rates that are integers": lambda t: torch.poisson(t(3).long()),
+    "chances that are integers": lambda t: torch.bernoulli(t(3).long()),
+    "a median of nothing": lambda t: t(0, 4).median(0),
+    "a mode of nothing": lambda t: t(0, 4).mode(0),
+    "a negative beta": lambda t: F.smooth_l1_loss(t(3), t(3), beta=-1.0),
+    "an alpha of zero": lambda t: (F.celu(t(3)), F.celu(t(3), 0.0)),
 }
 
 

@@ -187,3 +187,8 @@ def test_arguments_that_make_no_sense_are_refused(name, args):
 def test_a_piece_of_another_shape_than_planned_is_refused():
     with pytest.raises(ValueError, match="planned as"):
         Words(1, 1, [[8], [[[0, 4]]]]).of((5,))
+
+
+def test_a_negative_rate_is_refused():
+    with pytest.raises(ValueError, match="invalid Poisson rate"):
+        bind("aten.poisson.default", None)(torch.tensor([1.0, -1.0]), seed=2, counter=3)
