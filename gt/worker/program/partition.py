@@ -6,7 +6,7 @@ torch nor tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
@@ -66,13 +66,14 @@ class SegmentGraph:
 class BoundSegment:
     """A segment graph at one place of a program: the ids of its tensors, and the payloads behind the graph's texts.
 
-    dropped: ids to free first, which the segment does not read. before: rows to execute next. inputs, outputs: ids.
-    ended: ids to free after it, of inputs and of results of `before`.
+    places: by call, that of its instruction in the program. dropped: ids to free first, which the segment does not read.
+    before: rows to execute next. inputs, outputs: ids. ended: ids to free after it, of inputs and of results of `before`.
     """
 
     graph: SegmentGraph
     payloads: tuple[dict[str, Any], ...]
     values: tuple[tuple, ...]
+    places: tuple[int, ...]
     dropped: tuple[int, ...]
     before: tuple[Row, ...]
     inputs: tuple[int, ...]
@@ -182,8 +183,12 @@ def makes_only_views(payload: dict[str, Any]) -> bool:
     return bool(payload["outs"]) and all(out[0] == "view" for out in payload["outs"])
 
 
-def partition(rows: Sequence[Row], code: Sequence, traits: Callable[[int], DefinitionTraits]) -> list[tuple[bool, list[Row]]]:
-    """Rows in order, as (True, rows of a segment) and (False, other rows). traits: of a definition, by its number.
+def partition(
+    rows: Sequence[Row], code: Sequence, traits: Callable[[int], DefinitionTraits], apart: Collection[int] = ()
+) -> list[tuple[bool, list[Row]]]:
+    """Rows in order, as (True, rows of a segment) and (False, other rows).
+
+    traits: of a definition, by its number. apart: places of rows that are in no segment.
 
     An op on lists begins a segment unless one before it did. It has hundreds of tensors, and little to fuse with a backward
     pass, which stays the same graph in calls whose optimizer does something else. An op that reads complex numbers is in no
@@ -210,7 +215,7 @@ def partition(rows: Sequence[Row], code: Sequence, traits: Callable[[int], Defin
         # The backend does not compile complex arithmetic, and an op's own definition does not show its inputs' dtypes: they
         # are followed by id.
         complex_ids.update(code[at + place] for place in own.complex_outs)
-        if not own.fits or not complex_ids.isdisjoint(code[at + 2 : at + 2 + own.tensors]):
+        if not own.fits or at in apart or not complex_ids.isdisjoint(code[at + 2 : at + 2 + own.tensors]):
             end()
             pieces.append((False, [row]))
             continue
@@ -314,8 +319,9 @@ class _Numbering:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """An op as it is recorded. ins: as in _Numbering.names; made: number of its first output."""
+    """An op as it is recorded, at a place. ins: as in _Numbering.names; made: number of its first output."""
 
+    at: int
     text: str
     payload: dict[str, Any]
     ins: list[tuple[bool, int]]
@@ -348,7 +354,7 @@ def bind_segment(
         if define.kind == "shard":
             last = wiring.read(code[at + 2])
             for payload in shard_as_ops(define.payload):
-                calls.append(_Call(repr(payload), payload, [last], (), wiring.made))
+                calls.append(_Call(at, repr(payload), payload, [last], (), wiring.made))
                 last = False, wiring.made
                 wiring.made += 1
             wiring.names[code[at + 3]] = last
@@ -363,7 +369,8 @@ def bind_segment(
             wiring.early.update(outs)
             wiring.needed.update(outs, tensors)
             continue
-        calls.append(_Call(traits(define.number).text, payload, [wiring.read(t) for t in tensors], scalars, wiring.made))
+        read = [wiring.read(t) for t in tensors]
+        calls.append(_Call(at, traits(define.number).text, payload, read, scalars, wiring.made))
         for tensor in outs:
             wiring.names[tensor] = (False, wiring.made)
             wiring.made += 1
@@ -373,7 +380,8 @@ def bind_segment(
     # An id that was freed and then reused for an output must not be freed after it: it names the output.
     ended = tuple(t for t in wiring.ended if t not in outputs)
     payloads, values = tuple(call.payload for call in calls), tuple(call.values for call in calls)
-    return BoundSegment(graph, payloads, values, tuple(wiring.dropped), tuple(before), inputs, outputs, ended)
+    places, dropped = tuple(call.at for call in calls), tuple(wiring.dropped)
+    return BoundSegment(graph, payloads, values, places, dropped, tuple(before), inputs, outputs, ended)
 
 
 def _with_views_late(calls: Sequence[_Call]) -> list[_Call]:
