@@ -106,3 +106,45 @@ def test_writes_to_memory_that_inputs_share_keep_no_other_op_from_being_compiled
     found = compared(script, overlapping)
     assert found["compiled"] == found["segments"] == 2
     assert [(count, "that several of its inputs share" in why) for count, why in found["reasons"]] == [(1, True)]
+
+
+def rows_of_a_buffer() -> Held:
+    """A buffer, an argument and the weights of a loop. The buffer begins somewhere in its memory."""
+    torch.manual_seed(0)
+    return {1: torch.zeros(3, 20, 5)[:, 2:], 2: torch.randn(3, 5), 3: torch.randn(5, 5)}
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_rows_that_a_loop_writes_into_one_buffer_are_no_reason(graphs: list, own: int) -> None:
+    """Equal parts of the loop are compiled once, wherever in the buffer they write. own: rows of it that each part reads."""
+    script, x = Script(rows_of_a_buffer()), 2
+    for turn in range(3):
+        for step in range(3):
+            (x,) = script.op("aten.mm.default", [T(0), T(1)], [x, 3])
+            (x,) = script.op("aten.tanh.default", [T(0)], [x])
+            (row,) = script.op("aten.select.int", [T(0), 1, 6 * turn + 2 * step + own], [1])
+            script.op("aten.copy_.default", [T(0), T(1)], [row, x])
+            if own:
+                (before,) = script.op("aten.select.int", [T(0), 1, 6 * turn + 2 * step], [1])
+                (x,) = script.op("aten.add.Tensor", [T(0), T(1)], [x, before])
+        script.stop()
+    found = compared(script, rows_of_a_buffer)
+    assert (found["segments"], found["compiled"], found["distinct"], found["reasons"]) == (3, 3, 1, [])
+
+
+@pytest.mark.usefixtures("graphs")
+def test_code_for_rows_apart_is_not_used_for_rows_that_overlap() -> None:
+    """A program's inputs may move between replays."""
+    base = torch.zeros(20)
+    held = {1: base[:4], 2: base[8:12], 3: torch.ones(4)}
+    script = Script(held)
+    script.op("aten.add_.Tensor", [T(0), T(1)], [1, 3])
+    (x,) = script.op("aten.mul.Tensor", [T(0), T(1)], [1, 2])
+    script.op("aten.sub_.Tensor", [T(0), T(1)], [2, x])
+    got, want = script.bench("inductor", dict(held)), script.bench("eager", {})
+    for offset in (8, 8, 9, 2, 0):
+        for bench in (got, want):
+            moved = torch.arange(20.0)
+            bench.executor.tensors.update({1: moved[:4], 2: moved[offset : offset + 4], 3: torch.ones(4)})
+            replay(bench)
+        same(got, want, rtol=0)

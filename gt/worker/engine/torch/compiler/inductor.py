@@ -381,7 +381,7 @@ def _writes(payload: dict[str, Any]) -> list[int]:
 
 @dataclass(slots=True)
 class _GraphInputs:
-    """Inputs that the graph takes. Of inputs that share written memory it takes the one that holds the others."""
+    """Inputs that the graph takes. Of inputs that share written elements it takes the one that holds the others."""
 
     signature: InputSignature
     written: frozenset[int]
@@ -393,8 +393,8 @@ class _GraphInputs:
         for n, (first, _) in enumerate(self.signature.alike):
             groups[first].append(n)
         self.bases = list(range(len(self.signature.alike)))
-        for members in groups.values():
-            if len(members) > 1 and not self.written.isdisjoint(members):
+        for first, members in groups.items():
+            if len(members) > 1 and not self.written.isdisjoint(members) and not self.signature.apart(first):
                 # Functionalization knows aliasing only through views: so the graph gets one base, and makes the other inputs
                 # as views of it.
                 base = self._whole(members)
