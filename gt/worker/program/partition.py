@@ -28,6 +28,15 @@ LIST_OPS = "aten._foreach_"
 PRODUCTS = {f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm")}
 CONVOLUTIONS = "aten.convolution"
 
+# Ops with which optimizers make their state, in their first step alone
+MAKERS = {
+    f"aten.{name}"
+    for name in (
+        *("zeros_like.default", "empty_like.default", "ones_like.default", "full_like.default", "new_zeros.default"),
+        *("zeros.default", "empty.memory_format", "ones.default", "full.default", "clone.default", "zero_.default"),
+    )
+}
+
 # Views whose constants are positions within their base. Those of a segment's inputs are made before the segment: otherwise each
 # part of a batch would have a graph of its own.
 SLICES = {
@@ -86,7 +95,8 @@ class DefinitionTraits:
     """Traits of a definition: whether it can be in a segment, its text, and whether it computes anything.
 
     lists: it takes lists of tensors, as steps of optimizers do. tensors: number of those that an op reads. complex_outs:
-    places of its complex results, counted from the instruction's.
+    places of its complex results, counted from the instruction's. begins: how well a segment begins with it, as repeats.py
+    weighs it.
     """
 
     fits: bool = False
@@ -94,8 +104,9 @@ class DefinitionTraits:
     computes: bool = False
     lists: bool = False
     tensors: int = 0
+    makes: bool = False  # see MAKERS
     complex_outs: tuple[int, ...] = ()
-    begins: int = 0  # how well a segment begins with it, as repeats.py weighs it
+    begins: int = 0
     convolves: bool = False
 
 
@@ -122,7 +133,7 @@ def definition_traits(define: Define | None, fits: Callable[[dict[str, Any]], bo
     begins = 2 if "attention_backward" in name else int(name in PRODUCTS)
     flat = any(out[1] is not None and len(out[1][0]) == 4 for out in define.payload["outs"])  # others are never channels last
     computes, convolves = not makes_only_views(define.payload), flat and name.startswith(CONVOLUTIONS)
-    return DefinitionTraits(True, text, computes, lists, tensors, complex_outs, begins, convolves)
+    return DefinitionTraits(True, text, computes, lists, tensors, name in MAKERS, complex_outs, begins, convolves)
 
 
 def shard_as_ops(payload: dict[str, Any]) -> list[dict[str, Any]]:
@@ -191,8 +202,8 @@ def partition(
     traits: of a definition, by its number. apart: places of rows that are in no segment.
 
     An op on lists begins a segment unless one before it did. It has hundreds of tensors, and little to fuse with a backward
-    pass, which stays the same graph in calls whose optimizer does something else. An op that reads complex numbers is in no
-    segment.
+    pass, which stays the same graph in calls whose optimizer does something else. So do ops at the end of a run that only make
+    tensors: the first step of an optimizer makes its state so. An op that reads complex numbers is in no segment.
     """
     # State of the scan: the run that is being collected, and whether it began with an op on lists.
     pieces: list[tuple[bool, list[Row]]] = []
@@ -202,7 +213,8 @@ def partition(
 
     def end() -> None:
         nonlocal lists
-        for part in _divided(run, code, traits):
+        kept = _without_makers(run, code, traits)
+        for part in [*_divided(run[:kept], code, traits), *([run[kept:]] if run[kept:] else [])]:
             computing = sum(code[at] != FREE and traits(code[at]).computes for at, _ in part)
             pieces.append((computing >= MIN_COMPUTING_OPS, part))
         run.clear()
@@ -227,6 +239,18 @@ def partition(
 
     # Rows that are not compiled may stand in several pieces in a row: one is enough for them.
     return _joined(pieces)
+
+
+def _without_makers(run: Sequence[Row], code: Sequence, traits: Callable[[int], DefinitionTraits]) -> int:
+    """Number of rows before those at the end of a run that make tensors and do nothing else."""
+    kept = len(run)
+    for place in reversed(range(len(run))):
+        number = code[run[place][0]]
+        if number != FREE and traits(number).computes:
+            if not traits(number).makes:
+                break
+            kept = place
+    return kept
 
 
 def _divided(run: Sequence[Row], code: Sequence, traits: Callable[[int], DefinitionTraits]) -> list[list[Row]]:

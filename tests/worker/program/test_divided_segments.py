@@ -148,3 +148,27 @@ def test_code_for_rows_apart_is_not_used_for_rows_that_overlap() -> None:
             bench.executor.tensors.update({1: moved[:4], 2: moved[offset : offset + 4], 3: torch.ones(4)})
             replay(bench)
         same(got, want, rtol=0)
+
+
+def test_state_that_an_optimizer_makes_after_a_backward_pass_changes_no_graph_of_that(graphs: list) -> None:
+    """Its first step makes zeros, or copies of gradients: the next calls have the code of the first."""
+    texts = []
+    for makers in ([], ["zeros_like", "zeros_like"], ["clone", "clone", "zeros_like"]):
+        torch.manual_seed(0)
+        held = {1: torch.randn(4, 4), 2: torch.randn(4, 4)}
+        script = Script(held)
+        (x,) = script.op("aten.mm.default", [T(0), T(1)], [1, 2])
+        (copy,) = script.op("aten.clone.default", [T(0)], [x])  # within it, such an op stays
+        (y,) = script.op("aten.add.Tensor", [T(0), T(1)], [x, copy])
+        script.free(copy)
+        for name in makers:
+            script.op(f"aten.{name}.default", [T(0)], [y])
+        got, want = script.bench("inductor", dict(held)), script.bench("eager", dict(held))
+        for _ in range(3):
+            replay(got)
+            replay(want)
+            same(got, want, rtol=0)
+        assert report(got)["segments"] == report(got)["compiled"] == 1 + bool(makers)
+        texts.append({graph.code for graph in graphs})
+        graphs.clear()
+    assert texts[0] <= texts[1] and texts[0] <= texts[2]
