@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 
 import torch
@@ -215,7 +216,61 @@ def optimizers_in_backward(device: str) -> Program:
     return Program(lambda x, label: train(F.cross_entropy(model(x), label)), labelled(), [model])
 
 
+class CachedPositions(nn.Module):
+    """Attention with a bias by relative places, and rotations by absolute ones: functions keep both tables between calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Linear(12, 16), nn.Linear(16, 48), nn.Linear(16, 5)
+        self.bias = nn.Parameter(0.1 * torch.randn(9))
+        self.distances, self.waves = functools.lru_cache(8)(self.distances_of), functools.lru_cache(8)(self.waves_of)
+
+    @staticmethod
+    def distances_of(count: int) -> torch.Tensor:
+        """On the CPU, as an index may be."""
+        places = torch.arange(count)
+        return (places[:, None] - places + count - 1).clamp(max=8)
+
+    @staticmethod
+    def waves_of(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = torch.arange(count, device=device)[:, None] / 10 ** (torch.arange(16, device=device) / 16)
+        return angles.cos(), angles.sin()
+
+    def forward(self, x):
+        x = self.embed(x)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        (cos, sin), count = self.waves(x.shape[1], x.device), x.shape[1]
+        q, k = (t * cos + t.roll(8, -1) * sin for t in (q, k))
+        scores = q @ k.mT / 4 + self.bias[self.distances(count).view(-1)].view(count, count)
+        return self.head((x + scores.softmax(-1) @ v).mean(1))
+
+
+def cached_positions(device: str) -> Program:
+    model = CachedPositions().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    rows = batches(4, lambda g: (torch.randn(4, 6, 12, generator=g), torch.randint(5, (4,), generator=g)))
+    return Program(lambda x, label: train(F.cross_entropy(model(x), label), optimizer), rows, [model])
+
+
+def filled_buffer(device: str) -> Program:
+    """A recurrence that writes each state into a buffer, which is read whole at the end."""
+    enter, turn, leave = nn.Linear(4, 8).to(device), nn.Linear(8, 8).to(device), nn.Linear(8, 2).to(device)
+    optimizer = torch.optim.SGD([*enter.parameters(), *turn.parameters(), *leave.parameters()], lr=0.1, momentum=0.9)
+
+    def step(x, y):
+        inputs, state = enter(x), x.new_zeros(len(x), 8)
+        states = x.new_empty(len(x), x.shape[1], 8)
+        for n in range(x.shape[1]):
+            gate = turn(state).sigmoid()
+            state = gate * inputs[:, n].tanh() + (1 - gate) * state
+            states[:, n] = state
+        return train(F.mse_loss(leave(states), y), optimizer)
+
+    rows = batches(4, lambda g: (torch.randn(4, 24, 4, generator=g), torch.randn(4, 24, 2, generator=g)))
+    return Program(step, rows, [enter, turn, leave])
+
+
 PROGRAMS = (
     experts_with_capacity, shifted_windows, label_paths, soft_actor_critic, spiking_network, spline_flow,
-    optimizers_in_backward,
+    optimizers_in_backward, cached_positions, filled_buffer,
 )  # fmt: skip

@@ -67,6 +67,7 @@ from gt.client.capture.program.sealing import SealedCall, captured_program, disa
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.capture.watches.code_watch import CodeWatch
+from gt.client.capture.watches.function_caches import held_on_cpu, name_cached
 from gt.client.capture.watches.output_watch import OutputWatch
 from gt.client.device import random
 from gt.client.reports import progress, spans
@@ -151,7 +152,7 @@ class CompiledFunction(Generic[P, R]):
         self._recorded = False  # whether a call has been
         self._draws_on_host = False  # True once a call has drawn random numbers on the CPU
         self._drawn: HostDraws | None = None  # the last call's draws, if it uploads them
-        self._cpu_state: list[torch.Tensor] = []  # small CPU tensors that calls have changed in place
+        self._cpu_state: list[torch.Tensor] = []  # CPU tensors that calls have changed in place or uploaded
         self._fragment_calls = 0
         self._differentiated, self._rates = DifferentiatedArguments(), LearningRates()
         self._returns_state = False  # True once a call has returned a list or dictionary that Python state holds
@@ -309,6 +310,7 @@ class CompiledFunction(Generic[P, R]):
             # Two calls that agree make a program; a first one is kept for the comparison with the next
             now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry), draws, memory, whole)
             leaving = snapshot(roots)
+            name_cached(tape, names, entry, leaving)
             now.compare_states(entry, leaving)
             self._code.note_unknown(tape, entry.codes | leaving.codes)
             program = self._seal(last, now, entry, leaving, results, rng)
@@ -475,7 +477,9 @@ class CompiledFunction(Generic[P, R]):
     ) -> Difference | None:
         """The reason why this call alone can be no program."""
         drawn = rng.changed()
-        self._cpu_state += [t for t in changed_on_cpu(entry, leaving) if not any(t is known for known in self._cpu_state)]
+        for tensor in [*changed_on_cpu(entry, leaving), *held_on_cpu(now.tape, entry)]:
+            if not any(tensor is known for known in self._cpu_state):
+                self._cpu_state.append(tensor)
         self._draws_on_host |= drawn == TORCH_GENERATOR
         if not now.tape.ops:
             return Difference("", "the function does nothing with remote tensors")

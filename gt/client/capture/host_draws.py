@@ -4,7 +4,8 @@ Python does not run in a replay. So a tape records the CPU ops from each draw to
 replay executes the tape first. Each value that Python has read is a guard: where one differs, the function itself runs. Each
 value that it has uploaded is an input of the program, which a recorded call finds uploaded before it begins.
 
-Small CPU tensors from before the call that it changes in place, such as a count of averaged models, are followed like draws.
+CPU tensors from before the call are followed like draws: small ones that it changes in place, such as a count of averaged
+models, and those that it uploads.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gt.client.device.remote_tensor import RemoteTensor, make
 
 DRAWN = "random numbers drawn on the CPU"
-CHANGED = "values of CPU tensors that it changes"
-OR_CHANGED = f"{DRAWN} or CPU tensors that it changes"
+CHANGED = "values of CPU tensors from before the call"
+OR_CHANGED = f"{DRAWN} or CPU tensors from before the call"
 LEADS_ELSEWHERE = f"{OR_CHANGED} decide otherwise than in the recorded call"
 UPLOADED = f"the function uploads {OR_CHANGED}: the next calls have them as inputs"
 _COPY = torch.ops.aten._to_copy.default
@@ -80,7 +81,7 @@ class HostDraws:
     obstacle: str = ""
     rows: list[_Row] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
-    state: Sequence[torch.Tensor] = ()  # small CPU tensors from before the call, which it changes in place
+    state: Sequence[torch.Tensor] = ()  # CPU tensors from before the call, which it changes in place or uploads
 
     def __post_init__(self) -> None:
         self._uploads: list[_Result] = []
@@ -131,7 +132,7 @@ class HostDraws:
         known = type(name) is _Result or any(name is tensor for tensor in self.state)
         if operand is None or not known or operand.shape != host.shape:
             if self.state and self._operands:
-                self.refuse("the function uploads a part of a CPU tensor that it changes: keep it on the device")
+                self.refuse("the function uploads a part of a CPU tensor from before the call: keep it on the device")
             return None
         self._operands = [x for x in self._operands if x is not operand]
         # A copy on the tape, since the function may write to its tensor afterwards.

@@ -76,6 +76,7 @@ class CallRecording:
     _sources: list[tuple[StorageWeakRef, str]] = field(default_factory=list)
     _was_asked: bool = False
     detaches: bool = False  # results of the call had a graph
+    outlived: set[int] = field(default_factory=set)  # storages that it uploaded, and that were alive after it
     counts: dict[str, int] = field(default_factory=dict)  # path of a counter -> what the call has added to it
     cut: bool = False  # Python has to run at each call: no later recording would do better
 
@@ -195,6 +196,7 @@ class CallRecording:
         # One that has ended was a temporary value of the call. A storage that is alive may be filled anew before the next call
         for source, where in self._sources:
             if not source.expired():
+                self.outlived.add(source.cdata)
                 self.prevents.append(
                     Difference(where, "the function uses a CPU tensor; pass it as an argument, or move it to remote once")
                 )

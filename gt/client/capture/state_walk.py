@@ -134,6 +134,11 @@ class StateSnapshot:
     node_hooks: dict[int, list] = field(default_factory=hooks_of_nodes)  # of autograd nodes that are alive
     serial: int = field(default_factory=next_serial)  # above those of their tables
 
+    def add_lasting(self, path: str, tensor: RemoteTensor) -> None:
+        """Add a tensor that no walk reaches, and that stays the same."""
+        self.items.append(StateItem(path, {path: tensor}, path, False, tensor))
+        self.identities[path] = tensor, tensor_identity(tensor)
+
     def tensors(self) -> Iterator[tuple[str, RemoteTensor]]:
         """Paths and remote tensors, gradients included."""
         for item in self.items:

@@ -183,7 +183,8 @@ def _without_uploads(rows: Sequence[Instruction]) -> list[Instruction]:
 def _placed_first(rows: Sequence[Instruction], lasting: set[int]) -> tuple[list[Instruction], list[Instruction]]:
     """Rows that only make lasting values of uploads or nothing (weights placed where they are first used), and the rest.
 
-    Without the former the first call compiles as later ones do.
+    Without the former the first call compiles as later ones do. A row that makes nothing changes a value. Later calls do so
+    too, as the count of a batch norm.
     """
     ready = {i for row in rows if row.kind == "upload" for i in row.makes}
     ahead, rest = [], []
@@ -191,7 +192,7 @@ def _placed_first(rows: Sequence[Instruction], lasting: set[int]) -> tuple[list[
     code = _without_uploads(rows)
     for row, (memory, made) in zip(code, accesses(code)):
         alone = row.kind == "op" and ready.issuperset(memory) and touched.isdisjoint(memory)
-        if alone and lasting.issuperset(row.makes):
+        if alone and row.makes and lasting.issuperset(row.makes):
             ready.update(made)
             ahead.append(row)
         else:

@@ -38,6 +38,14 @@ class CompilationSeconds:
     first_call: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Reason why a segment cannot be compiled. calls: numbers of its ops that are in the way, if the compiler knows them."""
+
+    why: str
+    calls: tuple[int, ...] = ()
+
+
 class CompiledSegment(Protocol):
     """A segment as compiled code, called with its inputs for its outputs. Misfit for other inputs, else its ops' errors."""
 
@@ -145,8 +153,8 @@ class Compiler(Protocol):
     def signature(self, inputs: Sequence[Tensor]) -> Hashable:
         """Everything about these inputs but their values that compiled code may depend on."""
 
-    def compile(self, requests: Sequence[tuple[BoundSegment, Any]], more: bool = False) -> Sequence[CompiledSegment | str]:
-        """Compile segments, each for inputs of its signature. A text says why a segment cannot be compiled.
+    def compile(self, requests: Sequence[tuple[BoundSegment, Any]], more: bool = False) -> Sequence[CompiledSegment | Refusal]:
+        """Compile segments, each for inputs of its signature.
 
         more: others will follow soon, so processes that help may stay.
         """

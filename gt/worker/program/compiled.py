@@ -1,8 +1,9 @@
 """Programs of a compiled backend: their segments become calls into compiled code, their replays graphs of the device.
 
 Segments are compiled when the first replay is over: so workers compile side by side, and none waits for another's compilation.
-A segment that cannot be compiled, or whose inputs do not match its code, is executed as instructions. A device that can
-replay work records it once a replay finds nothing more to compile. Knows no torch.
+A segment that cannot be compiled, or whose inputs do not match its code, is executed as instructions. If some of its ops are
+in the way, it is divided: these are executed, and what is between them is compiled. A device that can replay work records it
+once a replay finds nothing more to compile. Knows no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from gt.ir.dataflow import AliasSets, Definition, decode, exposed, summarize, writes
 from gt.ir.instr import COMMUNICATION, FREE
-from gt.worker.engine.base import CompiledSegment, Compiler, DeviceRecorder, DeviceReplays, Misfit
+from gt.worker.engine.base import CompiledSegment, Compiler, DeviceRecorder, DeviceReplays, Misfit, Refusal
 from gt.worker.instructions.step import Row, Step, StepOfRows
 from gt.worker.program.overlap import RecordedProgram, evicted_places, group_collectives, overlap_transfers
 from gt.worker.program.partition import (
@@ -108,6 +109,8 @@ class CompiledProgram:
         self.segments: list[Segment] = []
         self.compiler: Compiler | None = None
         self._ready = False
+        self._traits: dict[int, DefinitionTraits] = {}
+        self._apart: Counter[str] = Counter()  # ops that are in no segment, with the reasons
         self._instructions: dict[int, list[Row]] = {}  # place of a row that stands for several -> these rows
         self._replays: DeviceReplays | None = None
         self._unrecorded: Counter[str] = Counter()  # reasons for rows between recordings
@@ -121,36 +124,47 @@ class CompiledProgram:
 
     def group_rows(self, rows: list[Row], code: list) -> list[Row]:
         """Rows in which each segment, and each batch of collectives, is one row."""
-        definition = self._runner.definition
         # Two groupings: collectives of a batch first, then runs of ops between communications. `_instructions` keeps the rows
         # behind each grouped row; recording looks inside it.
         rows, groups = group_collectives(rows, code, self._runner)
         self._instructions.update(groups)
-        compiler = self.compiler
-        if compiler is None:
+        if self.compiler is None:
             return rows
-        known: dict[int, DefinitionTraits] = {}
+        pieces = partition(rows, code, self._traits_of)
+        at_peak = [True] * len(pieces)
+        if self._compiles_when_reached:
+            at_peak = segments_at_peak(pieces, code, self._runner.definition)
+        return self._grouped(pieces, at_peak, code)
 
-        def traits(number: int) -> DefinitionTraits:
-            if number not in known:
-                known[number] = definition_traits(definition(number), compiler.fits)
-            return known[number]
+    def _traits_of(self, number: int) -> DefinitionTraits:
+        if number not in self._traits:
+            assert self.compiler is not None
+            self._traits[number] = definition_traits(self._runner.definition(number), self.compiler.fits)
+        return self._traits[number]
 
+    def _grouped(self, pieces: Sequence[tuple[bool, list[Row]]], at_peak: Sequence[bool], code: list) -> list[Row]:
+        """The rows of pieces, with one row for each segment among them. at_peak: by piece."""
         grouped: list[Row] = []
-        pieces = partition(rows, code, traits)
-        at_peak = segments_at_peak(pieces, code, definition) if self._compiles_when_reached else [True] * len(pieces)
         for (fits, run), highest in zip(pieces, at_peak, strict=True):
             if not fits:
                 grouped += run
                 continue
-            segment = Segment(run, bind_segment(run, code, definition, traits), self._runner)
+            segment = Segment(run, bind_segment(run, code, self._runner.definition, self._traits_of), self._runner)
             segment.at_peak = highest
             self.segments.append(segment)
             # The row that stands for the segment has the place of its first instruction, whose seq errors then name.
             first = next(at for at, _ in run if code[at] != FREE)
-            self._instructions[first] = run
+            self._instructions.setdefault(first, run)  # not those of a part of a segment that was divided
             grouped.append((first, StepOfRows(run, self._with_inputs_back(segment.bound.inputs, self._step(segment)))))
         return grouped
+
+    def _divide(self, segment: Segment, refusal: Refusal, code: list) -> None:
+        """The ops that are in the way of its compilation become instructions; what is between them becomes segments."""
+        places = {segment.bound.places[number] for number in refusal.calls}
+        self._apart[_short(refusal.why)] += len(places)
+        pieces = partition(segment.rows, code, self._traits_of, places)
+        self.segments.remove(segment)
+        segment.rows, segment.why = self._grouped(pieces, [segment.at_peak] * len(pieces), code), "divided"
 
     def _step(self, segment: Segment) -> Step:
         nbytes = output_bytes(segment.bound)
@@ -165,7 +179,7 @@ class CompiledProgram:
                 # The signature is that of real inputs: strides of an eager result are not known before it exists.
                 segment.sample_inputs(self.compiler)
                 if self._compiles_when_reached and segment.signature is not None:
-                    self._compile_reached(segment)
+                    self._compile_reached(segment, code)
             segment(code, at)
 
         return step
@@ -190,13 +204,13 @@ class CompiledProgram:
 
         return after_inputs
 
-    def _compile_reached(self, segment: Segment) -> None:
+    def _compile_reached(self, segment: Segment, code: list) -> None:
         if self._runner.recording:  # a device that records does not compile
             return
         if not (segment.at_peak and saves_memory(segment.bound)):
             return
         with self._runner.compiling():
-            self._compile([segment], more=True)
+            self._compile([segment], code, more=True)
 
     @property
     def waiting(self) -> list[Segment]:
@@ -208,27 +222,29 @@ class CompiledProgram:
             return
         if self.waiting:
             with self._runner.compiling():
-                self._compile(self.waiting)
+                self._compile(self.waiting, code)
         # Not in a replay that compiled: the recording must contain the compiled code, and compiled code must have run once.
         elif self.compiler is not None and self.compiler.recorder is not None and self._replays is None:
             self.compiler.compile(())  # no more will follow
             self._record(self.compiler.recorder, actions, code, randoms)
 
-    def _compile(self, segments: Sequence[Segment], more: bool = False) -> None:
+    def _compile(self, segments: Sequence[Segment], code: list, more: bool = False) -> None:
         assert self.compiler is not None
         self._ready = True
         try:
             results = self.compiler.compile([(segment.bound, segment.signature) for segment in segments], more)
         except Exception as error:
             # A compiler that fails costs speed only: the segments stay instructions, and `report` tells the reason.
-            results = [str(error)] * len(segments)
+            results = [Refusal(str(error))] * len(segments)
         for segment, result in zip(segments, results, strict=True):
             segment.compilations += 1
             segment.signature = None
-            if isinstance(result, str):
-                segment.why = _short(result)
-            else:
+            if not isinstance(result, Refusal):
                 segment.compiled = result
+            elif result.calls:
+                self._divide(segment, result, code)
+            else:
+                segment.why = _short(result.why)
 
     @property
     def recorded(self) -> bool:
@@ -304,7 +320,7 @@ class CompiledProgram:
         compiled = [s.compiled for s in self.segments if s.compiled is not None]
         # Equal layers share compiled code: its seconds count once.
         distinct = {segment.key: astuple(segment.seconds) for segment in compiled}
-        reasons = Counter(s.why for s in self.segments if s.why)
+        reasons = self._apart + Counter(s.why for s in self.segments if s.why)
         graphs, others = (0, []) if self._replays is None else self._replays.report()
         reasons.update(f"no graph: {why}" for why in (*others, *self._unrecorded.elements()))
         return {

@@ -6,7 +6,7 @@ torch nor tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
@@ -27,6 +27,15 @@ MAX_OUTPUTS_ONCE = 64  # outputs of such a segment: compile time grows with each
 LIST_OPS = "aten._foreach_"
 PRODUCTS = {f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm")}
 CONVOLUTIONS = "aten.convolution"
+
+# Ops with which optimizers make their state, in their first step alone
+MAKERS = {
+    f"aten.{name}"
+    for name in (
+        *("zeros_like.default", "empty_like.default", "ones_like.default", "full_like.default", "new_zeros.default"),
+        *("zeros.default", "empty.memory_format", "ones.default", "full.default", "clone.default", "zero_.default"),
+    )
+}
 
 # Views whose constants are positions within their base. Those of a segment's inputs are made before the segment: otherwise each
 # part of a batch would have a graph of its own.
@@ -66,13 +75,14 @@ class SegmentGraph:
 class BoundSegment:
     """A segment graph at one place of a program: the ids of its tensors, and the payloads behind the graph's texts.
 
-    dropped: ids to free first, which the segment does not read. before: rows to execute next. inputs, outputs: ids.
-    ended: ids to free after it, of inputs and of results of `before`.
+    places: by call, that of its instruction in the program. dropped: ids to free first, which the segment does not read.
+    before: rows to execute next. inputs, outputs: ids. ended: ids to free after it, of inputs and of results of `before`.
     """
 
     graph: SegmentGraph
     payloads: tuple[dict[str, Any], ...]
     values: tuple[tuple, ...]
+    places: tuple[int, ...]
     dropped: tuple[int, ...]
     before: tuple[Row, ...]
     inputs: tuple[int, ...]
@@ -85,7 +95,8 @@ class DefinitionTraits:
     """Traits of a definition: whether it can be in a segment, its text, and whether it computes anything.
 
     lists: it takes lists of tensors, as steps of optimizers do. tensors: number of those that an op reads. complex_outs:
-    places of its complex results, counted from the instruction's.
+    places of its complex results, counted from the instruction's. begins: how well a segment begins with it, as repeats.py
+    weighs it.
     """
 
     fits: bool = False
@@ -93,8 +104,9 @@ class DefinitionTraits:
     computes: bool = False
     lists: bool = False
     tensors: int = 0
+    makes: bool = False  # see MAKERS
     complex_outs: tuple[int, ...] = ()
-    begins: int = 0  # how well a segment begins with it, as repeats.py weighs it
+    begins: int = 0
     convolves: bool = False
 
 
@@ -121,7 +133,7 @@ def definition_traits(define: Define | None, fits: Callable[[dict[str, Any]], bo
     begins = 2 if "attention_backward" in name else int(name in PRODUCTS)
     flat = any(out[1] is not None and len(out[1][0]) == 4 for out in define.payload["outs"])  # others are never channels last
     computes, convolves = not makes_only_views(define.payload), flat and name.startswith(CONVOLUTIONS)
-    return DefinitionTraits(True, text, computes, lists, tensors, complex_outs, begins, convolves)
+    return DefinitionTraits(True, text, computes, lists, tensors, name in MAKERS, complex_outs, begins, convolves)
 
 
 def shard_as_ops(payload: dict[str, Any]) -> list[dict[str, Any]]:
@@ -182,12 +194,16 @@ def makes_only_views(payload: dict[str, Any]) -> bool:
     return bool(payload["outs"]) and all(out[0] == "view" for out in payload["outs"])
 
 
-def partition(rows: Sequence[Row], code: Sequence, traits: Callable[[int], DefinitionTraits]) -> list[tuple[bool, list[Row]]]:
-    """Rows in order, as (True, rows of a segment) and (False, other rows). traits: of a definition, by its number.
+def partition(
+    rows: Sequence[Row], code: Sequence, traits: Callable[[int], DefinitionTraits], apart: Collection[int] = ()
+) -> list[tuple[bool, list[Row]]]:
+    """Rows in order, as (True, rows of a segment) and (False, other rows).
+
+    traits: of a definition, by its number. apart: places of rows that are in no segment.
 
     An op on lists begins a segment unless one before it did. It has hundreds of tensors, and little to fuse with a backward
-    pass, which stays the same graph in calls whose optimizer does something else. An op that reads complex numbers is in no
-    segment.
+    pass, which stays the same graph in calls whose optimizer does something else. So do ops at the end of a run that only make
+    tensors: the first step of an optimizer makes its state so. An op that reads complex numbers is in no segment.
     """
     # State of the scan: the run that is being collected, and whether it began with an op on lists.
     pieces: list[tuple[bool, list[Row]]] = []
@@ -197,7 +213,8 @@ def partition(rows: Sequence[Row], code: Sequence, traits: Callable[[int], Defin
 
     def end() -> None:
         nonlocal lists
-        for part in _divided(run, code, traits):
+        kept = _without_makers(run, code, traits)
+        for part in [*_divided(run[:kept], code, traits), *([run[kept:]] if run[kept:] else [])]:
             computing = sum(code[at] != FREE and traits(code[at]).computes for at, _ in part)
             pieces.append((computing >= MIN_COMPUTING_OPS, part))
         run.clear()
@@ -210,7 +227,7 @@ def partition(rows: Sequence[Row], code: Sequence, traits: Callable[[int], Defin
         # The backend does not compile complex arithmetic, and an op's own definition does not show its inputs' dtypes: they
         # are followed by id.
         complex_ids.update(code[at + place] for place in own.complex_outs)
-        if not own.fits or not complex_ids.isdisjoint(code[at + 2 : at + 2 + own.tensors]):
+        if not own.fits or at in apart or not complex_ids.isdisjoint(code[at + 2 : at + 2 + own.tensors]):
             end()
             pieces.append((False, [row]))
             continue
@@ -222,6 +239,18 @@ def partition(rows: Sequence[Row], code: Sequence, traits: Callable[[int], Defin
 
     # Rows that are not compiled may stand in several pieces in a row: one is enough for them.
     return _joined(pieces)
+
+
+def _without_makers(run: Sequence[Row], code: Sequence, traits: Callable[[int], DefinitionTraits]) -> int:
+    """Number of rows before those at the end of a run that make tensors and do nothing else."""
+    kept = len(run)
+    for place in reversed(range(len(run))):
+        number = code[run[place][0]]
+        if number != FREE and traits(number).computes:
+            if not traits(number).makes:
+                break
+            kept = place
+    return kept
 
 
 def _divided(run: Sequence[Row], code: Sequence, traits: Callable[[int], DefinitionTraits]) -> list[list[Row]]:
@@ -314,8 +343,9 @@ class _Numbering:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """An op as it is recorded. ins: as in _Numbering.names; made: number of its first output."""
+    """An op as it is recorded, at a place. ins: as in _Numbering.names; made: number of its first output."""
 
+    at: int
     text: str
     payload: dict[str, Any]
     ins: list[tuple[bool, int]]
@@ -348,7 +378,7 @@ def bind_segment(
         if define.kind == "shard":
             last = wiring.read(code[at + 2])
             for payload in shard_as_ops(define.payload):
-                calls.append(_Call(repr(payload), payload, [last], (), wiring.made))
+                calls.append(_Call(at, repr(payload), payload, [last], (), wiring.made))
                 last = False, wiring.made
                 wiring.made += 1
             wiring.names[code[at + 3]] = last
@@ -363,7 +393,8 @@ def bind_segment(
             wiring.early.update(outs)
             wiring.needed.update(outs, tensors)
             continue
-        calls.append(_Call(traits(define.number).text, payload, [wiring.read(t) for t in tensors], scalars, wiring.made))
+        read = [wiring.read(t) for t in tensors]
+        calls.append(_Call(at, traits(define.number).text, payload, read, scalars, wiring.made))
         for tensor in outs:
             wiring.names[tensor] = (False, wiring.made)
             wiring.made += 1
@@ -373,7 +404,8 @@ def bind_segment(
     # An id that was freed and then reused for an output must not be freed after it: it names the output.
     ended = tuple(t for t in wiring.ended if t not in outputs)
     payloads, values = tuple(call.payload for call in calls), tuple(call.values for call in calls)
-    return BoundSegment(graph, payloads, values, tuple(wiring.dropped), tuple(before), inputs, outputs, ended)
+    places, dropped = tuple(call.at for call in calls), tuple(wiring.dropped)
+    return BoundSegment(graph, payloads, values, places, dropped, tuple(before), inputs, outputs, ended)
 
 
 def _with_views_late(calls: Sequence[_Call]) -> list[_Call]:

@@ -363,6 +363,33 @@ def test_the_first_call_compiles_little_and_nothing_twice(connect: Callable, gra
     assert 1 <= counts[0] < distinct <= counts[-1] <= distinct + 1, (counts, distinct)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_network_with_batch_norms_has_one_graph_for_all_calls(fused: bool, connect: Callable, graphs: list) -> None:
+    """Its counts of batches are changed by the first call too, and its optimizer makes its state in that."""
+    connect()
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16)]
+    model = nn.Sequential(*layers, nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)).to("remote")
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    if fused:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    @WHOLE
+    def step(x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), label)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    made = []
+    for _ in range(6):
+        step(torch.randn(8, 3, 16, 16), torch.randint(4, (8,))).item()
+        made.append(sum("convolution_backward" in graph.code for graph in graphs))
+    assert made == [1] * 6
+    assert model[1].num_batches_tracked.item() == 6
+
+
 def test_a_call_that_takes_long_to_record_is_carried_out_whole(connect: Callable[..., None], ways: list[str]) -> None:
     """Other programs' ops are handed over whenever the user pauses, which makes more batches than are held back."""
     connect()

@@ -11,6 +11,7 @@ import torch
 
 from gt.ir.spec import Spec
 from gt.worker.engine.base import CompilationSeconds, Misfit
+from gt.worker.engine.torch.compiler.memory_overlap import disjoint
 from gt.worker.engine.torch.dtypes import DTYPE, NAME, conform
 from gt.worker.engine.torch.memory import laid_out
 
@@ -22,13 +23,29 @@ class InputSignature:
     """Shape, strides and dtype of each input, and which inputs share memory."""
 
     specs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
-    alike: tuple[tuple[int, int], ...]  # by input: the first one in the same memory, and its offset if they share it
+    # By input: the first one in the same memory, and its offset if they share it; from that of the first if they are `apart`
+    alike: tuple[tuple[int, int], ...]
 
     def reduced(self, written: frozenset[int]) -> InputSignature:
-        """The same without sharing of memory that is not written, which does not matter."""
-        # Aliasing among inputs that nobody writes changes no result; without it equal layers have equal signatures.
+        """The same without that sharing of memory which does not matter."""
+        # Aliasing among inputs that nobody writes changes no result; without it equal layers have equal signatures. So have
+        # steps of a loop that writes its results into one buffer, if offsets count from one of these.
         firsts = {self.alike[n][0] for n in written}
-        return InputSignature(self.specs, tuple(row if row[0] in firsts else (n, 0) for n, row in enumerate(self.alike)))
+        apart = {first for first in firsts if self.apart(first)}
+        rows = []
+        for n, (first, offset) in enumerate(self.alike):
+            rows.append((n, 0) if first not in firsts else (first, offset - (first in apart and self.alike[first][1])))
+        return InputSignature(self.specs, tuple(rows))
+
+    def sharing(self, first: int) -> list[int]:
+        """The inputs in the memory of one, which is the first of them."""
+        return [n for n, (other, _) in enumerate(self.alike) if other == first]
+
+    def apart(self, first: int) -> bool:
+        """True if several inputs share memory, and no two of them an element: to a graph they are tensors as any others."""
+        members = self.sharing(first)
+        places = tuple((*self.specs[n][:2], self.alike[n][1]) for n in members)
+        return len(members) > 1 and len({self.specs[n][2] for n in members}) == 1 and disjoint(places)
 
 
 @dataclass(slots=True)
@@ -151,10 +168,10 @@ class _Alike:
         self._labels = [  # by input with elements: a label of its memory if that is written, else -1
             (n, first if first in apart else -1) for n, (first, _) in enumerate(signature.alike) if all(signature.specs[n][0])
         ]
-        firsts = [first for first, _ in signature.alike]
-        self._several = [
-            (n, first, offset * self._sizes[n]) for n, (first, offset) in enumerate(signature.alike) if firsts.count(first) > 1
-        ]
+        several = {first for first, _ in signature.alike if len(signature.sharing(first)) > 1}
+        starts = {first: first if signature.apart(first) else None for first in several}  # the input from which offsets count
+        rows = [(n, *row) for n, row in enumerate(signature.alike) if row[0] in several]
+        self._several = [(n, first, starts[first], offset * self._sizes[n]) for n, first, offset in rows]
 
     def check(self, inputs: Sequence[torch.Tensor]) -> None:
         offsets = [offset * size for offset, size in zip(map(_OFFSET, inputs), self._sizes, strict=True)]
@@ -163,8 +180,9 @@ class _Alike:
         owner: dict[int, int] = {}
         if any(owner.setdefault(bases[n], label) != label for n, label in self._labels):
             raise Misfit("which share memory")
-        if any(bases[n] != bases[first] or offsets[n] != offset for n, first, offset in self._several):
-            raise Misfit("offsets in shared memory")
+        for n, first, start, offset in self._several:
+            if bases[n] != bases[first] or offsets[n] != offset + (0 if start is None else offsets[start]):
+                raise Misfit("offsets in shared memory")
 
 
 def _metas(graph: torch.fx.GraphModule) -> list[torch.Tensor]:

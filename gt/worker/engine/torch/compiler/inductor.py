@@ -11,8 +11,8 @@ import logging
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from time import monotonic
@@ -25,7 +25,7 @@ from gt.ir.arguments import operands
 from gt.ir.ops import RANDOM
 from gt.ir.spec import Spec
 from gt.wire.deferred_imports import execute_deferred
-from gt.worker.engine.base import CompiledSegment, DeviceRecorder
+from gt.worker.engine.base import CompiledSegment, DeviceRecorder, Refusal
 from gt.worker.engine.codegen import finish, fitting
 from gt.worker.engine.torch.bounds import BOUNDS
 from gt.worker.engine.torch.compiler import code_cache
@@ -70,7 +70,7 @@ class Inductor:
         self._engine = engine
         self.channels_last = engine.kind == "cuda"  # convolutions may have this layout
         self.draws = engine.draws
-        self._kept: dict[Hashable, CompiledSegment | str] = {}
+        self._kept: dict[Hashable, CompiledSegment | Refusal] = {}
         self._fits: dict[str, bool] = {}
         count = processes_beside(engine.device) if processes is None else processes
         self._processes = LoweringProcesses(engine.device, count)
@@ -116,7 +116,7 @@ class Inductor:
 
     def compile(
         self, requests: Sequence[tuple[BoundSegment, InputSignature]], more: bool = False
-    ) -> list[CompiledSegment | str]:
+    ) -> list[CompiledSegment | Refusal]:
         """See engine.base.Compiler. Kernels of a segment are built while the next ones are lowered."""
         keys: list[Hashable] = []
         fresh: dict[Hashable, _Request] = {}
@@ -127,13 +127,13 @@ class Inductor:
             if keys[-1] not in self._kept:
                 fresh.setdefault(keys[-1], request)
         results = {key: self._kept[key] for key in keys if key in self._kept} | self._compile(fresh)
-        if not more:
-            self._processes.end()
+        if not more and not any(isinstance(result, Refusal) and result.calls for result in results.values()):
+            self._processes.end()  # parts of a segment that is divided do not follow either
         self._keep(results)
         return [results[key] for key in keys]
 
-    def _compile(self, requests: dict[Hashable, _Request]) -> dict[Hashable, CompiledSegment | str]:
-        results: dict[Hashable, CompiledSegment | str] = {}
+    def _compile(self, requests: dict[Hashable, _Request]) -> dict[Hashable, CompiledSegment | Refusal]:
+        results: dict[Hashable, CompiledSegment | Refusal] = {}
         lowered: dict[Hashable, tuple[Code, Waits]] = {}
         with _alone, kernel_builds(self._engine.host) as waits:
             longest = sorted(requests.items(), key=lambda item: -len(item[1].payloads))
@@ -158,7 +158,7 @@ class Inductor:
                     results[key] = _refusal(requests[key], error)
         return results
 
-    def _keep(self, results: dict[Hashable, CompiledSegment | str]) -> None:
+    def _keep(self, results: dict[Hashable, CompiledSegment | Refusal]) -> None:
         self._kept.update(results)
         while len(self._kept) > MAX_COMPILED_GRAPHS:
             del self._kept[next(iter(self._kept))]
@@ -167,8 +167,6 @@ class Inductor:
         execute_deferred("torch._meta_registrations")
         from torch._inductor.compile_fx import compile_fx
 
-        if any(dtype.is_complex for _, _, dtype in request.signature.specs):
-            raise ValueError("complex numbers are not compiled")
         traced = self._trace(request)
         with early_taps():
             run = compile_fx(traced.graph, traced.fakes)
@@ -203,6 +201,7 @@ class Inductor:
         ends = [end for payload in request.payloads for end in finish(payload["outs"])]
         specs = [None] * request.graph.inputs + [None if view else spec for _, view, spec in ends]
         results: list[Any] = []
+        refused: dict[int, Exception] = {}  # by the number of a call
 
         # The function that is traced: the ops one by one, on slots as in a segment's numbering. make_fx records the ATen
         # calls.
@@ -210,18 +209,25 @@ class Inductor:
             slots = graph_inputs.slots(given)
             rows = zip(request.graph.calls, calls, request.payloads, request.values, counts, strict=True)
             with channels_last.ChannelsLast() if last else nullcontext():
-                for call, bound, payload, values, count in rows:
+                for number, (call, bound, payload, values, count) in enumerate(rows):
                     if last and any(out[0] == "view" for out in payload["outs"]):
                         channels_last.restore_strides(slots, call.ins, specs)
-                    outputs = bound(*[slots[i] for i in call.ins], *values)
+                    operands = [slots[i] for i in call.ins]
+                    try:
+                        outputs = bound(*_real(operands), *values)
+                    except Exception as error:  # go on: all that are refused are told at once
+                        refused[number] = error
+                        outputs = _stand_ins(payload, operands)
                     slots += [] if count == 0 else [outputs] if count == 1 else outputs
+            if refused:
+                raise _CallsRefused(refused)
             if last:
                 channels_last.restore_strides(slots, request.graph.outputs, specs)
             results[:] = _results(slots, request.graph)
             return [*results[0], *self._taps(results[0])]
 
         # Inductor caches no code on disk without a ShapeEnv. All shapes are static: it has no symbols.
-        with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True):
+        with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True), _quiet():
             device = self._engine.device
             shapes = [signature.specs[i] for i in graph_inputs.given]
             fakes = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in shapes]
@@ -282,13 +288,62 @@ class _Request:
 
 def _request(segment: BoundSegment, signature: InputSignature) -> _Request:
     settings = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
-    written = _written(segment)
+    written = frozenset[int]().union(*_written(segment.graph, segment.payloads))
     return _Request(segment.graph, segment.payloads, segment.values, signature.reduced(written), written, settings)
 
 
-def _refusal(request: _Request, error: Exception) -> str:
+def _refusal(request: _Request, error: Exception) -> Refusal:
     log.info("a segment of %d ops is not compiled", len(request.payloads), exc_info=error)
-    return f"{type(error).__name__}: {error}"
+    if isinstance(error, _SharedInputs):
+        written = _written(request.graph, request.payloads)
+        return Refusal(str(error), tuple(n for n, inputs in enumerate(written) if not inputs.isdisjoint(error.inputs)))
+    if not isinstance(error, _CallsRefused):
+        return Refusal(f"{type(error).__name__}: {error}")
+    number, first = next(iter(error.calls.items()))
+    return Refusal(f"{request.payloads[number]['op']}: {first}", tuple(error.calls))
+
+
+class _CallsRefused(Exception):
+    """Calls of a segment that cannot be traced, by number, with their errors."""
+
+    def __init__(self, calls: dict[int, Exception]) -> None:
+        super().__init__(f"{len(calls)} ops cannot be traced")
+        self.calls = calls
+
+
+class _SharedInputs(Exception):
+    """Inputs of a segment share memory that it writes, as no graph can tell."""
+
+    def __init__(self, why: str, inputs: Sequence[int]) -> None:
+        super().__init__(f"it writes memory that several of its inputs share{why}")
+        self.inputs = inputs
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch prints no traceback of an op that is refused: `explain()` tells the reason."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _real(operands: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The operands, none of which may be complex: definitions do not show the dtypes of a program's inputs."""
+    if any(operand.is_complex() for operand in operands):
+        raise ValueError("complex numbers are not compiled")
+    return operands
+
+
+def _stand_ins(payload: dict[str, Any], operands: list[torch.Tensor]) -> Any:
+    """Outputs with the specs of a call that was refused, for the ops after it."""
+    outs = [out for out in payload["outs"] if out[0] in ("new", "view")]
+    specs = [Spec.from_wire(out[1]) for out in outs]
+    device = operands[0].device
+    made = [torch.empty_strided(spec.shape, spec.stride, dtype=DTYPE[spec.dtype], device=device) for spec in specs]
+    return made[0] if len(made) == 1 else made
 
 
 def _kernels(request: _Request) -> list[tuple[torch.Size, int, torch.dtype]]:
@@ -304,18 +359,17 @@ def _kernels(request: _Request) -> list[tuple[torch.Size, int, torch.dtype]]:
     return kernels
 
 
-def _written(segment: BoundSegment) -> frozenset[int]:
-    """Inputs that an op of the segment may change, directly or through a view."""
-    base = list(range(segment.graph.inputs))  # by tensor: the input whose memory it shares, -1 for none
-    written: set[int] = set()
-    for call, payload in zip(segment.graph.calls, segment.payloads, strict=True):
+def _written(graph: SegmentGraph, payloads: Sequence[dict[str, Any]]) -> list[set[int]]:
+    """By call: inputs that it may change, directly or through a view."""
+    base = list(range(graph.inputs))  # by tensor: the input whose memory it shares, -1 for none
+    written: list[set[int]] = []
+    for call, payload in zip(graph.calls, payloads, strict=True):
         # A write through a view counts for the input behind it.
-        for place in _writes(payload):
-            written.add(base[call.ins[place]])
+        written.append({base[call.ins[place]] for place in _writes(payload)} - {-1})
         for out in payload["outs"]:
             if out[0] in ("new", "view"):
                 base.append(base[call.ins[out[2]]] if out[0] == "view" else -1)
-    return frozenset(written - {-1})
+    return written
 
 
 def _writes(payload: dict[str, Any]) -> list[int]:
@@ -327,7 +381,7 @@ def _writes(payload: dict[str, Any]) -> list[int]:
 
 @dataclass(slots=True)
 class _GraphInputs:
-    """Inputs that the graph takes. Of inputs that share written memory it takes the one that holds the others."""
+    """Inputs that the graph takes. Of inputs that share written elements it takes the one that holds the others."""
 
     signature: InputSignature
     written: frozenset[int]
@@ -339,13 +393,13 @@ class _GraphInputs:
         for n, (first, _) in enumerate(self.signature.alike):
             groups[first].append(n)
         self.bases = list(range(len(self.signature.alike)))
-        for members in groups.values():
-            if len(members) > 1 and not self.written.isdisjoint(members):
+        for first, members in groups.items():
+            if len(members) > 1 and not self.written.isdisjoint(members) and not self.signature.apart(first):
                 # Functionalization knows aliasing only through views: so the graph gets one base, and makes the other inputs
                 # as views of it.
                 base = self._whole(members)
                 if self.signature.alike[base][1]:  # in a graph offsets count from the base, as_strided's from the storage
-                    raise ValueError("it writes memory that several of its inputs share from an offset on")
+                    raise _SharedInputs(" from an offset on", members)
                 for n in members:
                     self.bases[n] = base
         self.given = sorted(set(self.bases))
@@ -359,7 +413,7 @@ class _GraphInputs:
             shape, _, _ = self.signature.specs[number]
             if ends[number] == (low, high) and torch.Size(shape).numel() == high - low and len(dtypes) == 1:
                 return number
-        raise ValueError("it writes memory that several of its inputs share, and none of them spans the others")
+        raise _SharedInputs(", and none of them spans the others", members)
 
     def _span(self, n: int) -> tuple[int, int]:
         (shape, stride, _), start = self.signature.specs[n], self.signature.alike[n][1]
