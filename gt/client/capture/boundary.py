@@ -414,9 +414,6 @@ def counts(entry: StateSnapshot, leaving: StateSnapshot) -> dict[str, int]:
 
 def _explain_change(path: str, old: StateItem, new: StateItem, before: dict[str, StateItem]) -> str:
     """Describe a value that a call has changed. before: values before the call, by path."""
-    name = path.partition("[")[0].rpartition(".")[0]
-    if name in before and module_of(type(before[name].value)) == _SCHEDULERS:
-        return f"the function steps the scheduler `{name}`, and Python does not run in a replay: step it after the function"
     return f"the function changes {path} from {_short(old.value)} to {_short(new.value)}{OUTSIDE}"
 
 
@@ -518,8 +515,7 @@ def gradients(entry: StateSnapshot, leaving: StateSnapshot, reads: dict) -> list
 
 # Names with which user code reads a value or prints, and modules of torch that read values
 _READERS = frozenset({"item", "tolist", "numpy", "print"})
-_SCHEDULERS = "torch.optim.lr_scheduler"
-_READING_MODULES = ("torch.distributions", "torch.amp.grad_scaler", _SCHEDULERS)
+_READING_MODULES = ("torch.distributions", "torch.amp.grad_scaler", "torch.optim.lr_scheduler")
 
 
 def seems_to_read(entry: StateSnapshot) -> bool:
@@ -529,11 +525,6 @@ def seems_to_read(entry: StateSnapshot) -> bool:
     if entry.names & _READERS or "distributions" in entry.names:
         return True
     return _reaches(entry, _READING_MODULES)
-
-
-def schedules_rates(entry: StateSnapshot) -> bool:
-    """True if a function reaches a scheduler, and so may change learning rates itself."""
-    return _reaches(entry, _SCHEDULERS)
 
 
 def _reaches(entry: StateSnapshot, modules: tuple[str, ...] | str) -> bool:

@@ -47,7 +47,6 @@ from gt.client.capture.boundary import (
     prepare_inputs,
     recorded_results,
     returned_objects,
-    schedules_rates,
     seems_to_read,
     why_key_differs,
 )
@@ -68,6 +67,7 @@ from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.capture.watches.code_watch import CodeWatch
 from gt.client.capture.watches.output_watch import OutputWatch
+from gt.client.capture.watches.scheduler_watch import SchedulerWatch, names_beside
 from gt.client.device import random
 from gt.client.reports import progress, spans
 from gt.client.reports.html import TextReport
@@ -154,6 +154,7 @@ class CompiledFunction(Generic[P, R]):
         self._cpu_state: list[torch.Tensor] = []  # small CPU tensors that calls have changed in place
         self._fragment_calls = 0
         self._differentiated, self._rates = DifferentiatedArguments(), LearningRates()
+        self._schedules = False  # True once a call has stepped a scheduler
         self._returns_state = False  # True once a call has returned a list or dictionary that Python state holds
         self._code = CodeWatch()
         self._cuts: Counter[tuple[str, str]] = Counter()  # (where a run of ops ended, why) -> how often, in these calls
@@ -187,10 +188,15 @@ class CompiledFunction(Generic[P, R]):
                 if not mismatch:
                     if place:
                         self._programs.insert(0, self._programs.pop(place))
-                    if spans.current is None:
-                        return program.replay(leaves, (args, kwargs))
-                    with spans.span(f"replay {self._name}", program=program.number):
-                        return program.replay(leaves, (args, kwargs))
+                    results = self._replay(program, leaves, (args, kwargs))
+                    break
+            else:
+                program = None
+        if program is not None:
+            self._rates.remove()  # schedulers compute with numbers
+            for step in program.steps:
+                step.run()
+            return results
         if self._programs:
             self._why = mismatch or why_key_differs(self._programs[0].key, key)
         # One call is recorded at a time: a second thread's would be mixed into the tape
@@ -211,6 +217,12 @@ class CompiledFunction(Generic[P, R]):
                 return self._record(recorder, key, leaves, tree, (args, kwargs))
         finally:
             recorder.capturing.release()
+
+    def _replay(self, program: CapturedProgram, leaves: list, given: tuple) -> Any:
+        if spans.current is None:
+            return program.replay(leaves, given)
+        with spans.span(f"replay {self._name}", program=program.number):
+            return program.replay(leaves, given)
 
     @property
     def _name(self) -> str:
@@ -251,6 +263,8 @@ class CompiledFunction(Generic[P, R]):
 
     def _run_in_fragments(self, recorder: Recorder, leaves: list, tree: TreeSpec, given: tuple) -> Any:
         """Call the function. Runs of its ops become programs; the rest of it is as in an eager call."""
+        if self._schedules:
+            self._rates.remove()  # schedulers compute with numbers
         prepared = prepare_inputs(leaves, None)[0]
         containers = Containers(given, tree, leaves, prepared)
         backend = BACKENDS.index(self._chosen_backend())
@@ -296,8 +310,10 @@ class CompiledFunction(Generic[P, R]):
                 recorder.code.extend((RECORD, self._slot, deferral, len(filled), *[t._ref.id for t in filled]))
                 recorder.flush()
                 recorder.tape = tape
+            schedulers = SchedulerWatch(entry, tape, self._rates)
             with cycles_collected(), self._watched(tape, draws):
-                results = self.fn(*containers.args, **containers.kwargs)
+                with schedulers:
+                    results = self.fn(*containers.args, **containers.kwargs)
                 whole = returned_objects(results, entry, roots, containers, tape)
                 results = recorded_results(results, tape, whole, leaves, last is None)
             recorder.flush()
@@ -309,6 +325,7 @@ class CompiledFunction(Generic[P, R]):
             # Two calls that agree make a program; a first one is kept for the comparison with the next
             now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry), draws, memory, whole)
             leaving = snapshot(roots)
+            self._schedules |= schedulers.finish(leaving)
             now.compare_states(entry, leaving)
             self._code.note_unknown(tape, entry.codes | leaving.codes)
             program = self._seal(last, now, entry, leaving, results, rng)
@@ -361,7 +378,7 @@ class CompiledFunction(Generic[P, R]):
         wait = not self._recorded and seems_to_read(entry)
         if not wait and any([make_capturable(optimizer, self._recorded) for optimizer in entry.optimizers]):
             entry = snapshot(roots)
-        if not schedules_rates(entry) and self._rates.changed(entry.optimizers, entry.names):
+        if self._rates.changed(entry.optimizers, names_beside(entry), self._schedules):
             self._programs.clear()  # each had one number for its rate
             entry = snapshot(roots)
         self._recorded = True

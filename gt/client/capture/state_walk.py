@@ -81,6 +81,10 @@ def is_scalar_like(value: Any) -> bool:
     return type(value) in _SCALAR_TYPES or isinstance(value, (Enum, np.generic))
 
 
+def _is_plain(value: Any) -> bool:
+    return all(map(is_scalar_like, value)) if type(value) in (list, tuple) else is_scalar_like(value)
+
+
 def comparable(value: Any) -> Any:
     """A form in which equal scalar-like values compare equal: the sign of zero counts, and all NaNs are equal."""
     return repr(value) if isinstance(value, (float, complex, np.generic)) else value
@@ -141,6 +145,21 @@ class StateSnapshot:
                 yield item.path, item.value
         for path, grad in self.grads.items():
             yield f"{path}.grad", grad
+
+    def leave_out(self, places: set[tuple[int, Any]]) -> None:
+        """Compare no more those places that hold a number or text, or a list or tuple of some.
+
+        A place: identity of its holder, and key.
+        """
+        # A list that a place beside these holds too may be read there
+        elsewhere = {id(i.value) for i in self.items if type(i.value) is list and (id(i.holder), i.key) not in places}
+        paths = {
+            item.path
+            for item in self.items
+            if (id(item.holder), item.key) in places and id(item.value) not in elsewhere and _is_plain(item.value)
+        }
+        self.items = [item for item in self.items if item.path not in paths and item.path.rpartition("[")[0] not in paths]
+        self.lengths = [row for row in self.lengths if row[2] not in paths]
 
 
 def snapshot(roots: dict[str, Any]) -> StateSnapshot:
@@ -368,7 +387,7 @@ class StateWalker:
                 self._queue.append((f"{path or function.__qualname__}.{name}", value))
 
         # Globals that the code names, and the names for later walks
-        names = _names(function.__code__)
+        names = names_in(function.__code__)
         self.names |= names
         self.snapshot.codes.add(function.__code__)
         if names & _ENVIRONMENT:
@@ -461,12 +480,12 @@ class StateWalker:
                     self._note_integer(name)
 
 
-def _names(code: types.CodeType) -> set[str]:
+def names_in(code: types.CodeType) -> set[str]:
     """Globals and attributes that code names, nested functions included."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _names(constant)
+            names |= names_in(constant)
         elif isinstance(constant, tuple):  # attribute names of a class pattern
             names |= {name for name in constant if isinstance(name, str)}
     return names
