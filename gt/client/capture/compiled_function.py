@@ -66,7 +66,7 @@ from gt.client.capture.program.sealing import SealedCall, captured_program, disa
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.capture.watches.code_watch import CodeWatch
-from gt.client.capture.watches.output_watch import OutputWatch
+from gt.client.capture.watches.output_watch import WARNS, OutputWatch
 from gt.client.capture.watches.scheduler_watch import SchedulerWatch, names_beside
 from gt.client.device import random
 from gt.client.reports import progress, spans
@@ -366,7 +366,7 @@ class CompiledFunction(Generic[P, R]):
     def _watched(self, tape: CallRecording, draws: HostDraws | None) -> Iterator[None]:
         """Inside, the function runs: its ops are counted for the user; output, draws on the CPU and code are noted."""
         bar = progress.bar(f"recording {self._name}", unit=" ops")
-        with bar as tape.tick, OutputWatch() as output, draws or contextlib.nullcontext(), self._code:
+        with bar as tape.tick, OutputWatch() as output, draws or contextlib.nullcontext(), self._code.reporting_to(output):
             yield
         if output.place:
             self._note_output(tape, output)
@@ -415,7 +415,7 @@ class CompiledFunction(Generic[P, R]):
             what = f"the function {watch.what}, and a replay in schedule {schedule} does not: do it outside"
             self._reasons.warn(f"{watch.place}: {what}")
         else:
-            tape.cut = True
+            tape.cut |= watch.what != WARNS  # a warning is mostly shown once
             tape.prevents.append(Difference(watch.place, f"the function {watch.what}"))
 
     def _chosen_backend(self) -> str:
