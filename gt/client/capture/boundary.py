@@ -80,9 +80,11 @@ class RecordedCall:
     whole: dict[int, Any] = field(default_factory=dict)  # containers that it returns as they are, see returned_objects
     made: frozenset[str] = frozenset()  # places where it has left new state
     rebound: frozenset[str] = frozenset()  # paths of tensors that it gave new memory
+    kind: tuple = ()  # of the state before it: see StateSnapshot.kind
 
     def compare_states(self, entry: StateSnapshot, leaving: StateSnapshot) -> None:
         """Note what the call has made and counted, between the state before it and the one after it."""
+        self.kind = entry.kind()
         self.made, self.tape.counts = made_paths(entry, leaving, self.tape.first), counts(entry, leaving)
         replaced = rebound(entry, self.tape.first)
         self.rebound = frozenset(path for path, (tensor, _) in entry.identities.items() if id(tensor) in replaced)

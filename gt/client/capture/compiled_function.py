@@ -52,7 +52,7 @@ from gt.client.capture.boundary import (
 )
 from gt.client.capture.constants import argument_values
 from gt.client.capture.fragment_tape import FragmentTape, end_fragments
-from gt.client.capture.futile_calls import Reasons, RecordingPauses
+from gt.client.capture.futile_calls import MAX_FUTILE_CALLS, Reasons, RecordingPauses, WaitingCalls
 from gt.client.capture.gradients import (
     VIEWED,
     DifferentiatedArguments,
@@ -80,7 +80,7 @@ from gt.ir.schedules import asked
 from gt.wire.process_settings import cycles_collected
 
 CHANGED = "the function changes a list, dictionary or object that it gets"
-OTHER_ARGUMENTS = "no two calls in a row have had the same kind of arguments; the last differed in "
+OTHER_ARGUMENTS = "no earlier call that was recorded had the same kind of arguments; the last differed in "
 BESIDE = "a call of another thread was recorded or run in parts at that time: that is done to one call at a time"
 
 MAX_PROGRAMS_PER_FUNCTION = 8  # the least recently used one is dropped beyond that
@@ -140,7 +140,7 @@ class CompiledFunction(Generic[P, R]):
         functools.update_wrapper(self, fn)
         self.fn, self.schedule, self.backend, self.recompute = fn, schedule, backend, recompute
         self._programs: list[CapturedProgram] = []  # most recently used first
-        self._last: RecordedCall | None = None
+        self._waiting = WaitingCalls()
         self._slot = next(_slots)
         self._reasons = Reasons(getattr(fn, "__qualname__", "a compiled function"))
         self._pauses = RecordingPauses()
@@ -205,12 +205,12 @@ class CompiledFunction(Generic[P, R]):
         try:
             in_parts = viewed or key[-1] or self._differentiated.obstacle(leaves)  # key[-1]: observer()
             if in_parts:
-                self._last = None
+                self._waiting.clear()
                 self._reasons.add(in_parts)
                 if not viewed:
                     self._reasons.warn(f"runs in parts: {in_parts}")
-            if in_parts or self._pauses.calls_left:
-                self._pauses.take()
+            if in_parts or self._pauses.holds(key):
+                self._pauses.take(key)
                 with spans.span(f"call {self._name}"):
                     return self._run_in_fragments(recorder, leaves, tree, (args, kwargs))
             with spans.span(f"record {self._name}", why=self._why):
@@ -330,7 +330,7 @@ class CompiledFunction(Generic[P, R]):
             self._code.note_unknown(tape, entry.codes | leaving.codes)
             program = self._seal(last, now, entry, leaving, results, rng)
             kept = program is not None
-            self._last = None if self._pauses_after(kept, tape.cut) or kept else now.kept()
+            self._note_outcome(now, kept)
         except Exception:  # what the call has changed until here stays
             recorder.flush()
             memory = memory or call_memory(tape, entry, prepared, before)
@@ -349,11 +349,16 @@ class CompiledFunction(Generic[P, R]):
             return program.copy_results(leaves, given)
         return containers.originals(in_arguments(results, leaves, inputs, memory, whole))
 
-    def _pauses_after(self, kept: bool, cut: bool) -> bool:
-        """True if calls run in parts for a while after this recorded one. kept, cut: see RecordingPauses.count."""
-        if self._pauses.count(kept, cut):
+    def _note_outcome(self, now: RecordedCall, kept: bool) -> None:
+        """A recorded call is over: it waits for another one, and a pause may begin. kept: it gave a program."""
+        if not kept and not now.tape.cut:
+            self._waiting.add(now.kept())
+        newest = self._programs[:MAX_FUTILE_CALLS]
+        if kept and len(newest) == MAX_FUTILE_CALLS and not any(program.replays for program in newest):
+            self._reasons.add(f"programs were recorded that no call could replay, the last for: {self._why}")
+            kept = False
+        if self._pauses.count(now.key, kept, now.tape.cut):
             self._reasons.warn(f"runs in parts: {self._reasons.last}")
-        return self._pauses.calls_left > 0
 
     def _roots(self, leaves: list) -> dict[str, Any]:
         """The objects from which everything is reached that the function may depend on, by name."""
@@ -382,10 +387,9 @@ class CompiledFunction(Generic[P, R]):
             self._programs.clear()  # each had one number for its rate
             entry = snapshot(roots)
         self._recorded = True
-        last, self._last = self._last, None
-        if last is not None and (last.key != key or last.tape.recorder is not recorder or last.ended()):
-            self._reasons.add(OTHER_ARGUMENTS + why_key_differs(last.key, key))
-            last = None
+        last, newest = self._waiting.take(recorder, key, entry.kind()), self._waiting.newest
+        if last is None and newest not in (None, key):
+            self._reasons.add(OTHER_ARGUMENTS + why_key_differs(newest, key))
         if last is not None and (last.made or last.rebound):
             if why := leave_entries(entry, last.made, last.rebound):
                 self._reasons.add(why)

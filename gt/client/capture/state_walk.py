@@ -147,6 +147,10 @@ class StateSnapshot:
         for path, grad in self.grads.items():
             yield f"{path}.grad", grad
 
+    def kind(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The leaves that have a gradient and the flags that are set, by path: other ops are likely with others."""
+        return frozenset(self.grads), frozenset(item.path for item in self.items if item.value is True)
+
     def leave_out(self, places: set[tuple[int, Any]]) -> None:
         """Compare no more those places that hold a number or text, or a list or tuple of some.
 
