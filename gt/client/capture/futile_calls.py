@@ -19,6 +19,7 @@ MAX_EAGER_CALLS = 64  # calls that run eagerly before the next recording; the nu
 MAX_WAITING = 8  # recorded calls of other kinds that are kept
 MAX_REASONS = 20  # that explain() shows of one function
 MAX_WARNINGS_PER_FUNCTION = 100
+_FLAGS = (bool, str, type(None))
 _CHANGE = re.compile(r" from \S+ to \S+|; the last differed in .*")
 _NUMBER = re.compile(r"-?\d[\d.e+-]*")
 
@@ -87,25 +88,26 @@ class WaitingCalls:
 class RecordingPauses:
     """Counts recorded calls without a program. After some in a row, a number of calls run without being recorded.
 
-    Calls whose Python has to run have a pause of their own if all of them have the same key: a step may log at each tenth.
+    Calls whose Python has to run have a pause of their own if all of them have the same flags among their arguments: a step may
+    log at each tenth call.
     """
 
     def __init__(self) -> None:
         self._calls_left = 0  # calls that are not recorded before the next that is
         self._futile_calls = 0  # recorded calls in a row without a program
         self._next_pause = MAX_FUTILE_CALLS
-        self._cut: tuple | None = None  # key of calls whose Python has to run
+        self._cut: list | None = None  # flags of calls whose Python has to run
         self._cut_calls_left = 0  # of them
 
     def holds(self, key: tuple) -> bool:
         """True if a call with this key is not recorded."""
-        return bool(self._calls_left or (self._cut_calls_left and key == self._cut))
+        return bool(self._calls_left or (self._cut_calls_left and _flags(key) == self._cut))
 
     def take(self, key: tuple) -> None:
         """One call runs without being recorded."""
         if self._calls_left:
             self._calls_left -= 1
-        elif self._cut_calls_left and key == self._cut:
+        elif self._cut_calls_left and _flags(key) == self._cut:
             self._cut_calls_left -= 1
 
     def count(self, key: tuple, kept: bool, cut: bool) -> bool:
@@ -113,12 +115,13 @@ class RecordingPauses:
 
         cut: it reads a value or prints, and so will the next ones.
         """
+        flags = _flags(key)
         if kept:
             self._futile_calls, self._next_pause = 0, MAX_FUTILE_CALLS
-            self._cut = None if key == self._cut else self._cut
+            self._cut = None if flags == self._cut else self._cut
             return False
-        if cut and self._cut in (None, key):
-            self._cut, self._cut_calls_left = key, MAX_EAGER_CALLS
+        if cut and self._cut in (None, flags):
+            self._cut, self._cut_calls_left = flags, MAX_EAGER_CALLS
             return True
         self._futile_calls += 1
         if cut:
@@ -129,3 +132,9 @@ class RecordingPauses:
         self._futile_calls, self._calls_left = MAX_FUTILE_CALLS - 2, self._next_pause
         self._next_pause = min(2 * self._next_pause, MAX_EAGER_CALLS)
         return True
+
+
+def _flags(key: tuple) -> list:
+    """The arguments in a call's key that are truth values, texts or None, with their places."""
+    rows = (row for row in enumerate(key[1 : 1 + key[0].num_leaves]) if isinstance(row[1], tuple))
+    return [(place, leaf) for place, leaf in rows if leaf[0] in _FLAGS]
