@@ -67,7 +67,7 @@ from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.capture.watches.code_watch import CodeWatch
 from gt.client.capture.watches.output_watch import WARNS, OutputWatch
-from gt.client.capture.watches.scheduler_watch import SchedulerWatch, names_beside
+from gt.client.capture.watches.scheduler_watch import SchedulerWatch, may_make_schedulers, names_beside
 from gt.client.device import random
 from gt.client.reports import progress, spans
 from gt.client.reports.html import TextReport
@@ -154,7 +154,8 @@ class CompiledFunction(Generic[P, R]):
         self._cpu_state: list[torch.Tensor] = []  # small CPU tensors that calls have changed in place
         self._fragment_calls = 0
         self._differentiated, self._rates = DifferentiatedArguments(), LearningRates()
-        self._schedules = False  # True once a call has stepped a scheduler
+        self._schedules = self._makes_schedulers = False  # True once a call has stepped a scheduler, or made one
+        self._numbers_in_parts = False  # whether rates are numbers in calls that run in parts
         self._returns_state = False  # True once a call has returned a list or dictionary that Python state holds
         self._code = CodeWatch()
         self._cuts: Counter[tuple[str, str]] = Counter()  # (where a run of ops ended, why) -> how often, in these calls
@@ -263,7 +264,7 @@ class CompiledFunction(Generic[P, R]):
 
     def _run_in_fragments(self, recorder: Recorder, leaves: list, tree: TreeSpec, given: tuple) -> Any:
         """Call the function. Runs of its ops become programs; the rest of it is as in an eager call."""
-        if self._schedules:
+        if self._numbers_in_parts:
             self._rates.remove()  # schedulers compute with numbers
         prepared = prepare_inputs(leaves, None)[0]
         containers = Containers(given, tree, leaves, prepared)
@@ -325,7 +326,7 @@ class CompiledFunction(Generic[P, R]):
             # Two calls that agree make a program; a first one is kept for the comparison with the next
             now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry), draws, memory, whole)
             leaving = snapshot(roots)
-            self._schedules |= schedulers.finish(leaving)
+            self._end_schedulers(schedulers, leaving)
             now.compare_states(entry, leaving)
             self._code.note_unknown(tape, entry.codes | leaving.codes)
             program = self._seal(last, now, entry, leaving, results, rng)
@@ -348,6 +349,10 @@ class CompiledFunction(Generic[P, R]):
         if program is not None:
             return program.copy_results(leaves, given)
         return containers.originals(in_arguments(results, leaves, inputs, memory, whole))
+
+    def _end_schedulers(self, schedulers: SchedulerWatch, leaving: StateSnapshot) -> None:
+        self._schedules |= schedulers.finish(leaving)
+        self._makes_schedulers |= schedulers.makes
 
     def _note_outcome(self, now: RecordedCall, kept: bool) -> None:
         """A recorded call is over: it waits for another one, and a pause may begin. kept: it gave a program."""
@@ -383,7 +388,8 @@ class CompiledFunction(Generic[P, R]):
         wait = not self._recorded and seems_to_read(entry)
         if not wait and any([make_capturable(optimizer, self._recorded) for optimizer in entry.optimizers]):
             entry = snapshot(roots)
-        if self._rates.changed(entry.optimizers, names_beside(entry), self._schedules):
+        self._numbers_in_parts = self._schedules or may_make_schedulers(entry)
+        if not self._makes_schedulers and self._rates.changed(entry.optimizers, names_beside(entry), self._schedules):
             self._programs.clear()  # each had one number for its rate
             entry = snapshot(roots)
         self._recorded = True

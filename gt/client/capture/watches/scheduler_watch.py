@@ -1,12 +1,12 @@
 """Learning-rate schedulers that a recorded call steps. A replay steps them too, after it: their own Python runs.
 
 So no op may depend on them but by learning rates, which are tensors within a call (values/learning_rates.py). All other uses
-of a scheduler in the call prevent a program. They are seen exactly: in the call a scheduler has a class that notes them.
+of a scheduler in the call prevent a program. They are seen exactly: in the call the schedulers' classes note them.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import threading
 import types
 from collections.abc import Iterable
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from gt.client.capture.recording import CallRecording
@@ -57,34 +58,75 @@ class SchedulerWatch:
     rates: LearningRates
     steps: list[SchedulerStep] = field(default_factory=list)
     obstacle: str = ""
+    makes: bool = False  # True once the call has made a scheduler
 
     def __post_init__(self) -> None:
         self._schedulers = schedulers_of(self.entry)
-        self._classes: list[tuple[LRScheduler, type]] = []
+        self._watched = {id(scheduler) for scheduler in self._schedulers}
+        self._patches: list[tuple[type, str, Any]] = []  # class, name, value that was there
         self._inside = False
         self._thread = threading.get_ident()
 
     def __enter__(self) -> SchedulerWatch:
-        for scheduler in self._schedulers:
-            kind = type(scheduler)
-            # A class that Python cannot exchange stays: its steps are changes of state like any other
-            with contextlib.suppress(TypeError):
-                object.__setattr__(scheduler, "__class__", _watching(kind, self))
-                self._classes.append((scheduler, kind))
+        for name in ("LRScheduler", *lr_scheduler.__all__):
+            kind = getattr(lr_scheduler, name)
+            if "__init__" in vars(kind):
+                self._patch(kind, "__init__", self._making(vars(kind)["__init__"]))
+        if self._schedulers:
+            self._patch(LRScheduler, "__getattribute__", self._noting(LRScheduler.__getattribute__))
+            self._patch(LRScheduler, "__setattr__", self._noting(LRScheduler.__setattr__))
+        for kind in dict.fromkeys(kind for scheduler in self._schedulers for kind in type(scheduler).__mro__):
+            if isinstance(vars(kind).get("step"), types.FunctionType):
+                self._patch(kind, "step", self._stepping(vars(kind)["step"]))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for scheduler, kind in self._classes:
-            object.__setattr__(scheduler, "__class__", kind)
+        for kind, name, original in reversed(self._patches):
+            setattr(kind, name, original) if original is not _UNKNOWN else delattr(kind, name)
         self.rates.settle()
+
+    def _patch(self, kind: type, name: str, function: Any) -> None:
+        self._patches.append((kind, name, vars(kind).get(name, _UNKNOWN)))
+        setattr(kind, name, function)
+
+    def _making(self, original: Any) -> Any:
+        """A class's constructor, which computes with numbers."""
+
+        @functools.wraps(original)
+        def make(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+            self.makes = True
+            with self.rates.as_numbers():
+                original(scheduler, *args, **kwargs)
+
+        return make
+
+    def _noting(self, original: Any) -> Any:
+        """A method of all schedulers that gets an attribute's name."""
+
+        def noting(scheduler: Any, name: str, *value: Any) -> Any:
+            if id(scheduler) in self._watched:
+                self.note_use(scheduler, name)
+            return original(scheduler, name, *value)
+
+        return noting
+
+    def _stepping(self, original: Any) -> Any:
+        """A class's method step()."""
+
+        @functools.wraps(original)
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            if id(scheduler) not in self._watched:
+                return original(scheduler, *args, **kwargs)
+            return self.step(scheduler, types.MethodType(original, scheduler), args, kwargs)
+
+        return step
 
     # ---- during the call
 
     def note_use(self, scheduler: LRScheduler, name: str) -> None:
         """Somebody reads or sets an attribute of a scheduler."""
         if not self._inside and name not in _ASKED:
-            kind = next(kind for known, kind in self._classes if known is scheduler)
-            self.obstacle = self.obstacle or f"the function uses `{name}` of a {kind.__name__} beside its step()"
+            self.obstacle = self.obstacle or f"the function uses `{name}` of a {type(scheduler).__name__} beside its step()"
 
     def step(self, scheduler: LRScheduler, step: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Step a scheduler by its own method, and note what that changes."""
@@ -129,20 +171,26 @@ class SchedulerWatch:
 
         Returns whether the call has stepped any.
         """
-        if self.obstacle and self.steps:
-            self.tape.refuse_program(self.obstacle + AFTER)
-        if self.obstacle or not self.steps:
+        if self.obstacle:
+            if self.steps:
+                self.tape.refuse_program(self.obstacle + AFTER)
             return bool(self.steps)
-        places = {(id(vars(scheduler)), name) for scheduler, _ in self._classes for name in vars(scheduler)}
+        places = {(id(vars(scheduler)), name) for scheduler in self._schedulers for name in vars(scheduler)}
         for state in (self.entry, leaving):
             state.leave_out(places)
         self.tape.steps = self.steps
-        return True
+        return bool(self.steps)
 
 
 def schedulers_of(state: StateSnapshot) -> list[LRScheduler]:
     """The schedulers that a function reaches."""
     return [thing for _, thing, _ in state.kinds if isinstance(thing, LRScheduler)]
+
+
+def may_make_schedulers(state: StateSnapshot) -> bool:
+    """True if the code of a function names a class of schedulers. One that it makes would see tensors in place of rates."""
+    values = [item.value for item in state.items if isinstance(item.value, type)]
+    return not state.names.isdisjoint(lr_scheduler.__all__) or any(issubclass(value, LRScheduler) for value in values)
 
 
 def names_beside(state: StateSnapshot) -> set[str]:
@@ -167,21 +215,3 @@ def _numbers(counters: Iterable[StateItem]) -> list[Any]:
 def _settings(optimizers: list[torch.optim.Optimizer]) -> list[dict[str, Any]]:
     """Copies of the param_groups."""
     return [dict(group) for optimizer in optimizers for group in optimizer.param_groups]
-
-
-def _watching(kind: Any, watch: SchedulerWatch) -> type:
-    """A class for a scheduler of class `kind` while its uses are noted."""
-
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return watch.step(self, types.MethodType(kind.step, self), args, kwargs)
-
-    def getattribute(self: Any, name: str) -> Any:
-        watch.note_use(self, name)
-        return kind.__getattribute__(self, name)
-
-    def assign(self: Any, name: str, value: Any) -> None:
-        watch.note_use(self, name)
-        kind.__setattr__(self, name, value)
-
-    own = {"step": step, "__getattribute__": getattribute, "__setattr__": assign, "__module__": kind.__module__}
-    return type(kind)(kind.__name__, (kind,), own)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -184,16 +186,60 @@ def test_an_error_of_a_scheduler_comes_from_the_call_that_has_it() -> None:
     assert not torch.equal(training.model.weight.detach().cpu(), before), "the optimizer's step comes before the scheduler's"
 
 
-def test_a_scheduler_keeps_its_class() -> None:
-    training = Training("remote", History)
+def test_a_scheduler_keeps_its_class_and_may_be_copied_in_the_call() -> None:
+    training, kinds = Training("remote", History), []
+    names = "step", "__getattribute__", "__setattr__"
+
+    def methods() -> list[Any]:
+        return [vars(kind).get(name) for kind in (lr_scheduler.LRScheduler, History) for name in names]
+
+    before = methods()
 
     def step(x: torch.Tensor) -> torch.Tensor:
         training.step(x)
+        kinds.append(type(training.scheduler) is History)
+        twin = copy.copy(training.scheduler)
+        twin.step()
+        kinds.append(type(pickle.loads(pickle.dumps(twin.history))) is list)
         raise KeyError("in the step")
 
     with pytest.raises(KeyError, match="in the step"):
         gt.compile(step)(torch.ones(8, 8))
-    assert type(training.scheduler) is History
+    assert kinds == [True, True]
+    assert methods() == before
+
+
+def test_a_scheduler_that_the_function_makes_for_its_optimizer_sees_numbers() -> None:
+    training = Training("remote", STEPPED["cosine"])
+    seen = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = training.step(x)
+        lr_scheduler.StepLR(training.optimizer, 1)
+        seen.append(training.optimizer.param_groups[0]["lr"])
+        return loss
+
+    called = gt.compile(step)
+    for _ in range(8):
+        called(torch.ones(8, 8))
+    assert all(type(rate) is float for rate in seen) and len(seen) == 8, called.explain()
+
+
+def test_a_scheduler_that_the_function_makes_is_its_own() -> None:
+    training = Training("remote", STEPPED["cosine"])
+    seen = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        mine = lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 1)
+        mine.optimizer.step()
+        mine.step()
+        seen.append(mine.get_last_lr())
+        return training.step(x)
+
+    called = gt.compile(step)
+    for _ in range(8):
+        called(torch.ones(8, 8))
+    assert seen == [[0.1]] * 8, called.explain()
 
 
 def test_several_optimizers_with_schedulers_of_their_own() -> None:
@@ -209,3 +255,59 @@ def test_several_optimizers_with_schedulers_of_their_own() -> None:
         outcomes.append({"losses": losses, "one": one.state(), "other": other.state()})
     torch.testing.assert_close(outcomes[1], outcomes[0], rtol=0, atol=0)
     assert called._programs[0].replays >= CALLS - 4, called.explain()  # type: ignore[attr-defined]
+
+
+def test_a_scheduler_that_some_calls_step_is_no_guard_of_the_others() -> None:
+    training = Training("remote", STEPPED["cosine"])
+    plain = Training("cpu", STEPPED["cosine"])
+
+    def step(of: Training, x: torch.Tensor, epoch_ends: bool) -> torch.Tensor:
+        of.optimizer.zero_grad()
+        loss = F.mse_loss(of.model(x), x[:, :4])
+        loss.backward()
+        of.optimizer.step()
+        if type(of.scheduler) is lr_scheduler.CosineAnnealingLR and epoch_ends:
+            of.scheduler.step()
+        return loss
+
+    called = gt.compile(lambda x, epoch_ends: step(training, x, epoch_ends))
+    for n in range(24):
+        x = torch.randn(8, 8, generator=training.generator)
+        losses = called(x, n % 4 == 3).item(), step(plain, x, n % 4 == 3).item()
+        assert losses[0] == losses[1], n
+    assert training.state()["scheduler"] == plain.state()["scheduler"]
+    assert ": 2 programs" in called.explain() and sum(p.replays for p in called._programs) >= 15, called.explain()
+
+
+def test_a_captured_function_within_another_steps_the_scheduler() -> None:
+    training, plain = Training("remote", STEPPED["warm-up"]), Training("cpu", STEPPED["warm-up"])
+    inner = gt.compile(lambda: training.scheduler.step())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        training.optimizer.zero_grad()
+        loss = F.mse_loss(training.model(x), x[:, :4])
+        loss.backward()
+        training.optimizer.step()
+        inner()
+        return loss
+
+    called = gt.compile(step)
+    assert [training.call(called) for _ in range(CALLS)] == [plain.call(plain.step) for _ in range(CALLS)]
+    assert training.state()["scheduler"] == plain.state()["scheduler"] and called._programs, called.explain()
+
+
+def test_a_bound_method_of_a_scheduler_from_before_has_python_run() -> None:
+    training, plain = Training("remote", STEPPED["warm-up"]), Training("cpu", STEPPED["warm-up"])
+    bound = training.scheduler.step
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        training.optimizer.zero_grad()
+        loss = F.mse_loss(training.model(x), x[:, :4])
+        loss.backward()
+        training.optimizer.step()
+        bound()
+        return loss
+
+    called = gt.compile(step)
+    assert [training.call(called) for _ in range(CALLS)] == [plain.call(plain.step) for _ in range(CALLS)]
+    assert training.state()["scheduler"] == plain.state()["scheduler"] and "in parts" in called.explain(), called.explain()
