@@ -92,8 +92,9 @@ class RecordedCall:
     def kept(self) -> RecordedCall | None:
         """This call, which is over, for the comparison with the next one; None if it is not compared with that.
 
-        Its arguments end with the caller's last reference.
+        Its arguments end with the caller's last reference, and their copies now.
         """
+        self.inputs, self.whole = {}, {}
         self.leaves = [_weak(leaf) for leaf in self.leaves]
         return self if self.draws is None or self.draws.fills_inputs else None
 

@@ -138,3 +138,12 @@ def test_calls_that_read_values_have_no_say_on_the_others() -> None:
     read = [step(torch.ones(4), n % 6 == 0) for n in range(18)][::6]
     assert read == [8.0, 32.0, 56.0]
     assert step._programs[0].replays == 18 - 3 - 2 and "in parts" in step.explain(), step.explain()  # two were recorded
+
+
+def test_calls_that_wait_hold_no_copies_of_their_arguments() -> None:
+    weight = torch.ones(4, device="remote")
+    called = gt.compile(lambda x, flag: (weight * x).sum() if flag == "none" else weight * x + len(flag))
+    for n, flag in enumerate(("a", "bb", "ccc", "dddd", "eeeee")):
+        called(torch.full((4,), float(n)), flag)
+    waiting = called._waiting._calls
+    assert waiting and not any(call.inputs or call.whole for call in waiting)
