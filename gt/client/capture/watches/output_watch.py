@@ -9,13 +9,11 @@ import _thread
 import atexit
 import builtins
 import contextlib
-import csv
 import functools
 import io
 import logging
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -43,11 +41,11 @@ _TABLE: Iterable[tuple[ModuleType, str, str]] = (
     (torch, "set_num_threads set_num_interop_threads set_flush_denormal", "changes a setting of torch"),
 )  # functions in C that have effects
 EFFECTS = {getattr(module, name): what for module, names, what in _TABLE for name in names.split() if hasattr(module, name)}
-WRITERS = {
-    type(csv.writer(io.StringIO())): "writes rows",
-    sqlite3.Connection: "uses a database",
-    sqlite3.Cursor: "uses a database",
-}  # classes in C whose methods have effects
+_WRITERS = (
+    ("_csv", "Writer", "writes rows"),
+    ("sqlite3", "Connection", "uses a database"),
+    ("sqlite3", "Cursor", "uses a database"),
+)  # classes in C whose methods have effects
 _OF_PYTHON = frozenset({"importlib", "linecache", "tokenize", "inspect"})  # which read and write files for Python itself
 
 
@@ -61,6 +59,9 @@ class OutputWatch:
         self.place = self.what = ""
         self._thread = threading.get_ident()
         self._patches: list[tuple[Any, str, Any, Any]] = []  # owner, name, value that was there or None, wrapper
+        # Of modules that the program has imported: a Python may lack sqlite3
+        rows = ((getattr(sys.modules.get(module), name, None), what) for module, name, what in _WRITERS)
+        self.writers = {kind: what for kind, what in rows if kind is not None}
 
     def __enter__(self) -> OutputWatch:
         self._patch(builtins, "print", "prints", of_libraries=True)
@@ -96,9 +97,9 @@ class OutputWatch:
             self._patches.append((owner, name, original, noting))
 
     def note_call(self, frame: FrameType, function: Any) -> None:
-        """Code of C is called that has an effect: one of EFFECTS, or a method of WRITERS."""
+        """Code of C is called that has an effect: one of EFFECTS, or a method of `writers`."""
         if not self.place and threading.get_ident() == self._thread:
-            what = EFFECTS.get(function) or WRITERS[type(function.__self__)]
+            what = EFFECTS.get(function) or self.writers[type(function.__self__)]
             self._note(frame, what, False)
 
     def _note(self, frame: FrameType | None, what: str, of_libraries: bool) -> None:
