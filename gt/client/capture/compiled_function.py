@@ -353,6 +353,7 @@ class CompiledFunction(Generic[P, R]):
     def _end_schedulers(self, schedulers: SchedulerWatch, leaving: StateSnapshot) -> None:
         self._schedules |= schedulers.finish(leaving)
         self._makes_schedulers |= schedulers.makes
+        schedulers.end()
 
     def _note_outcome(self, now: RecordedCall, kept: bool) -> None:
         """A recorded call is over: it waits for another one, and a pause may begin. kept: it gave a program."""

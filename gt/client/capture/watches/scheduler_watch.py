@@ -84,6 +84,8 @@ class SchedulerWatch:
         for kind, name, original in reversed(self._patches):
             setattr(kind, name, original) if original is not _UNKNOWN else delattr(kind, name)
         self.rates.settle()
+        if error[0] is not None:
+            self.end()
 
     def _patch(self, kind: type, name: str, function: Any) -> None:
         self._patches.append((kind, name, vars(kind).get(name, _UNKNOWN)))
@@ -180,6 +182,11 @@ class SchedulerWatch:
             state.leave_out(places)
         self.tape.steps = self.steps
         return bool(self.steps)
+
+    def end(self) -> None:
+        """Let go of the snapshot: Python may keep the methods that were in the classes for a while."""
+        self._schedulers, self._patches = [], []
+        del self.entry
 
 
 def schedulers_of(state: StateSnapshot) -> list[LRScheduler]:
