@@ -80,9 +80,11 @@ class RecordedCall:
     whole: dict[int, Any] = field(default_factory=dict)  # containers that it returns as they are, see returned_objects
     made: frozenset[str] = frozenset()  # places where it has left new state
     rebound: frozenset[str] = frozenset()  # paths of tensors that it gave new memory
+    kind: tuple = ()  # of the state before it: see StateSnapshot.kind
 
     def compare_states(self, entry: StateSnapshot, leaving: StateSnapshot) -> None:
         """Note what the call has made and counted, between the state before it and the one after it."""
+        self.kind = entry.kind()
         self.made, self.tape.counts = made_paths(entry, leaving, self.tape.first), counts(entry, leaving)
         replaced = rebound(entry, self.tape.first)
         self.rebound = frozenset(path for path, (tensor, _) in entry.identities.items() if id(tensor) in replaced)
@@ -90,8 +92,9 @@ class RecordedCall:
     def kept(self) -> RecordedCall | None:
         """This call, which is over, for the comparison with the next one; None if it is not compared with that.
 
-        Its arguments end with the caller's last reference.
+        Its arguments end with the caller's last reference, and their copies now.
         """
+        self.inputs, self.whole = {}, {}
         self.leaves = [_weak(leaf) for leaf in self.leaves]
         return self if self.draws is None or self.draws.fills_inputs else None
 
@@ -414,9 +417,6 @@ def counts(entry: StateSnapshot, leaving: StateSnapshot) -> dict[str, int]:
 
 def _explain_change(path: str, old: StateItem, new: StateItem, before: dict[str, StateItem]) -> str:
     """Describe a value that a call has changed. before: values before the call, by path."""
-    name = path.partition("[")[0].rpartition(".")[0]
-    if name in before and module_of(type(before[name].value)) == _SCHEDULERS:
-        return f"the function steps the scheduler `{name}`, and Python does not run in a replay: step it after the function"
     return f"the function changes {path} from {_short(old.value)} to {_short(new.value)}{OUTSIDE}"
 
 
@@ -518,8 +518,7 @@ def gradients(entry: StateSnapshot, leaving: StateSnapshot, reads: dict) -> list
 
 # Names with which user code reads a value or prints, and modules of torch that read values
 _READERS = frozenset({"item", "tolist", "numpy", "print"})
-_SCHEDULERS = "torch.optim.lr_scheduler"
-_READING_MODULES = ("torch.distributions", "torch.amp.grad_scaler", _SCHEDULERS)
+_READING_MODULES = ("torch.distributions", "torch.amp.grad_scaler", "torch.optim.lr_scheduler")
 
 
 def seems_to_read(entry: StateSnapshot) -> bool:
@@ -529,11 +528,6 @@ def seems_to_read(entry: StateSnapshot) -> bool:
     if entry.names & _READERS or "distributions" in entry.names:
         return True
     return _reaches(entry, _READING_MODULES)
-
-
-def schedules_rates(entry: StateSnapshot) -> bool:
-    """True if a function reaches a scheduler, and so may change learning rates itself."""
-    return _reaches(entry, _SCHEDULERS)
 
 
 def _reaches(entry: StateSnapshot, modules: tuple[str, ...] | str) -> bool:

@@ -47,13 +47,12 @@ from gt.client.capture.boundary import (
     prepare_inputs,
     recorded_results,
     returned_objects,
-    schedules_rates,
     seems_to_read,
     why_key_differs,
 )
 from gt.client.capture.constants import argument_values
 from gt.client.capture.fragment_tape import FragmentTape, end_fragments
-from gt.client.capture.futile_calls import Reasons, RecordingPauses
+from gt.client.capture.futile_calls import MAX_FUTILE_CALLS, Reasons, RecordingPauses, WaitingCalls
 from gt.client.capture.gradients import (
     VIEWED,
     DifferentiatedArguments,
@@ -68,7 +67,8 @@ from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.capture.watches.code_watch import CodeWatch
 from gt.client.capture.watches.function_caches import held_on_cpu, name_cached
-from gt.client.capture.watches.output_watch import OutputWatch
+from gt.client.capture.watches.output_watch import WARNS, OutputWatch
+from gt.client.capture.watches.scheduler_watch import SchedulerWatch, may_make_schedulers, names_beside
 from gt.client.device import random
 from gt.client.reports import progress, spans
 from gt.client.reports.html import TextReport
@@ -81,7 +81,7 @@ from gt.ir.schedules import asked
 from gt.wire.process_settings import cycles_collected
 
 CHANGED = "the function changes a list, dictionary or object that it gets"
-OTHER_ARGUMENTS = "no two calls in a row have had the same kind of arguments; the last differed in "
+OTHER_ARGUMENTS = "no earlier call that was recorded had the same kind of arguments; the last differed in "
 BESIDE = "a call of another thread was recorded or run in parts at that time: that is done to one call at a time"
 
 MAX_PROGRAMS_PER_FUNCTION = 8  # the least recently used one is dropped beyond that
@@ -141,7 +141,7 @@ class CompiledFunction(Generic[P, R]):
         functools.update_wrapper(self, fn)
         self.fn, self.schedule, self.backend, self.recompute = fn, schedule, backend, recompute
         self._programs: list[CapturedProgram] = []  # most recently used first
-        self._last: RecordedCall | None = None
+        self._waiting = WaitingCalls()
         self._slot = next(_slots)
         self._reasons = Reasons(getattr(fn, "__qualname__", "a compiled function"))
         self._pauses = RecordingPauses()
@@ -155,6 +155,8 @@ class CompiledFunction(Generic[P, R]):
         self._cpu_state: list[torch.Tensor] = []  # CPU tensors that calls have changed in place or uploaded
         self._fragment_calls = 0
         self._differentiated, self._rates = DifferentiatedArguments(), LearningRates()
+        self._schedules = self._makes_schedulers = False  # True once a call has stepped a scheduler, or made one
+        self._numbers_in_parts = False  # whether rates are numbers in calls that run in parts
         self._returns_state = False  # True once a call has returned a list or dictionary that Python state holds
         self._code = CodeWatch()
         self._cuts: Counter[tuple[str, str]] = Counter()  # (where a run of ops ended, why) -> how often, in these calls
@@ -188,10 +190,15 @@ class CompiledFunction(Generic[P, R]):
                 if not mismatch:
                     if place:
                         self._programs.insert(0, self._programs.pop(place))
-                    if spans.current is None:
-                        return program.replay(leaves, (args, kwargs))
-                    with spans.span(f"replay {self._name}", program=program.number):
-                        return program.replay(leaves, (args, kwargs))
+                    results = self._replay(program, leaves, (args, kwargs))
+                    break
+            else:
+                program = None
+        if program is not None:
+            self._rates.remove()  # schedulers compute with numbers
+            for step in program.steps:
+                step.run()
+            return results
         if self._programs:
             self._why = mismatch or why_key_differs(self._programs[0].key, key)
         # One call is recorded at a time: a second thread's would be mixed into the tape
@@ -200,18 +207,24 @@ class CompiledFunction(Generic[P, R]):
         try:
             in_parts = viewed or key[-1] or self._differentiated.obstacle(leaves)  # key[-1]: observer()
             if in_parts:
-                self._last = None
+                self._waiting.clear()
                 self._reasons.add(in_parts)
                 if not viewed:
                     self._reasons.warn(f"runs in parts: {in_parts}")
-            if in_parts or self._pauses.calls_left:
-                self._pauses.take()
+            if in_parts or self._pauses.holds(key):
+                self._pauses.take(key)
                 with spans.span(f"call {self._name}"):
                     return self._run_in_fragments(recorder, leaves, tree, (args, kwargs))
             with spans.span(f"record {self._name}", why=self._why):
                 return self._record(recorder, key, leaves, tree, (args, kwargs))
         finally:
             recorder.capturing.release()
+
+    def _replay(self, program: CapturedProgram, leaves: list, given: tuple) -> Any:
+        if spans.current is None:
+            return program.replay(leaves, given)
+        with spans.span(f"replay {self._name}", program=program.number):
+            return program.replay(leaves, given)
 
     @property
     def _name(self) -> str:
@@ -252,6 +265,8 @@ class CompiledFunction(Generic[P, R]):
 
     def _run_in_fragments(self, recorder: Recorder, leaves: list, tree: TreeSpec, given: tuple) -> Any:
         """Call the function. Runs of its ops become programs; the rest of it is as in an eager call."""
+        if self._numbers_in_parts:
+            self._rates.remove()  # schedulers compute with numbers
         prepared = prepare_inputs(leaves, None)[0]
         containers = Containers(given, tree, leaves, prepared)
         backend = BACKENDS.index(self._chosen_backend())
@@ -297,8 +312,10 @@ class CompiledFunction(Generic[P, R]):
                 recorder.code.extend((RECORD, self._slot, deferral, len(filled), *[t._ref.id for t in filled]))
                 recorder.flush()
                 recorder.tape = tape
+            schedulers = SchedulerWatch(entry, tape, self._rates)
             with cycles_collected(), self._watched(tape, draws):
-                results = self.fn(*containers.args, **containers.kwargs)
+                with schedulers:
+                    results = self.fn(*containers.args, **containers.kwargs)
                 whole = returned_objects(results, entry, roots, containers, tape)
                 results = recorded_results(results, tape, whole, leaves, last is None)
             recorder.flush()
@@ -310,12 +327,13 @@ class CompiledFunction(Generic[P, R]):
             # Two calls that agree make a program; a first one is kept for the comparison with the next
             now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry), draws, memory, whole)
             leaving = snapshot(roots)
+            self._end_schedulers(schedulers, leaving)
             name_cached(tape, names, entry, leaving)
             now.compare_states(entry, leaving)
             self._code.note_unknown(tape, entry.codes | leaving.codes)
             program = self._seal(last, now, entry, leaving, results, rng)
             kept = program is not None
-            self._last = None if self._pauses_after(kept, tape.cut) or kept else now.kept()
+            self._note_outcome(now, kept)
         except Exception:  # what the call has changed until here stays
             recorder.flush()
             memory = memory or call_memory(tape, entry, prepared, before)
@@ -334,11 +352,21 @@ class CompiledFunction(Generic[P, R]):
             return program.copy_results(leaves, given)
         return containers.originals(in_arguments(results, leaves, inputs, memory, whole))
 
-    def _pauses_after(self, kept: bool, cut: bool) -> bool:
-        """True if calls run in parts for a while after this recorded one. kept, cut: see RecordingPauses.count."""
-        if self._pauses.count(kept, cut):
+    def _end_schedulers(self, schedulers: SchedulerWatch, leaving: StateSnapshot) -> None:
+        self._schedules |= schedulers.finish(leaving)
+        self._makes_schedulers |= schedulers.makes
+        schedulers.end()
+
+    def _note_outcome(self, now: RecordedCall, kept: bool) -> None:
+        """A recorded call is over: it waits for another one, and a pause may begin. kept: it gave a program."""
+        if not kept and not now.tape.cut:
+            self._waiting.add(now.kept())
+        newest = self._programs[:MAX_FUTILE_CALLS]
+        if kept and len(newest) == MAX_FUTILE_CALLS and not any(program.replays for program in newest):
+            self._reasons.add(f"programs were recorded that no call could replay, the last for: {self._why}")
+            kept = False
+        if self._pauses.count(now.key, kept, now.tape.cut):
             self._reasons.warn(f"runs in parts: {self._reasons.last}")
-        return self._pauses.calls_left > 0
 
     def _roots(self, leaves: list) -> dict[str, Any]:
         """The objects from which everything is reached that the function may depend on, by name."""
@@ -351,7 +379,7 @@ class CompiledFunction(Generic[P, R]):
     def _watched(self, tape: CallRecording, draws: HostDraws | None) -> Iterator[None]:
         """Inside, the function runs: its ops are counted for the user; output, draws on the CPU and code are noted."""
         bar = progress.bar(f"recording {self._name}", unit=" ops")
-        with bar as tape.tick, OutputWatch() as output, draws or contextlib.nullcontext(), self._code:
+        with bar as tape.tick, OutputWatch() as output, draws or contextlib.nullcontext(), self._code.reporting_to(output):
             yield
         if output.place:
             self._note_output(tape, output)
@@ -363,14 +391,14 @@ class CompiledFunction(Generic[P, R]):
         wait = not self._recorded and seems_to_read(entry)
         if not wait and any([make_capturable(optimizer, self._recorded) for optimizer in entry.optimizers]):
             entry = snapshot(roots)
-        if not schedules_rates(entry) and self._rates.changed(entry.optimizers, entry.names):
+        self._numbers_in_parts = self._schedules or may_make_schedulers(entry)
+        if not self._makes_schedulers and self._rates.changed(entry.optimizers, names_beside(entry), self._schedules):
             self._programs.clear()  # each had one number for its rate
             entry = snapshot(roots)
         self._recorded = True
-        last, self._last = self._last, None
-        if last is not None and (last.key != key or last.tape.recorder is not recorder or last.ended()):
-            self._reasons.add(OTHER_ARGUMENTS + why_key_differs(last.key, key))
-            last = None
+        last, newest = self._waiting.take(recorder, key, entry.kind()), self._waiting.newest
+        if last is None and newest not in (None, key):
+            self._reasons.add(OTHER_ARGUMENTS + why_key_differs(newest, key))
         if last is not None and (last.made or last.rebound):
             if why := leave_entries(entry, last.made, last.rebound):
                 self._reasons.add(why)
@@ -400,7 +428,7 @@ class CompiledFunction(Generic[P, R]):
             what = f"the function {watch.what}, and a replay in schedule {schedule} does not: do it outside"
             self._reasons.warn(f"{watch.place}: {what}")
         else:
-            tape.cut = True
+            tape.cut |= watch.what != WARNS  # a warning is mostly shown once
             tape.prevents.append(Difference(watch.place, f"the function {watch.what}"))
 
     def _chosen_backend(self) -> str:

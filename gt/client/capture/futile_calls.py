@@ -1,6 +1,7 @@
 """Recorded calls that gave no program.
 
-Their reasons are kept for `explain()` and warned of. After some in a row, calls run for a while without being recorded.
+Their reasons are kept for `explain()` and warned of. After some in a row, calls run for a while without being recorded. The
+calls wait for others of their kind.
 """
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from __future__ import annotations
 import logging
 import re
 
-from gt.client.capture.boundary import OUTSIDE
+from gt.client.capture.boundary import OUTSIDE, RecordedCall
 from gt.client.capture.recording import SAME
+from gt.client.trace.recorder import Recorder
 
 log = logging.getLogger("gt")
 MAX_FUTILE_CALLS = 4  # recorded calls in a row without a program; the function then runs eagerly for some calls
 MAX_EAGER_CALLS = 64  # calls that run eagerly before the next recording; the number doubles up to this
+MAX_WAITING = 8  # recorded calls of other kinds that are kept
 MAX_REASONS = 20  # that explain() shows of one function
 MAX_WARNINGS_PER_FUNCTION = 100
+_FLAGS = (bool, str, type(None))
 _CHANGE = re.compile(r" from \S+ to \S+|; the last differed in .*")
 _NUMBER = re.compile(r"-?\d[\d.e+-]*")
 
@@ -51,32 +55,86 @@ class Reasons:
         return [f"  {label}: {text}" for text in texts]
 
 
-class RecordingPauses:
-    """Counts recorded calls without a program. After some in a row, a number of calls run without being recorded."""
+class WaitingCalls:
+    """The last recorded call of each kind, which the next one of that kind is compared with.
+
+    Kinds differ in arguments and modes, in the gradients that are there, and in flags: steps that accumulate gradients
+    alternate, and so do training and evaluation.
+    """
 
     def __init__(self) -> None:
-        self.calls_left = 0  # calls that are not recorded before the next that is
+        self._calls: list[RecordedCall] = []  # newest last
+        self.newest: tuple | None = None  # the newest call's key, while it waits
+
+    def add(self, call: RecordedCall | None) -> None:
+        """Keep a call, if it may be compared with others."""
+        if call is not None:
+            self._calls = [*self._calls[1 - MAX_WAITING :], call]
+            self.newest = call.key
+
+    def take(self, recorder: Recorder, key: tuple, kind: tuple) -> RecordedCall | None:
+        """The call with this key and kind of state, which waits no longer."""
+        self._calls = [call for call in self._calls if call.tape.recorder is recorder and not call.ended()]
+        for n, call in enumerate(self._calls):
+            if call.key == key and call.kind == kind:
+                return self._calls.pop(n)
+        return None
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._calls, self.newest = [], None
+
+
+class RecordingPauses:
+    """Counts recorded calls without a program. After some in a row, a number of calls run without being recorded.
+
+    Calls whose Python has to run have a pause of their own if all of them have the same flags among their arguments: a step may
+    log at each tenth call.
+    """
+
+    def __init__(self) -> None:
+        self._calls_left = 0  # calls that are not recorded before the next that is
         self._futile_calls = 0  # recorded calls in a row without a program
         self._next_pause = MAX_FUTILE_CALLS
+        self._cut: list | None = None  # flags of calls whose Python has to run
+        self._cut_calls_left = 0  # of them
 
-    def take(self) -> None:
+    def holds(self, key: tuple) -> bool:
+        """True if a call with this key is not recorded."""
+        return bool(self._calls_left or (self._cut_calls_left and _flags(key) == self._cut))
+
+    def take(self, key: tuple) -> None:
         """One call runs without being recorded."""
-        self.calls_left -= bool(self.calls_left)
+        if self._calls_left:
+            self._calls_left -= 1
+        elif self._cut_calls_left and _flags(key) == self._cut:
+            self._cut_calls_left -= 1
 
-    def count(self, kept: bool, cut: bool) -> bool:
+    def count(self, key: tuple, kept: bool, cut: bool) -> bool:
         """Count a recorded call: True if a pause begins. kept: it gave a program.
 
         cut: it reads a value or prints, and so will the next ones.
         """
+        flags = _flags(key)
         if kept:
             self._futile_calls, self._next_pause = 0, MAX_FUTILE_CALLS
+            self._cut = None if flags == self._cut else self._cut
             return False
+        if cut and self._cut in (None, flags):
+            self._cut, self._cut_calls_left = flags, MAX_EAGER_CALLS
+            return True
         self._futile_calls += 1
         if cut:
             self._futile_calls, self._next_pause = MAX_FUTILE_CALLS, MAX_EAGER_CALLS
         if self._futile_calls < MAX_FUTILE_CALLS:
             return False
         # After the pause two more calls are recorded, enough to agree, before the next pause, twice as long
-        self._futile_calls, self.calls_left = MAX_FUTILE_CALLS - 2, self._next_pause
+        self._futile_calls, self._calls_left = MAX_FUTILE_CALLS - 2, self._next_pause
         self._next_pause = min(2 * self._next_pause, MAX_EAGER_CALLS)
         return True
+
+
+def _flags(key: tuple) -> list:
+    """The arguments in a call's key that are truth values, texts or None, with their places."""
+    rows = (row for row in enumerate(key[1 : 1 + key[0].num_leaves]) if isinstance(row[1], tuple))
+    return [(place, leaf) for place, leaf in rows if leaf[0] in _FLAGS]

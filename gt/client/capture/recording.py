@@ -34,6 +34,7 @@ SAME = "; have the function do the same ops at each call"
 
 if TYPE_CHECKING:
     from gt.client.capture.host_draws import HostDraws
+    from gt.client.capture.watches.scheduler_watch import SchedulerStep
     from gt.client.device.remote_tensor import RemoteTensor
     from gt.client.trace.provenance import Origins
     from gt.client.trace.recorder import Recorder
@@ -79,6 +80,7 @@ class CallRecording:
     outlived: set[int] = field(default_factory=set)  # storages that it uploaded, and that were alive after it
     counts: dict[str, int] = field(default_factory=dict)  # path of a counter -> what the call has added to it
     cut: bool = False  # Python has to run at each call: no later recording would do better
+    steps: list[SchedulerStep] = field(default_factory=list)  # of schedulers, which a replay makes too
 
     def __post_init__(self) -> None:
         self.first = self.recorder.new_id()

@@ -67,6 +67,7 @@ _GLOBAL_HOOKS = [
     if name.startswith("_global") and isinstance(value, dict)
 ]  # hooks of all modules and optimizers
 _GLOBAL_OPS = frozenset(name for name in dis.opmap if "GLOBAL" in name or name.endswith("_NAME")) - {"IMPORT_NAME"}
+_STORE_OPS = frozenset({"STORE_ATTR", "DELETE_ATTR"})
 _IMPORT_OPS = frozenset({"IMPORT_NAME", "IMPORT_FROM"})
 _CHANNELS = (queue.SimpleQueue, socket.socket, mmap.mmap)  # whose content is not in Python objects
 _BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
@@ -79,6 +80,10 @@ _HOOK_FIELDS = frozenset(key for key in torch.nn.Module().__dict__ if key.starts
 def is_scalar_like(value: Any) -> bool:
     """True if a value is compared as a whole: it has no parts that change and no user code."""
     return type(value) in _SCALAR_TYPES or isinstance(value, (Enum, np.generic))
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(is_scalar_like, value)) if type(value) in (list, tuple) else is_scalar_like(value)
 
 
 def comparable(value: Any) -> Any:
@@ -147,6 +152,25 @@ class StateSnapshot:
         for path, grad in self.grads.items():
             yield f"{path}.grad", grad
 
+    def kind(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The leaves that have a gradient and the flags that are set, by path: other ops are likely with others."""
+        return frozenset(self.grads), frozenset(item.path for item in self.items if item.value is True)
+
+    def leave_out(self, places: set[tuple[int, Any]]) -> None:
+        """Compare no more those places that hold a number or text, or a list or tuple of some.
+
+        A place: identity of its holder, and key.
+        """
+        # A list that a place beside these holds too may be read there
+        elsewhere = {id(i.value) for i in self.items if type(i.value) is list and (id(i.holder), i.key) not in places}
+        paths = {
+            item.path
+            for item in self.items
+            if (id(item.holder), item.key) in places and id(item.value) not in elsewhere and _is_plain(item.value)
+        }
+        self.items = [item for item in self.items if item.path not in paths and item.path.rpartition("[")[0] not in paths]
+        self.lengths = [row for row in self.lengths if row[2] not in paths]
+
 
 def snapshot(roots: dict[str, Any]) -> StateSnapshot:
     """Everything below the roots (name -> object) that user code can reach by the attributes that it names.
@@ -154,28 +178,31 @@ def snapshot(roots: dict[str, Any]) -> StateSnapshot:
     User code that is met names more attributes, so walks are repeated until none adds a name.
     """
     used: set[str] = set()
+    stored: set[str] = set()
     while True:
         # Names grow with each walk, and are finite: the loop ends when a walk meets no code that names more
-        walker = StateWalker(roots, used)
+        walker = StateWalker(roots, used, stored)
         state = walker.run()
         state.names = walker.names
         # Code with getattr() and the like may read any attribute, so all of them count
         if walker.names & _DYNAMIC_ACCESS:
-            state = StateWalker(roots, None).run()
+            state = StateWalker(roots, None, walker.stores).run()
             state.names = walker.names
             return state
         if walker.names <= used:
             state.counters = walker.counters()
             return state
         used |= walker.names
+        stored |= walker.stores
 
 
 class StateWalker:
-    """One breadth-first walk. used: attributes of objects that user code names, None for all."""
+    """One breadth-first walk. used: attributes of objects that user code names, None for all. stored: those that it assigns."""
 
-    def __init__(self, roots: dict[str, Any], used: set[str] | None) -> None:
-        self.snapshot, self.used = StateSnapshot(), used
+    def __init__(self, roots: dict[str, Any], used: set[str] | None, stored: set[str]) -> None:
+        self.snapshot, self.used, self._stored = StateSnapshot(), used, stored
         self.names: set[str] = set()  # that functions on the walk use
+        self.stores: set[str] = set()  # attributes that they assign
         self._seen: dict[int, Any] = {}  # by identity
         self._queue: deque[tuple[str, Any]] = deque()
         self._visited_tensors: set[int] = set()  # tensors, by identity
@@ -244,6 +271,7 @@ class StateWalker:
                 self._add_item(f"{path}[{index}]", node, index, False, value)
         elif isinstance(node, functools.partial):
             self._queue.extend([(path, node.func), (path, node.args), (path, node.keywords)])
+            self._add_stored(path, node.__dict__)
         else:  # a set
             # The order of a set says nothing. An empty one is compared by its length alone, as any empty container
             if node:
@@ -373,8 +401,11 @@ class StateWalker:
                 self._queue.append((f"{path or function.__qualname__}.{name}", value))
 
         # Globals that the code names, and the names for later walks
-        names = _names(function.__code__)
+        names = names_in(function.__code__)
         self.names |= names
+        self.stores |= _operands(function.__code__, _STORE_OPS)
+        if names & _DYNAMIC_ACCESS:
+            self.stores |= _texts(function.__code__)
         self.snapshot.codes.add(function.__code__)
         if names & _ENVIRONMENT:
             self._queue.append(("os.environ", env.every_variable()))
@@ -402,9 +433,17 @@ class StateWalker:
                 if name == "__getattr__" or (not name.startswith("__") and (every or name in self.used)):  # type: ignore[operator]
                     self._add_item(f"{path}.{name}", module.__dict__, name, False, value)
                     self._note_integer(name)
+        else:
+            self._add_stored(path, module.__dict__)
+
+    def _add_stored(self, path: str, own: Any) -> None:
+        """Those attributes of a library's module, class or object that user code assigns. They are not walked into."""
+        for name in sorted(self._stored & own.keys()):
+            self.snapshot.items.append(StateItem(f"{path}.{name}", own, name, False, own[name]))
 
     def _visit_class(self, path: str, cls: type) -> None:
         if is_library(module_of(cls)):
+            self._add_stored(path, vars(cls))
             return
         every = self.used is None or has_library_base(cls)
         for name, value in list(vars(cls).items()):
@@ -427,6 +466,7 @@ class StateWalker:
     def _visit_object(self, path: str, node: Any) -> None:
         kind = type(node)
         if is_stateless(kind):
+            self._add_stored(path, getattr(node, "__dict__", {}))
             return
         self.snapshot.kinds.append((path, node, kind))
         if isinstance(node, torch.optim.Optimizer):
@@ -466,15 +506,22 @@ class StateWalker:
                     self._note_integer(name)
 
 
-def _names(code: types.CodeType) -> set[str]:
+def names_in(code: types.CodeType) -> set[str]:
     """Globals and attributes that code names, nested functions included."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _names(constant)
+            names |= names_in(constant)
         elif isinstance(constant, tuple):  # attribute names of a class pattern
             names |= {name for name in constant if isinstance(name, str)}
     return names
+
+
+@functools.lru_cache(maxsize=4096)
+def _texts(code: types.CodeType) -> frozenset[str]:
+    """Texts in code, which may be names of attributes for setattr(), nested functions included."""
+    own = {constant for constant in code.co_consts if isinstance(constant, str)}
+    return frozenset(own.union(*(_texts(part) for part in code.co_consts if isinstance(part, types.CodeType))))
 
 
 @functools.lru_cache(maxsize=4096)

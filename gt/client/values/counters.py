@@ -35,7 +35,7 @@ UNNAMED_ACCESS = frozenset(
         "gc",
     }
 )
-_SKIPPED = frozenset({"EXTENDED_ARG", "CACHE", "NOP", "PRECALL", "RESUME"})
+_SKIPPED = frozenset({"EXTENDED_ARG", "CACHE", "NOP", "RESUME"})
 _NAMING = ("ATTR", "METHOD", "GLOBAL", "NAME", "DEREF", "IMPORT")  # in the names of instructions whose operand is a name
 _LOADS = {"LOAD_ATTR": "STORE_ATTR", "LOAD_GLOBAL": "STORE_GLOBAL", "LOAD_DEREF": "STORE_DEREF"}
 _PLAIN_SETTERS = (object.__setattr__, torch.nn.Module.__setattr__)

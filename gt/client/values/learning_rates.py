@@ -6,6 +6,7 @@ serves all rates. Optimizers on GPUs take fp32 rates alone; CPU workers get fp64
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,14 +48,15 @@ class LearningRates:
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
         self._rates: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, _Rate]] = weakref.WeakKeyDictionary()
         self._recorder: Any = None  # whose tensors these are
+        self._stepped: list[tuple[dict, _Rate]] = []  # groups whose rate the call has changed, as numbers since then
         self._placed: list[tuple[dict, _Rate, float, Any]] = []  # groups that hold a tensor now, and the number that they held
 
-    def changed(self, optimizers: list[torch.optim.Optimizer], names: set[str]) -> bool:
+    def changed(self, optimizers: list[torch.optim.Optimizer], names: set[str], every: bool = False) -> bool:
         """Note the rates of a call that will be recorded; True if some have become tensors, since they have changed.
 
-        names: attributes and globals that the function's code uses.
+        names: attributes and globals that the function's code uses. every: each rate will change.
         """
-        moved = list(self._changes(optimizers))
+        moved = list(self._changes(optimizers, every))
         if not moved or names & _READERS or current_session.Current.offloads:  # a step on the host takes numbers
             return False
         self._recorder, self.active = current_session.current(), True
@@ -65,14 +67,16 @@ class LearningRates:
         self.place()
         return True
 
-    def _changes(self, optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[torch.optim.Optimizer, int, float, bool]]:
+    def _changes(
+        self, optimizers: list[torch.optim.Optimizer], every: bool
+    ) -> Iterator[tuple[torch.optim.Optimizer, int, float, bool]]:
         """Rates that are others than in the last recorded call, and may be tensors: optimizer, group, rate, _Rate.fuse."""
         for optimizer in optimizers:
             rates = [group.get("lr") for group in optimizer.param_groups]
             before = self._seen.get(optimizer, rates)
             self._seen[optimizer] = rates
             for number, (old, new) in enumerate(zip(before, rates, strict=False)):
-                if type(old) is not float or type(new) is not float or old == new:
+                if type(old) is not float or type(new) is not float or (old == new and not every):
                     continue
                 group = optimizer.param_groups[number]
                 if _takes_tensor(optimizer, group):
@@ -98,21 +102,52 @@ class LearningRates:
                     with torch.no_grad():
                         rate.tensor.fill_(value)
                     rate.value = value
-                rate.version = rate.tensor._version
-                self._placed.append((group, rate, value, group.get("fused")))
-                group["lr"] = rate.tensor
-                if rate.fuse:
-                    group["fused"] = True
+                self._put(group, rate)
 
     def remove(self) -> None:
         """Put the numbers back into the groups whose tensors are still there. One that the function has written to stays."""
+        self._stepped.clear()
         while self._placed:
-            group, rate, value, fused = self._placed.pop()
-            still_there = group.get("lr") is rate.tensor
-            if still_there and rate.tensor._version == rate.version:
-                group["lr"] = value
-                if rate.fuse:
-                    group["fused"] = fused
+            _take_out(*self._placed.pop())
+
+    @contextlib.contextmanager
+    def as_numbers(self) -> Iterator[None]:
+        """Numbers are in the groups inside, with which a scheduler computes. Those that it changes stay until `settle`."""
+        placed, self._placed = self._placed, []
+        for row in placed:
+            _take_out(*row)
+        try:
+            yield
+        finally:
+            for group, rate, value, _ in placed:
+                if group.get("lr") == value:
+                    self._put(group, rate)
+                else:
+                    self._stepped.append((group, rate))
+
+    def settle(self) -> None:
+        """The recorded function is over: its groups hold tensors, as before it, in place of numbers that schedulers left."""
+        while self._stepped:
+            group, rate = self._stepped.pop()
+            if type(group.get("lr")) is float:
+                self._put(group, rate)
+
+    def _put(self, group: dict, rate: _Rate) -> None:
+        """Put a tensor in the place of the number that a group has."""
+        rate.version = rate.tensor._version
+        self._placed.append((group, rate, group["lr"], group.get("fused")))
+        group["lr"] = rate.tensor
+        if rate.fuse:
+            group["fused"] = True
+
+
+def _take_out(group: dict, rate: _Rate, value: float, fused: Any) -> None:
+    """Put the number back, if the tensor is still there as it was."""
+    still_there = group.get("lr") is rate.tensor
+    if still_there and rate.tensor._version == rate.version:
+        group["lr"] = value
+        if rate.fuse:
+            group["fused"] = fused
 
 
 def _takes_tensor(optimizer: torch.optim.Optimizer, group: dict) -> bool:

@@ -17,6 +17,7 @@ from gt.client.capture.gradients import LeafGradients, MadeState, NamedMemory, R
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.program.shared_results import SharedMemory, shared_memory
+from gt.client.capture.watches.scheduler_watch import SchedulerStep
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.trace.dispatch import call
@@ -58,6 +59,7 @@ class CapturedProgram:
     made: list[MadeState | ReboundState]
     results: list  # leaves of the function's result
     tree: TreeSpec  # their structure
+    steps: list[SchedulerStep]  # of schedulers, which its caller makes after a replay
     draws: int  # random ops
     host_draws: HostDraws | None  # random numbers that it draws on the CPU
     argument_reads: list[ArgumentRead]  # values that it reads of its arguments

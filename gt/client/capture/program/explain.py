@@ -23,9 +23,15 @@ def program_lines(program: CapturedProgram) -> list[str]:
         details = [f"schedule {order['name']}: {order['why'] or _bubble_text(order)}", *order.get("said", ())]
     details += recompute_lines(answer["recomputed"]) + batch_lines(answer["batched"])
     details += host_step_lines(answer.get("advanced", {}))
+    if program.steps:
+        details.append(f"{_counted(len(program.steps), 'scheduler')} stepped after each replay")
     if answer["backend"] != "eager":
         details += backend_lines(program.recorder.session, program.number, answer["backend"])
     return lines + [f"    {line}" for line in details]
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"a {noun} is" if count == 1 else f"{count} {noun}s are"
 
 
 def _bubble_text(order: dict) -> str:

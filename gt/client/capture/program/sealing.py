@@ -19,6 +19,7 @@ from gt.client.capture.host_draws import LEADS_ELSEWHERE
 from gt.client.capture.program.captured_program import CapturedProgram, ProgramResult
 from gt.client.capture.recording import Difference, difference, reads_differ
 from gt.client.capture.state_walk import StateSnapshot
+from gt.client.capture.watches.scheduler_watch import steps_differ
 from gt.client.device.remote_tensor import RemoteTensor, make, memory_id
 
 ARGUMENTS_DIFFER = "the function reads a value of its arguments, which differs from the call before"
@@ -60,6 +61,8 @@ def disagreement(last: RecordedCall, now: RecordedCall) -> Difference | None:
         now.tape.strict_next = True
         return Difference("", ARGUMENTS_DIFFER)
     differs = difference(last.tape, now.tape, last.names, now.names) or _varying_argument(last, now)
+    if differs is None and steps_differ(last.tape.steps, now.tape.steps):
+        return Difference("", "the function steps other schedulers than in the call before, or by other numbers")
     if differs is not None:
         differs.what += hint(last, now)
     elif (last.draws and last.draws.identity()) != (now.draws and now.draws.identity()):
@@ -128,6 +131,7 @@ def captured_program(
         grads=LeafGradients(grads),
         made=[*made, *others],
         results=list(map(result, leaves)),
+        steps=tape.steps,
         tree=tree,
         draws=tape.draws(),
         host_draws=now.draws if now.draws and now.draws.rows else None,

@@ -16,6 +16,7 @@ from typing import Any
 from gt.client import current_session
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.user_code import is_library_code
+from gt.client.capture.watches.output_watch import EFFECTS, OutputWatch
 from gt.wire.process_settings import program_froze
 
 UNKNOWN = "runs in this call, and was not compared before it; the next calls can become a program"
@@ -36,6 +37,12 @@ class CodeWatch:
         self._searched: set[types.CodeType] = set()
         self._watches = False
         self._package = ""  # of the session's class
+        self._output = OutputWatch()
+
+    def reporting_to(self, output: OutputWatch) -> CodeWatch:
+        """Have the watch of a call's output told of calls of C code that have effects."""
+        self._output = output
+        return self
 
     def __enter__(self) -> CodeWatch:
         self._ran, self._users = {}, []
@@ -51,7 +58,11 @@ class CodeWatch:
         if self._watches and sys.getprofile() == self._note:
             sys.setprofile(None)
 
-    def _note(self, frame: types.FrameType, event: str, _: Any) -> None:
+    def _note(self, frame: types.FrameType, event: str, function: Any) -> None:
+        if event == "c_call":
+            if function in EFFECTS or type(getattr(function, "__self__", None)) in self._output.writers:
+                self._output.note_call(frame, function)
+            return
         code = frame.f_code
         if event == "call" and id(code) not in self._ran:
             self._ran[id(code)] = code

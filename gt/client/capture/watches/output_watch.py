@@ -1,22 +1,52 @@
-"""Output of a recorded call: prints, log records, writes and opened files, which a replay would not make. Knows no tensors."""
+"""Output of a recorded call: prints, log records, warnings, writes, changed files and threads, which a replay would not make.
+
+Knows no tensors. Functions that programs hold under other names are seen as calls of C code, which CodeWatch reports.
+"""
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import builtins
 import contextlib
 import functools
 import io
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
-from types import FrameType
+import warnings
+from collections.abc import Iterable
+from types import FrameType, ModuleType
 from typing import Any
+
+import torch
 
 from gt.client.capture.user_code import is_library
 
-_ON_BEHALF = frozenset({"logging", "pathlib", "shutil", "tempfile", "os", "subprocess"})  # which have output for their callers
+WARNS = "warns"
+_FILES = (
+    "mkdir rmdir remove unlink rename replace link symlink truncate ftruncate chmod chown utime mkfifo mknod open write writev"
+)
+_TABLE: Iterable[tuple[ModuleType, str, str]] = (
+    (os, _FILES, "changes files"),
+    (os, "system fork forkpty kill killpg posix_spawn", "starts or signals a process"),
+    (os, "chdir fchdir umask nice setpriority sched_setaffinity", "changes a setting of the process"),
+    (sys, "setrecursionlimit setswitchinterval", "changes a setting of Python"),
+    (_thread, "start_new_thread start_joinable_thread", "starts a thread"),
+    (atexit, "register unregister", "registers a function for the end of the program"),
+    (signal, "setitimer alarm raise_signal", "changes signals"),
+    (torch, "set_num_threads set_num_interop_threads set_flush_denormal", "changes a setting of torch"),
+)  # functions in C that have effects
+EFFECTS = {getattr(module, name): what for module, names, what in _TABLE for name in names.split() if hasattr(module, name)}
+_WRITERS = (
+    ("_csv", "Writer", "writes rows"),
+    ("sqlite3", "Connection", "uses a database"),
+    ("sqlite3", "Cursor", "uses a database"),
+)  # classes in C whose methods have effects
+_OF_PYTHON = frozenset({"importlib", "linecache", "tokenize", "inspect"})  # which read and write files for Python itself
 
 
 class OutputWatch:
@@ -29,6 +59,9 @@ class OutputWatch:
         self.place = self.what = ""
         self._thread = threading.get_ident()
         self._patches: list[tuple[Any, str, Any, Any]] = []  # owner, name, value that was there or None, wrapper
+        # Of modules that the program has imported: a Python may lack sqlite3
+        rows = ((getattr(sys.modules.get(module), name, None), what) for module, name, what in _WRITERS)
+        self.writers = {kind: what for kind, what in rows if kind is not None}
 
     def __enter__(self) -> OutputWatch:
         self._patch(builtins, "print", "prints", of_libraries=True)
@@ -37,6 +70,7 @@ class OutputWatch:
         self._patch(os, "write", "writes to a file")
         self._patch(subprocess.Popen, "__init__", "starts a process")
         self._patch(logging.Logger, "handle", "logs")
+        self._patch(warnings, "_showwarnmsg", WARNS)  # which is called for those that a filter lets through
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 self._patch(stream, "write", "writes to a stream")
@@ -62,9 +96,22 @@ class OutputWatch:
             setattr(owner, name, noting)
             self._patches.append((owner, name, original, noting))
 
+    def note_call(self, frame: FrameType, function: Any) -> None:
+        """Code of C is called that has an effect: one of EFFECTS, or a method of `writers`."""
+        if not self.place and threading.get_ident() == self._thread:
+            what = EFFECTS.get(function) or self.writers[type(function.__self__)]
+            self._note(frame, what, False)
+
     def _note(self, frame: FrameType | None, what: str, of_libraries: bool) -> None:
         # Logger.info and others call handle(), Path.write_text calls open(): the first caller outside of them is of interest
-        while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _ON_BEHALF:
+        while frame is not None and (top := _top(frame)) in sys.stdlib_module_names:
+            if top in _OF_PYTHON:
+                return
             frame = frame.f_back
         if frame is not None and (of_libraries or not is_library(frame.f_globals.get("__name__"))):
             self.place, self.what = f"{frame.f_code.co_filename}:{frame.f_lineno}", what
+
+
+def _top(frame: FrameType) -> str:
+    """Name of the package of a frame's code."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0]

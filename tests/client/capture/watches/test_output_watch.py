@@ -1,0 +1,195 @@
+"""Effects of a captured step outside of tensors happen at each call, whatever function of Python has them."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import io
+import logging
+import math
+import multiprocessing
+import os
+import pathlib
+import sqlite3
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import gt
+
+pytestmark = pytest.mark.usefixtures("one")
+CALLS = 8
+
+
+def calls(effect: Callable[[], Any], count: int = CALLS) -> Any:
+    """A captured step with this effect, after some calls."""
+    weight = torch.ones(4, device="remote")
+
+    @gt.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        weight.add_(x.sum())
+        effect()
+        return weight * 2
+
+    for n in range(count):
+        step(torch.full((4,), float(n)))
+    return step
+
+
+def in_a_folder(how: str) -> Callable[[pathlib.Path], tuple[Callable[[], Any], Callable[[], int]]]:
+    """An effect that makes an entry of a folder, and the number of entries."""
+
+    def make(folder: pathlib.Path) -> tuple[Callable[[], Any], Callable[[], int]]:
+        entries: Callable[[], int] = lambda: len(os.listdir(folder))  # noqa: E731
+        path: Callable[[], pathlib.Path] = lambda: folder / str(entries())  # noqa: E731
+        return {
+            "folder": lambda: os.mkdir(path()),
+            "touch": lambda: path().touch(),
+            "link": lambda: os.symlink(folder, path()),
+        }[how], entries
+
+    return make
+
+
+def rows(_: Any) -> tuple[Callable[[], Any], Callable[[], int]]:
+    text = io.StringIO()
+    writer = csv.writer(text)
+    return lambda: writer.writerow([1]), lambda: text.getvalue().count("1")
+
+
+def database(_: Any) -> tuple[Callable[[], Any], Callable[[], int]]:
+    base = sqlite3.connect(":memory:")
+    base.execute("create table rows(n)")
+    return lambda: base.execute("insert into rows values (1)"), lambda: base.execute("select count(*) from rows").fetchone()[0]
+
+
+started: list[threading.Thread] = []
+
+
+def note_thread() -> None:
+    started.append(threading.current_thread())
+
+
+def threads(_: Any) -> tuple[Callable[[], Any], Callable[[], int]]:
+    started.clear()
+
+    def effect() -> None:
+        thread = threading.Thread(target=lambda: globals()["note_thread"]())
+        thread.start()
+        thread.join()
+
+    return effect, lambda: len(started)
+
+
+def pipe(_: Any) -> tuple[Callable[[], Any], Callable[[], int]]:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def received() -> int:
+        count = 0
+        while receiver.poll():
+            count += receiver.recv()
+        receiver.close()
+        sender.close()
+        return count
+
+    return lambda: sender.send(1), received
+
+
+def warning(_: Any) -> tuple[Callable[[], Any], Callable[[], int]]:
+    shown: list[Any] = []
+    warnings.showwarning = lambda *row, **_: shown.append(row)
+    warnings.simplefilter("always")
+    return lambda: warnings.warn("hot", stacklevel=1), lambda: len(shown)
+
+
+EFFECTS = {
+    "folder": in_a_folder("folder"),
+    "touch": in_a_folder("touch"),
+    "link": in_a_folder("link"),
+    "rows": rows,
+    "database": database,
+    "threads": threads,
+    "pipe": pipe,
+    "warning": warning,
+}
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_an_effect_happens_at_each_call(name: str, tmp_path: pathlib.Path) -> None:
+    with warnings.catch_warnings():
+        effect, count = EFFECTS[name](tmp_path)
+        step = calls(effect)
+        assert count() == CALLS, step.explain()
+    assert "in parts" in step.explain() and "the function" in step.explain()
+
+
+def test_a_setting_of_the_process_is_set_at_each_call() -> None:
+    before, limit = torch.get_num_threads(), sys.getrecursionlimit()
+    try:
+        calls(lambda: torch.set_num_threads(torch.get_num_threads() + 1))
+        assert torch.get_num_threads() == before + CALLS
+        calls(lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1))
+        assert sys.getrecursionlimit() == limit + CALLS
+    finally:
+        torch.set_num_threads(before)
+        sys.setrecursionlimit(limit)
+
+
+def test_a_warning_that_is_shown_once_prevents_no_program() -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        step = calls(lambda: warnings.warn("once", stacklevel=1))
+    assert sum(str(row.message) == "once" for row in shown) == 1
+    assert step._programs[0].replays >= CALLS - 4, step.explain()
+
+
+def test_a_module_that_the_step_imports_prevents_no_program(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "imported_by_a_step.py").write_text("FACTOR = 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+
+    def effect() -> int:
+        import imported_by_a_step  # type: ignore[import-not-found]
+
+        return imported_by_a_step.FACTOR
+
+    step = calls(effect)
+    monkeypatch.delitem(sys.modules, "imported_by_a_step")
+    assert step._programs and step._programs[0].replays >= CALLS - 4, step.explain()
+
+
+class Holder:
+    """Objects of libraries with an attribute of the user's, and code that counts in it."""
+
+    def __init__(self) -> None:
+        self.things = {
+            "logger": logging.getLogger("gt.tests.counted"),
+            "loader": torch.utils.data.DataLoader([1, 2]),
+            "partial": functools.partial(max, 1),
+            "module": math,
+            "class": torch.utils.data.DataLoader,
+        }
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("kind", Holder().things)
+def test_an_attribute_of_a_librarys_object_is_assigned_at_each_call(kind: str, by_name: bool) -> None:
+    thing: Any = Holder().things[kind]
+    thing.user_count = 0
+
+    def assign() -> None:
+        thing.user_count = thing.user_count + 1
+
+    def assign_by_name() -> None:
+        setattr(thing, "user_count", getattr(thing, "user_count") + 1)  # noqa: B009, B010
+
+    try:
+        step = calls(assign_by_name if by_name else assign)
+        assert thing.user_count == CALLS, step.explain()
+    finally:
+        del thing.user_count
