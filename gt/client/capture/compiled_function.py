@@ -327,10 +327,9 @@ class CompiledFunction(Generic[P, R]):
             # Two calls that agree make a program; a first one is kept for the comparison with the next
             now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry), draws, memory, whole)
             leaving = snapshot(roots)
-            self._end_schedulers(schedulers, leaving)
+            self._end_watches(schedulers, tape, entry, leaving)
             name_cached(tape, names, entry, leaving)
             now.compare_states(entry, leaving)
-            self._code.note_unknown(tape, entry.codes | leaving.codes)
             program = self._seal(last, now, entry, leaving, results, rng)
             kept = program is not None
             self._note_outcome(now, kept)
@@ -352,7 +351,10 @@ class CompiledFunction(Generic[P, R]):
             return program.copy_results(leaves, given)
         return containers.originals(in_arguments(results, leaves, inputs, memory, whole))
 
-    def _end_schedulers(self, schedulers: SchedulerWatch, leaving: StateSnapshot) -> None:
+    def _end_watches(
+        self, schedulers: SchedulerWatch, tape: CallRecording, entry: StateSnapshot, leaving: StateSnapshot
+    ) -> None:
+        self._code.note_unknown(tape, entry.codes | leaving.codes)
         self._schedules |= schedulers.finish(leaving)
         self._makes_schedulers |= schedulers.makes
         schedulers.end()
