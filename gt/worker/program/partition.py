@@ -203,7 +203,8 @@ def partition(
 
     An op on lists begins a segment unless one before it did. It has hundreds of tensors, and little to fuse with a backward
     pass, which stays the same graph in calls whose optimizer does something else. So do ops at the end of a run that only make
-    tensors: the first step of an optimizer makes its state so. An op that reads complex numbers is in no segment.
+    tensors: the first step of an optimizer makes its state so. Before a transfer they stay, as a copy of what is sent. An op
+    that reads complex numbers is in no segment.
     """
     # State of the scan: the run that is being collected, and whether it began with an op on lists.
     pieces: list[tuple[bool, list[Row]]] = []
@@ -211,9 +212,9 @@ def partition(
     complex_ids: set[int] = set()
     lists = False
 
-    def end() -> None:
+    def end(transfer: bool = False) -> None:
         nonlocal lists
-        kept = _without_makers(run, code, traits)
+        kept = len(run) if transfer else _without_makers(run, code, traits)
         for part in [*_divided(run[:kept], code, traits), *([run[kept:]] if run[kept:] else [])]:
             computing = sum(code[at] != FREE and traits(code[at]).computes for at, _ in part)
             pieces.append((computing >= MIN_COMPUTING_OPS, part))
@@ -228,7 +229,7 @@ def partition(
         # are followed by id.
         complex_ids.update(code[at + place] for place in own.complex_outs)
         if not own.fits or at in apart or not complex_ids.isdisjoint(code[at + 2 : at + 2 + own.tensors]):
-            end()
+            end(transfer=not own.tensors)
             pieces.append((False, [row]))
             continue
         if own.lists and not lists:  # the optimizer's step begins: a graph of its own, see above

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from gt.ir.instr import FIRST
 from gt.ir.template import T
+from gt.worker.program.partition import DefinitionTraits, partition
 from tests.helpers.compiled_parts import Script, replay, report, same
 
 Held = dict[int, torch.Tensor]
@@ -172,3 +174,18 @@ def test_state_that_an_optimizer_makes_after_a_backward_pass_changes_no_graph_of
         texts.append({graph.code for graph in graphs})
         graphs.clear()
     assert texts[0] <= texts[1] and texts[0] <= texts[2]
+
+
+def test_a_copy_of_what_is_sent_stays_in_the_segment_that_makes_it() -> None:
+    traits = {
+        FIRST: DefinitionTraits(True, "mul", computes=True, tensors=1),
+        FIRST + 1: DefinitionTraits(True, "clone", computes=True, tensors=1, makes=True),
+        FIRST + 2: DefinitionTraits(),  # a transfer
+        FIRST + 3: DefinitionTraits(tensors=1),  # an op that is not compiled
+    }
+    code = [FIRST, 0, 1, 2, FIRST, 0, 2, 3, FIRST + 1, 0, 3, 4]
+    places = [0, 4, 8, len(code)]
+    for last, sizes in ((FIRST + 2, [3, 1]), (FIRST + 3, [2, 2])):
+        rows = [(at, None) for at in places]
+        pieces = partition(rows, [*code, last, 0, 4], traits.__getitem__)
+        assert [len(part) for _, part in pieces] == sizes
