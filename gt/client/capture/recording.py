@@ -34,7 +34,7 @@ SAME = "; have the function do the same ops at each call"
 
 if TYPE_CHECKING:
     from gt.client.capture.host_draws import HostDraws
-    from gt.client.capture.watches.scheduler_watch import SchedulerStep
+    from gt.client.capture.watches.scheduler_step import SchedulerStep
     from gt.client.device.remote_tensor import RemoteTensor
     from gt.client.trace.provenance import Origins
     from gt.client.trace.recorder import Recorder

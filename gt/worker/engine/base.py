@@ -39,7 +39,7 @@ class CompilationSeconds:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class SegmentRefusal:
     """Reason why a segment cannot be compiled. calls: numbers of its ops that are in the way, if the compiler knows them."""
 
     why: str
@@ -153,7 +153,9 @@ class Compiler(Protocol):
     def signature(self, inputs: Sequence[Tensor]) -> Hashable:
         """Everything about these inputs but their values that compiled code may depend on."""
 
-    def compile(self, requests: Sequence[tuple[BoundSegment, Any]], more: bool = False) -> Sequence[CompiledSegment | Refusal]:
+    def compile(
+        self, requests: Sequence[tuple[BoundSegment, Any]], more: bool = False
+    ) -> Sequence[CompiledSegment | SegmentRefusal]:
         """Compile segments, each for inputs of its signature.
 
         more: others will follow soon, so processes that help may stay.

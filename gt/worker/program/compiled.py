@@ -17,7 +17,7 @@ from typing import Any
 
 from gt.ir.dataflow import AliasSets, Definition, decode, exposed, summarize, writes
 from gt.ir.instr import COMMUNICATION, FREE
-from gt.worker.engine.base import CompiledSegment, Compiler, DeviceRecorder, DeviceReplays, Misfit, Refusal
+from gt.worker.engine.base import CompiledSegment, Compiler, DeviceRecorder, DeviceReplays, Misfit, SegmentRefusal
 from gt.worker.instructions.step import Row, Step, StepOfRows
 from gt.worker.program.overlap import RecordedProgram, evicted_places, group_collectives, overlap_transfers
 from gt.worker.program.partition import (
@@ -158,7 +158,7 @@ class CompiledProgram:
             grouped.append((first, StepOfRows(run, self._with_inputs_back(segment.bound.inputs, self._step(segment)))))
         return grouped
 
-    def _divide(self, segment: Segment, refusal: Refusal, code: list) -> None:
+    def _divide(self, segment: Segment, refusal: SegmentRefusal, code: list) -> None:
         """The ops that are in the way of its compilation become instructions; what is between them becomes segments."""
         places = {segment.bound.places[number] for number in refusal.calls}
         self._apart[_short(refusal.why)] += len(places)
@@ -235,11 +235,11 @@ class CompiledProgram:
             results = self.compiler.compile([(segment.bound, segment.signature) for segment in segments], more)
         except Exception as error:
             # A compiler that fails costs speed only: the segments stay instructions, and `report` tells the reason.
-            results = [Refusal(str(error))] * len(segments)
+            results = [SegmentRefusal(str(error))] * len(segments)
         for segment, result in zip(segments, results, strict=True):
             segment.compilations += 1
             segment.signature = None
-            if not isinstance(result, Refusal):
+            if not isinstance(result, SegmentRefusal):
                 segment.compiled = result
             elif result.calls:
                 self._divide(segment, result, code)

@@ -17,7 +17,7 @@ from gt.client.capture.gradients import LeafGradients, MadeState, NamedMemory, R
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.program.shared_results import SharedMemory, shared_memory
-from gt.client.capture.watches.scheduler_watch import SchedulerStep
+from gt.client.capture.watches.scheduler_step import SchedulerStep
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.trace.dispatch import call

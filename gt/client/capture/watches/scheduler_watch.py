@@ -19,34 +19,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gt.client.capture.recording import CallRecording
 from gt.client.capture.state_walk import StateItem, StateSnapshot, is_scalar_like, names_in, unchanged
+from gt.client.capture.watches.scheduler_step import SchedulerStep
 from gt.client.values.learning_rates import LearningRates
 
 AFTER = ", and Python does not run in a replay: step it after the function"
 _CYCLED = ", as OneCycleLR and CyclicLR do unless they get cycle_momentum=False"
 _ASKED = frozenset({"step", "__class__"})  # attributes that anybody may read
 _UNKNOWN = object()
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStep:
-    """One call of a scheduler's step(), of numbers alone."""
-
-    scheduler: LRScheduler
-    args: tuple
-    kwargs: dict[str, Any]
-
-    def run(self) -> None:
-        """Step the scheduler."""
-        self.scheduler.step(*self.args, **self.kwargs)
-
-    def agrees(self, other: SchedulerStep) -> bool:
-        """True if the other one has the same scheduler and arguments."""
-        return (
-            self.scheduler is other.scheduler
-            and len(self.args) == len(other.args)
-            and self.kwargs.keys() == other.kwargs.keys()
-            and all(map(unchanged, (*self.args, *self.kwargs.values()), (*other.args, *other.kwargs.values())))
-        )
 
 
 @dataclass

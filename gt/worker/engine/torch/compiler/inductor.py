@@ -25,7 +25,7 @@ from gt.ir.arguments import operands
 from gt.ir.ops import RANDOM
 from gt.ir.spec import Spec
 from gt.wire.deferred_imports import execute_deferred
-from gt.worker.engine.base import CompiledSegment, DeviceRecorder, Refusal
+from gt.worker.engine.base import CompiledSegment, DeviceRecorder, SegmentRefusal
 from gt.worker.engine.codegen import finish, fitting
 from gt.worker.engine.torch.bounds import BOUNDS
 from gt.worker.engine.torch.compiler import code_cache
@@ -70,7 +70,7 @@ class Inductor:
         self._engine = engine
         self.channels_last = engine.kind == "cuda"  # convolutions may have this layout
         self.draws = engine.draws
-        self._kept: dict[Hashable, CompiledSegment | Refusal] = {}
+        self._kept: dict[Hashable, CompiledSegment | SegmentRefusal] = {}
         self._fits: dict[str, bool] = {}
         count = processes_beside(engine.device) if processes is None else processes
         self._processes = LoweringProcesses(engine.device, count)
@@ -116,7 +116,7 @@ class Inductor:
 
     def compile(
         self, requests: Sequence[tuple[BoundSegment, InputSignature]], more: bool = False
-    ) -> list[CompiledSegment | Refusal]:
+    ) -> list[CompiledSegment | SegmentRefusal]:
         """See engine.base.Compiler. Kernels of a segment are built while the next ones are lowered."""
         keys: list[Hashable] = []
         fresh: dict[Hashable, _Request] = {}
@@ -127,13 +127,13 @@ class Inductor:
             if keys[-1] not in self._kept:
                 fresh.setdefault(keys[-1], request)
         results = {key: self._kept[key] for key in keys if key in self._kept} | self._compile(fresh)
-        if not more and not any(isinstance(result, Refusal) and result.calls for result in results.values()):
+        if not more and not any(isinstance(result, SegmentRefusal) and result.calls for result in results.values()):
             self._processes.end()  # parts of a segment that is divided do not follow either
         self._keep(results)
         return [results[key] for key in keys]
 
-    def _compile(self, requests: dict[Hashable, _Request]) -> dict[Hashable, CompiledSegment | Refusal]:
-        results: dict[Hashable, CompiledSegment | Refusal] = {}
+    def _compile(self, requests: dict[Hashable, _Request]) -> dict[Hashable, CompiledSegment | SegmentRefusal]:
+        results: dict[Hashable, CompiledSegment | SegmentRefusal] = {}
         lowered: dict[Hashable, tuple[Code, Waits]] = {}
         with _alone, kernel_builds(self._engine.host) as waits:
             longest = sorted(requests.items(), key=lambda item: -len(item[1].payloads))
@@ -158,7 +158,7 @@ class Inductor:
                     results[key] = _refusal(requests[key], error)
         return results
 
-    def _keep(self, results: dict[Hashable, CompiledSegment | Refusal]) -> None:
+    def _keep(self, results: dict[Hashable, CompiledSegment | SegmentRefusal]) -> None:
         self._kept.update(results)
         while len(self._kept) > MAX_COMPILED_GRAPHS:
             del self._kept[next(iter(self._kept))]
@@ -292,15 +292,15 @@ def _request(segment: BoundSegment, signature: InputSignature) -> _Request:
     return _Request(segment.graph, segment.payloads, segment.values, signature.reduced(written), written, settings)
 
 
-def _refusal(request: _Request, error: Exception) -> Refusal:
+def _refusal(request: _Request, error: Exception) -> SegmentRefusal:
     log.info("a segment of %d ops is not compiled", len(request.payloads), exc_info=error)
     if isinstance(error, _SharedInputs):
         written = _written(request.graph, request.payloads)
-        return Refusal(str(error), tuple(n for n, inputs in enumerate(written) if not inputs.isdisjoint(error.inputs)))
+        return SegmentRefusal(str(error), tuple(n for n, inputs in enumerate(written) if not inputs.isdisjoint(error.inputs)))
     if not isinstance(error, _CallsRefused):
-        return Refusal(f"{type(error).__name__}: {error}")
+        return SegmentRefusal(f"{type(error).__name__}: {error}")
     number, first = next(iter(error.calls.items()))
-    return Refusal(f"{request.payloads[number]['op']}: {first}", tuple(error.calls))
+    return SegmentRefusal(f"{request.payloads[number]['op']}: {first}", tuple(error.calls))
 
 
 class _CallsRefused(Exception):

@@ -1,4 +1,4 @@
-"""Whether tensors of one memory have elements in common: rows that a loop writes into one buffer have none."""
+"""Elements that tensors of one memory share: rows that a loop writes into one buffer share none."""
 
 from __future__ import annotations
 
