@@ -9,6 +9,7 @@ import resource
 import select
 import socket
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -509,14 +510,57 @@ def test_early_frames_are_counted_by_bytes_and_number(monkeypatch):
     monkeypatch.setattr(relay, "MAX_EARLY_FRAMES", 5)
     for _ in range(9):
         passed.forward(None, frame, memoryview(bytes(40)))
-    assert (len(passed._early), passed._early_bytes) == (5, 200)
+    assert (passed._early_frames, passed._early_bytes) == (5, 200)
     passed.forward_early()  # there is no connection yet
-    assert (len(passed._early), passed._early_bytes) == (5, 200)
+    assert (passed._early_frames, passed._early_bytes) == (5, 200)
     monkeypatch.setattr(relay, "MAX_EARLY_BYTES", 240)
     monkeypatch.setattr(relay, "MAX_EARLY_FRAMES", 99)
     for _ in range(9):
         passed.forward(None, frame, memoryview(bytes(40)))
-    assert (len(passed._early), passed._early_bytes) == (6, 240)
+    assert (passed._early_frames, passed._early_bytes) == (6, 240)
+
+
+def test_a_frame_is_passed_on_behind_those_that_came_before_the_connection():
+    """One thread had a connection for its frame while another was yet to pass on the frames before it."""
+
+    class Onward:
+        index, ended, relayed, relayed_bytes = 9, False, (), 0
+
+        def __init__(self):
+            self.queued = []
+
+        def queue(self, *frame):
+            self.queued += map(bytes, frame)
+
+        def relay(self):
+            return True
+
+        def wait_outside(self):
+            pass
+
+    class Ways:
+        out = None
+
+        def onward(self, target):
+            return self.out if target == 9 else None
+
+        def lives(self, target):
+            return True
+
+    source = types.SimpleNamespace(passages={})
+    for large in (False, True):
+        ways = Ways()
+        passed = relay.Relay(ways, lambda: None)
+        frame = peer_connection.Frame(DATA, 1, 0, 0, 0, 9, 1, 1, 0, 0)
+        for target in (8, 9):
+            passed.forward(source, frame._replace(target=target), memoryview(b"first"))
+        ways.out = Onward()
+        if large:
+            assert passed.passage(source, frame._replace(nbytes=relay.PASSED_BYTES)) is not None
+        else:
+            passed.forward(source, frame, memoryview(b"second"))
+        assert ways.out.queued == [b"first", *[b"second"] * (not large)]
+        assert (passed._early_frames, passed._early_bytes) == (1, 5)  # of the worker to whom there is no way yet
 
 
 def test_greetings_of_worlds_to_come_wait_in_few_threads(monkeypatch):

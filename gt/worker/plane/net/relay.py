@@ -107,8 +107,9 @@ class Relay:
     def __init__(self, network: RelayConnections, wake: Callable[[], None]) -> None:
         self.relayed: Counter[str] = Counter()
         self._network, self._wake = network, wake
-        self._early: list[tuple[PeerConnection, Frame, memoryview]] = []  # to be passed on once there is a connection
-        self._early_bytes = 0
+        # By target: frames to be passed on once there is a connection, with those that they came by
+        self._early: dict[int, list[tuple[PeerConnection, Frame, memoryview]]] = {}
+        self._early_frames = self._early_bytes = 0
         self._lock = threading.Lock()  # of these
 
     def passage(self, connection: PeerConnection, frame: Frame) -> Onward | None:
@@ -116,6 +117,7 @@ class Relay:
         out = self._network.onward(frame.target) if frame.kind == DATA and frame.nbytes >= PASSED_BYTES else None
         if out is None or self._lost(frame, out):
             return None
+        self.forward_early()  # which came before this frame
         # A pipe for each pair of connections, made at the first large frame and then kept.
         passage = connection.passages.get(out.index)
         if passage is None or passage.out is not out:
@@ -138,30 +140,50 @@ class Relay:
         self._send(connection, out, 0)
 
     def forward(self, connection: PeerConnection, frame: Frame, whole: memoryview) -> None:
-        """Pass on a frame that is in memory."""
-        out = self._network.onward(frame.target)
-        if self._lost(frame, out):
-            # The pair's ends learn from the dispatcher that their way is over.
-            return
-        if out is None:
-            with self._lock:
-                # A frame may come before this worker has its own connection onward. They are kept in bounds; a frame that is
-                # dropped here ends when its pair's way is given up.
-                if self._early_bytes < MAX_EARLY_BYTES and len(self._early) < MAX_EARLY_FRAMES:
-                    self._early.append((connection, frame, whole))
-                    self._early_bytes += len(whole)
-            return
-        self._count(frame, frame.nbytes)
-        out.queue(whole)
-        self._send(connection, out, PAUSE_BYTES)
+        """Pass on a frame that is in memory, behind those to the same worker that came before."""
+        # Queued under a lock: another thread may be passing on the early ones, now that their connection is there.
+        with self._lock:
+            out = self._network.onward(frame.target)
+            queued = self._queue_early(frame.target, out) if frame.target in self._early else []
+            if self._lost(frame, out):
+                pass  # the pair's ends learn from the dispatcher that their way is over
+            elif out is not None:
+                self._queue(frame, whole, out)
+                queued.append((connection, out))
+            # A frame may come before this worker has its own connection onward. They are kept in bounds; a frame that is
+            # dropped here ends when its pair's way is given up.
+            elif self._early_bytes < MAX_EARLY_BYTES and self._early_frames < MAX_EARLY_FRAMES:
+                self._early.setdefault(frame.target, []).append((connection, frame, whole))
+                self._early_frames += 1
+                self._early_bytes += len(whole)
+        for source, onward in queued:
+            self._send(source, onward, PAUSE_BYTES)
 
     def forward_early(self) -> None:
         """Pass on the frames that were here before the connection that they take."""
-        if self._early:
-            with self._lock:
-                early, self._early, self._early_bytes = self._early, [], 0
-            for connection, frame, whole in early:
-                self.forward(connection, frame, whole)
+        if not self._early:
+            return
+        with self._lock:
+            queued = [pair for target in [*self._early] for pair in self._queue_early(target, self._network.onward(target))]
+        for source, onward in queued:
+            self._send(source, onward, PAUSE_BYTES)
+
+    def _queue_early(self, target: int, out: PeerConnection | None) -> list[tuple[PeerConnection, PeerConnection]]:
+        """Queue the early frames to a worker at its connection, if there is one. Returns pairs of source and connection."""
+        if out is None and self._network.lives(target):
+            return []
+        queued = []
+        for connection, frame, whole in self._early.pop(target):
+            self._early_frames -= 1
+            self._early_bytes -= len(whole)
+            if out is not None and not self._lost(frame, out):
+                self._queue(frame, whole, out)
+                queued.append((connection, out))
+        return queued
+
+    def _queue(self, frame: Frame, whole: memoryview, out: PeerConnection) -> None:
+        self._count(frame, frame.nbytes)
+        out.queue(whole)
 
     def resume(self, out: PeerConnection) -> None:
         """Read again the connections whose frames `out` did not take."""
