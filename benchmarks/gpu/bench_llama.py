@@ -236,10 +236,10 @@ def rival(own: native.World, kind: str, size: str, name: str, seconds: float) ->
 
 def rows(args: argparse.Namespace, case: str) -> Iterator[tuple[str, cases.Row | None, str]]:
     rest = (args.size, args.model, "--seconds", args.seconds)
-    for text in args.own or CASES[case]:
+    for text in [] if args.skip == "own" else args.own or CASES[case]:
         name = " ".join(dict.fromkeys((case, text)))
         yield name, *cases.together([[__file__, "--child", "gt", case, text, *rest]], args.limit)
-    for kind in args.rivals or RIVALS[case]:
+    for kind in [] if args.skip == "rivals" else args.rivals or RIVALS[case]:
         with cases.meeting(__file__, GPUS, "--child", "native", case, kind, *rest) as commands:
             yield f"native {case} {kind}", *cases.together(commands, args.limit, OMP_NUM_THREADS="1")
 
@@ -273,6 +273,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--rivals", nargs="*", default=[], help="instead of those of a case")
     parser.add_argument("--own", nargs="*", default=[], help="instead of GT's own of a case")
+    parser.add_argument("--skip", choices=["own", "rivals"], help="their rows, and so the bars")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--world", type=int)
     parser.add_argument("--meet")
