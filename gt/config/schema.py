@@ -1,4 +1,4 @@
-"""Schema of a config: its keys, once, and the values that they become. Knows nothing about YAML or files.
+"""Schema of a config: each key, and the class that its value becomes. Knows nothing about YAML or files.
 
 A group's `axis` is a dim: of a weight stored [in, out], or of activations that enter a data-parallel group.
 """

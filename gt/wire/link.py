@@ -42,6 +42,7 @@ from gt.wire.messages import (
     Ops,
     Paused,
     Piece,
+    PrepareCompilation,
     Query,
     Records,
     Reject,
@@ -88,7 +89,7 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
         ),
         frozenset(
             {Welcome, Reject, World, Run, Data, OfferArena, OfferFile, CloseArenas, UseBlock, WindowUpdate, TorchSettings}
-            | {Abort, Query, Trace, Skip, Renew, Exit}
+            | {Abort, Query, Trace, Skip, PrepareCompilation, Renew, Exit}
         ),
     ),
     "observer": (frozenset({Observe, Goodbye}), frozenset({Welcome, Reject, Records, Exit})),

@@ -39,6 +39,7 @@ from gt.wire.messages import (
     OfferFile,
     Paused,
     Piece,
+    PrepareCompilation,
     Query,
     Reject,
     Renew,
@@ -139,7 +140,7 @@ class Loop:
                 self._receive_data(message, frames)
             case UseBlock() | OfferArena() | OfferFile():
                 self.executor.arenas.receive(message)
-            case Run() | TorchSettings() | World() | CloseArenas() | Skip():
+            case Run() | TorchSettings() | World() | CloseArenas() | PrepareCompilation() | Skip():
                 self._receive_in_order(message)
             case Query():
                 self._answer(message)
@@ -188,7 +189,7 @@ class Loop:
         for part in parts or [TraceRows(message.request, 0, [], [], [], [], [], time.monotonic(), 0, 0)]:
             self.send(part)
 
-    def _receive_in_order(self, message: Run | TorchSettings | World | CloseArenas | Skip) -> None:
+    def _receive_in_order(self, message: Run | TorchSettings | World | CloseArenas | PrepareCompilation | Skip) -> None:
         """Queue it for the executing thread, but for the beginning of an interrupt."""
         if isinstance(message, Skip) and message.on:
             # An interrupt has two parts: Skip(since < 0) pauses and is answered by Paused; a second one names the seq from
@@ -297,6 +298,10 @@ class Loop:
                 continue
             if isinstance(message, CloseArenas):
                 self.executor.arenas.close(message)
+                continue
+            if isinstance(message, PrepareCompilation):
+                if prepare := getattr(self._engine, "prepare_compilation", None):
+                    prepare()
                 continue
             if isinstance(message, WindowUpdate):
                 self.executor.cancel_fetch(message.key)

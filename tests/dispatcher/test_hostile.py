@@ -22,7 +22,7 @@ from gt.dispatcher.state.uploads import WINDOW_BYTES
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import DispatcherLost, UnsupportedOp
 from gt.ir import check
-from gt.ir.instr import DISCARD, FREE, PARAM, RECORD
+from gt.ir.instr import COMPILED_LATER, DISCARD, FREE, PARAM, RECORD
 from gt.ir.spec import Spec
 from gt.wire.link import hello
 from gt.wire.messages import (
@@ -40,6 +40,7 @@ from gt.wire.messages import (
     OpError,
     Ops,
     Piece,
+    PrepareCompilation,
     Report,
     Run,
     Stats,
@@ -468,6 +469,20 @@ def test_a_recording_has_no_numbers_of_ops_that_another_session_used(bench):
     bench.give(b"c", Ops(2, [], [], [RECORD, 1, 0, 1, 3, DISCARD, 17, 1, 3, 4]))
     numbers = [row.seq for peer in (b"c", b"d") for row in bench.core.sessions[peer].journal.rows]
     assert len(numbers) > 6 and len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize(("how", "told"), [(0, 0), (1, 1), (3, 1), (COMPILED_LATER, 1)])
+def test_every_worker_is_told_of_a_recording_whose_program_will_be_compiled(bench, how, told):
+    """A compiler takes seconds to start, so workers begin with it before the recorded call."""
+    bench.give(b"c", Ops(0, [[17, NEG]], [[1, "f", 1, "", False, -1]], [RECORD, 1, how, 0, DISCARD]))
+    workers = [worker.peer for worker in bench.core.cluster.workers]
+    assert [len(bench.to(peer, PrepareCompilation)) for peer in workers] == [told] * len(workers)
+
+
+@pytest.mark.parametrize("how", [-1, COMPILED_LATER + 1, 1.0, None, "1"])
+def test_a_recording_in_no_known_way_is_refused(bench, how):
+    bench.give(b"c", Ops(0, [], [], [RECORD, 1, how, 0]))
+    assert any("records in way" in m.reason for m in bench.to(b"c", Exit))
 
 
 @pytest.mark.parametrize("ids", [(1, 2, 3), (3, 2, 1), (2, 3, 1), (9, 1, 5)])

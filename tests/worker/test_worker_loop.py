@@ -33,6 +33,7 @@ from gt.wire.messages import (
     Hello,
     OpError,
     Piece,
+    PrepareCompilation,
     Query,
     Reject,
     Renew,
@@ -129,6 +130,17 @@ def test_a_run_is_told_done_also_when_another_worker_joins_meanwhile(dispatcher,
     assert dispatcher.next(Report)[0].body["done"] == -1
     dispatcher.send(Data(5, 0, 8), (bytes(8),))
     assert dispatcher.next(Done)[0].seq == 0
+
+
+def test_a_compiler_is_prepared_for_before_the_next_run(dispatcher, worker, monkeypatch):
+    prepared = []
+    monkeypatch.setattr(TorchEngine, "prepare_compilation", lambda self: prepared.append(self))
+    dispatcher.greet()
+    dispatcher.send(PrepareCompilation())
+    dispatcher.send(Run(0, 10, [UPLOAD], [17, 0, 1, 5]))
+    dispatcher.send(Data(5, 0, 8), (bytes(8),))
+    assert dispatcher.next(Done)[0].seq == 0
+    assert len(prepared) == 1
 
 
 def test_a_worker_says_hello_and_carries_out(dispatcher, worker):

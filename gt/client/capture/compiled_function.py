@@ -76,7 +76,7 @@ from gt.client.trace.recorder import Recorder
 from gt.client.trace.uploads import upload
 from gt.client.values.learning_rates import LearningRates
 from gt.client.values.uploaded_values import UploadedValues
-from gt.ir.instr import BACKENDS, DISCARD, FREE, RECORD
+from gt.ir.instr import BACKENDS, COMPILED_LATER, DISCARD, FREE, RECORD
 from gt.ir.schedules import asked
 from gt.wire.process_settings import cycles_collected
 
@@ -309,7 +309,8 @@ class CompiledFunction(Generic[P, R]):
         )  # fmt: skip
         try:
             with recorder.turns:
-                recorder.code.extend((RECORD, self._slot, deferral, len(filled), *[t._ref.id for t in filled]))
+                how = deferral or self._undeferred()
+                recorder.code.extend((RECORD, self._slot, how, len(filled), *[t._ref.id for t in filled]))
                 recorder.flush()
                 recorder.tape = tape
             schedulers = SchedulerWatch(entry, tape, self._rates)
@@ -443,8 +444,12 @@ class CompiledFunction(Generic[P, R]):
         graphs = self._chosen_backend() == "cudagraphs"
         return int(graphs) if self.recompute is None else 2 * self.recompute
 
+    def _undeferred(self) -> int:
+        """Value of ir.instr.RECORD for a call that is not deferred."""
+        return 0 if self._chosen_backend() == "eager" else COMPILED_LATER
+
     def _deferral(self) -> int:
-        """Value of ir.instr.RECORD for this function.
+        """Value of ir.instr.RECORD for a call that is deferred, else 0.
 
         No deferral with a schedule, which needs times of single ops, nor with offload: state leaves the device as it is made.
         """

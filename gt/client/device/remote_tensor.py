@@ -76,7 +76,7 @@ saved = _Saved()
 
 
 class Ref:
-    """The id of one tensor view on workers. The end of this object frees the id there.
+    """The id of one tensor view on workers. The end of this object notes the id, and the recorder writes its FREE.
 
     pending: origin of the op that made the tensor, until it is written into the autograd node; then 0. home: origin of a
     parameter's first use, for the op that accumulates its gradient.

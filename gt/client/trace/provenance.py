@@ -1,7 +1,7 @@
 """Origin of an op: the user's file and line, its signal group and micro-batch. A backward op has its forward op's.
 
-A forward op's origin is kept for its autograd node when its output is first used as an input. During backward the current
-node is asked. Frames of torch and of this package are skipped.
+A forward op's origin belongs to the autograd node of its output. It is kept when the output is first used as an input. During
+backward it is that of the node that torch executes. Frames of torch and of this package are skipped.
 
 The origin is kept by the node's sequence number, which torch counts in each thread: a node's own dictionary takes as long to
 make as the op to record. It is used where several threads record, whose nodes have equal numbers.

@@ -1,6 +1,6 @@
-"""Learning rates that change between calls of a captured step: within a call they are tensors, which its program reads.
+"""Learning rates that change between calls of a captured step. Within a call each is a tensor, which the program reads.
 
-Outside of the calls the optimizer's param_groups hold the program's own numbers, with which schedulers compute. So one program
+Outside of the calls the optimizer's param_groups hold the user's own numbers, with which schedulers compute. So one program
 serves all rates. Optimizers on GPUs take fp32 rates alone; CPU workers get fp64 ones, which are as exact as the numbers.
 """
 

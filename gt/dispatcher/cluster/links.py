@@ -1,4 +1,4 @@
-"""Ways between workers, chosen from facts: their hosts, the links of these, and links that have failed. Pure functions.
+"""Ways between hosts, chosen from facts: their links, and those that have failed. Pure functions. A host's workers: workers.py.
 
 Workers of one host share memory. Others connect by TCP over the fastest subnet that both hosts have. Without a common subnet
 they connect over routers, if the routes of each host lead to the other. Else hosts between them relay: as few as possible, and

@@ -17,7 +17,7 @@ from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.outbox import BufferedInstructions, Outbox
 from gt.errors import ProtocolError
 from gt.ir.dataflow import accesses, decode
-from gt.ir.instr import FORGET, FREE, Define
+from gt.ir.instr import COMPILED_LATER, FORGET, FREE, Define
 
 
 @dataclass(slots=True)
@@ -65,11 +65,12 @@ class DeferredRuns:
         self.recompute = 0  # as FinishCapture.recompute
 
     def begin(self, how: int) -> None:
-        """how: 0 to execute at once, 1 to buffer the instructions that follow, more to recompute cheap values too."""
-        if how not in (0, 1, 2, 3):
-            raise ProtocolError(f"Ops.code records in way {how!r:.40}, want 0, 1, 2 or 3")
-        self._outbox.deferred = [] if how and self.able and not self._failures.troubled else None
-        self.recompute = max(0, how - 1)
+        """how: see ir.instr.RECORD. Of 1 to 3 the instructions that follow are buffered; else they are executed at once."""
+        if type(how) is not int or not 0 <= how <= COMPILED_LATER:
+            raise ProtocolError(f"Ops.code records in way {how!r:.40}, want 0 to {COMPILED_LATER}")
+        buffers = 0 < how < COMPILED_LATER
+        self._outbox.deferred = [] if buffers and self.able and not self._failures.troubled else None
+        self.recompute = how - 1 if buffers else 0
 
     def end(self, tape: Recording) -> None:
         """The recording is over, and has all that was written: send it as one program, or as it was written."""

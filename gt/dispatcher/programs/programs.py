@@ -32,7 +32,7 @@ from gt.errors import ProtocolError
 from gt.ir.instr import BACKENDS, Define
 from gt.ir.layout import Layout, local_shape, replicated
 from gt.wire.codec import packed_payload
-from gt.wire.messages import FinishCapture
+from gt.wire.messages import FinishCapture, PrepareCompilation
 
 MAX_PROGRAMS_PER_SESSION = 64
 STEP = 1024  # tensors that are placed, or aliases that are written, before other sessions have a turn
@@ -92,6 +92,10 @@ class Programs:
         self._journal.record(tape.journal, tape.op_layouts)
         self._emitter.kept = tape.defines
         self.deferred.begin(how)
+        # 3. A compiler takes seconds to start: workers start theirs beside the recorded call.
+        for worker in self._cluster.workers if how else ():
+            if not worker.lost:
+                self._context.out(worker.peer, PrepareCompilation(), ())
 
     def drop_copies(self) -> None:
         for tensor in self._with_copies():

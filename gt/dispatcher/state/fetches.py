@@ -1,7 +1,7 @@
 """Answers that a client waits for: values, shapes, reports. None is sent before all that it may depend on is known to be good.
 
 A fetch is answered when every worker of the session has executed what was issued before it. A failure anywhere upstream
-is known by then.
+is known by then. The client puts the pieces of a split tensor together (gt.client.exchange.host_buffers).
 """
 
 from __future__ import annotations

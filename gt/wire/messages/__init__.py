@@ -69,6 +69,7 @@ from gt.wire.messages.workers import (
     LinkFailed,
     OpError,
     Paused,
+    PrepareCompilation,
     Query,
     Renew,
     Run,
@@ -85,5 +86,5 @@ CODES: tuple[type[Message], ...] = (
     Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
     UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened, InspectFragments,
     Metrics, Watched, Observe, Records, TensorRoles, Trace, TraceRows, OfferFile, Store, Interrupt, Skip, LinkFailed,
-    Paused,
+    Paused, PrepareCompilation,
 )  # fmt: skip

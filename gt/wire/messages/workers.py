@@ -91,6 +91,11 @@ class TorchSettings(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareCompilation(Message):
+    """Dispatcher -> worker: a step is recorded whose program will be compiled. What that needs may start beside the call."""
+
+
+@dataclass(frozen=True, slots=True)
 class Skip(Message):
     """Dispatcher -> worker: begin no instruction of this session but uploads, and answer by Paused.
 

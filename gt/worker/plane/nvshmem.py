@@ -2,8 +2,8 @@
 
 Plane shm below it serves host memory, and members that NVSHMEM does not reach. Once the dispatcher has named the members
 (World.members), they join one NVSHMEM world by the unique id of the first member. Each has one arena of symmetric memory
-(gt.worker.plane.symmetric), with the dispatcher's offsets. A wait on a stream cannot be cancelled: when a member dies, the
-others' processes have to end.
+(gt.worker.plane.symmetric), with the dispatcher's offsets. That file also decides which collectives go by NCCL. A wait on a
+stream cannot be cancelled: when a member dies, the others' processes have to end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Symmetric memory of GPUs: channels of slots, teams of buffers, and flags that a stream sets and waits for.
 
 Each member has one arena, with the dispatcher's offsets. A flag is 0 or 1: a peer sets it, and the member that waited for it
-resets it. So all work on a stream may be recorded and replayed. Large collectives go by NCCL.
+resets it. So all work on a stream may be recorded and replayed. Collectives of NCCL_MIN_BYTES and more go by NCCL.
 """
 
 from __future__ import annotations

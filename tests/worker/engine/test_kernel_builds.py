@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from gt.ir.template import T
 from gt.worker.engine.torch import TorchEngine
+from gt.worker.engine.torch.compiler import lowering
 from gt.worker.engine.torch.compiler.inductor import Inductor
 from gt.worker.engine.torch.compiler.lowering import LoweringProcesses
 from gt.worker.process.restart import children
@@ -101,6 +103,16 @@ def test_a_process_that_is_killed_while_it_lowers_costs_time_only(tmp_path: Path
     alone(killed_beside, tmp_path)
 
 
+@compiler
+def test_a_program_is_lowered_by_processes_that_started_with_the_recorded_call(tmp_path: Path) -> None:
+    alone(prepared_beside, tmp_path)
+
+
+@compiler
+def test_processes_with_nothing_to_do_end_by_themselves(tmp_path: Path) -> None:
+    alone(idle_beside, tmp_path)
+
+
 def test_requests_come_in_an_order_in_which_nobody_waits_for_a_process_that_is_not_ready() -> None:
     processes = LoweringProcesses(torch.device("cpu"), 0)
     assert list(processes.order(dict.fromkeys("abc", str))) == ["a", "b", "c"]
@@ -131,10 +143,45 @@ def test_a_segment_that_cannot_be_built_leaves_the_others_compiled(monkeypatch: 
     assert found["compiled"] == 2 and found["reasons"] == [[1, f"RuntimeError: no {fault}"]], found
 
 
+def prepared_beside() -> None:
+    import gt.worker.engine.torch as engines
+
+    engines.processes_beside = lambda device: 2
+    engine = TorchEngine("cpu")
+    engine.prepare_compilation()
+    started = children()
+    engine.prepare_compilation()  # of the next recorded call
+    assert len(started) == 2 and children() == started
+    script, held = segments(4)
+    wait(engine._lowering._starts)  # type: ignore[union-attr]
+    got = script.bench("inductor", dict(held), engine)
+    for _ in range(2):
+        replay(got)
+    assert report(got)["compiled"] == 4 and not children()
+
+
+def idle_beside() -> None:
+    lowering.MAX_IDLE_SECONDS = 0.0
+    beside = LoweringProcesses(torch.device("cpu"), 2)
+    wait(beside._starts)
+    for process in beside._processes:
+        process.wait(limit(60))
+    # Whoever asks for more than there are finds none, and does not wait for one
+    asked: list[str] = []
+    line = {n: partial(_asked, asked, n) for n in range(5)}
+    assert sorted(beside.order(line)) == [0, 1, 2, 3, 4] and len(asked) >= 2
+    beside.end()
+
+
+def _asked(asked: list[str], number: int) -> str:
+    asked.append(str(number))
+    return "{}"
+
+
 def with_processes() -> tuple[TorchEngine, Any]:
     """An engine whose compiler has two processes that have started, and their object."""
     engine = TorchEngine("cpu")
-    engine._inductor = Inductor(engine, processes=2)
+    engine._inductor = Inductor(engine, LoweringProcesses(engine.device, 2))
     beside = engine._inductor._processes
     wait(beside._starts)
     return engine, beside

@@ -1,6 +1,7 @@
 """Output of a recorded call: prints, log records, warnings, writes, changed files and threads, which a replay would not make.
 
-Knows no tensors. Functions that programs hold under other names are seen as calls of C code, which CodeWatch reports.
+Knows no tensors. Functions that print and write are replaced by name. A call of one under another name is a call of C code,
+which CodeWatch reports.
 """
 
 from __future__ import annotations

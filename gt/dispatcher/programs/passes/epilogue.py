@@ -1,5 +1,6 @@
-"""Assigns the instructions after the last micro-batch to a stage: as report of the loss (L), reduction of gradients (R) or
-optimizer (O).
+"""The pass that assigns the instructions after the last micro-batch to stages.
+
+Each gets an action: L, a report of the loss; R, a reduction of gradients; O, an optimizer's step.
 
 An instruction belongs to a stage if all instructions that it depends on do. One that depends on no action comes before all
 actions. One that depends on other workers' stages (a norm of all gradients) comes after them. The dependences are those of

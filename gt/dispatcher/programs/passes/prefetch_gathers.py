@@ -2,8 +2,9 @@
 
 A step gathers a parameter right before its use. A worker overlaps transfers with compute (gt.worker.program.overlap), and each
 place with a transfer ends what it compiles as one. So consecutive gathers form groups, as layers do in FSDP (Zhao et al., VLDB
-2023). A group has no more bytes than the largest gather, or than LEAST_AHEAD. It is gathered where the use of the group before
-it begins. This is the prefetch of ZeRO-3 and FSDP as an order of instructions. The copies of two groups are alive at a time.
+2023). A group has at most as many bytes as the largest gather, or LEAST_AHEAD if that is more. A group is gathered where the
+group before it is first used. This is the prefetch of ZeRO-3 and FSDP as an order of instructions. The copies of two groups are
+alive at a time.
 
 Example, all weights of one size:
 

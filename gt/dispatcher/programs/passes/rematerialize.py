@@ -1,10 +1,11 @@
-"""The pass that computes cheap values again where they are next needed, if keeping them sets the peak of memory.
+"""The pass that computes cheap values again where they are next needed, if the peak of memory is lower without them.
 
 Autograd keeps the outputs of GELU, layer norm and casts for the backward pass, beside their inputs. Each is freed after its
 last use before the peak. The same op on the same values computes it again right before its next use. Only values that
 lower the peak are recomputed, within a small part of the step's work. This is rematerialization as in register allocation
 (Briggs et al. 1992), and selective activation recomputation as in training (Chen et al. 2016; Korthikanti et al. 2022).
-An input that would be dead by then is kept in the value's place, if it is smaller: a norm's bf16 input for its fp32 cast.
+The second computation needs the op's input. One that would be freed before is kept, if it is smaller than the value: the
+bf16 input of a norm in place of its fp32 cast.
 
 Example, where %2 is freed over the peak at `softmax`:
 

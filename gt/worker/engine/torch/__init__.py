@@ -24,6 +24,7 @@ from gt.worker.engine.torch import memory, random, row_major
 from gt.worker.engine.torch.bounds import CHECKS
 from gt.worker.engine.torch.compiler import early_results
 from gt.worker.engine.torch.compiler.inductor import Inductor
+from gt.worker.engine.torch.compiler.lowering import LoweringProcesses, processes_beside
 from gt.worker.engine.torch.dtypes import CONSTANTS, DTYPE, NAME, UNLESS, check_strides, check_view, conform
 from gt.worker.engine.torch.gpu.cuda import Cuda, Events
 from gt.worker.engine.torch.gpu.direct import direct
@@ -58,6 +59,7 @@ class TorchEngine:
         if self.early is not None:
             early_results.receive_by(self.early.tap)
         self._inductor: Inductor | None = None
+        self._lowering: LoweringProcesses | None = None  # started before the compiler is
         self._graphs: Graphs | None = None
         self._lane: HostLane | None = None
 
@@ -133,12 +135,18 @@ class TorchEngine:
     def compiler(self, backend: str) -> tuple[Compiler | None, str]:
         """The compiler of segments, and the reason if it is not the one that was asked for."""
         if self._inductor is None:
-            self._inductor = Inductor(self)
+            processes = self._lowering or LoweringProcesses(self.device, processes_beside(self.device))
+            self._inductor = Inductor(self, processes)
         if backend != "cudagraphs" or self.host:
             return self._inductor, "no CUDA device, so inductor" if backend == "cudagraphs" else ""
         if self._graphs is None:
             self._graphs = Graphs(self._inductor, Cuda(self.device, self.seeds), self.early)
         return self._graphs, ""
+
+    def prepare_compilation(self) -> None:
+        """Start the processes that lower segments, which takes them seconds. Called for each step that is recorded."""
+        if self._lowering is None and self._inductor is None:
+            self._lowering = LoweringProcesses(self.device, processes_beside(self.device))
 
     def _constant(self, const: Const) -> Any:
         if const.kind == "device":

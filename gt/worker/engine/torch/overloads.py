@@ -21,7 +21,7 @@ _TAKE_NUMBERS = ("add", "sub", "mul", "div", "floor_divide", "remainder")
 
 
 class Overloads(dict[str, torch._ops.OpOverload]):
-    """An overload is looked up in torch when it is first asked for. The keys are the table's: no other name gets that far."""
+    """Overloads by name, each looked up in torch when first asked for. OpTable.find refuses names that the table lacks."""
 
     def __init__(self, table: OpTable) -> None:
         self._table = table

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -29,16 +30,19 @@ CORES_EACH = 4  # of the host, for each of them and for the worker: kernels are 
 HOST_BYTES_EACH = 4 << 30  # free memory of the host for each; it takes some 1 GiB
 MIN_FREE_BYTES = 4 << 30  # of a GPU's memory: each process takes some 0.5 GiB of it while it lowers
 MAX_WAIT_SECONDS = 180.0  # for one segment that a process lowers
+MAX_IDLE_SECONDS = 600.0  # for the first one: the step may turn out to be none that can be captured
 _ROOT = str(Path(__file__).parents[5])
 _DONE = b"\n"  # what a process writes when it has started, and after each request
 
 
 def processes_beside(device: torch.device) -> int:
     """Processes for a worker of this device. On CPUs the C++ compiler takes most of the time, and builds in threads already."""
+    if device.type != "cuda":
+        return 0
     from torch._inductor import config
 
     cached = config.fx_graph_cache and not config.force_disable_caches
-    if device.type != "cuda" or not cached or config.compile_threads == 1:
+    if not cached or config.compile_threads == 1:
         return 0
     return max(0, min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // CORES_EACH - 1, available_bytes() // HOST_BYTES_EACH))
 
@@ -46,20 +50,22 @@ def processes_beside(device: torch.device) -> int:
 class LoweringProcesses:
     """They start at once, and import what they need meanwhile. `end` ends them; so does the end of this process.
 
+    Those that get nothing to do for MAX_IDLE_SECONDS end by themselves.
+
     Each opens an engine for the device. A request makes text of one line, which that engine's compiler reads.
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._device = device
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._free: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+        self._free: SimpleQueue[subprocess.Popen[bytes] | None] = SimpleQueue()  # None in place of one that has died
         self._threads: ThreadPoolExecutor | None = None
         self._starts: list[Future] = []
         if not count:
             return
         opened = f"lambda: open_engine('torch', {str(device)!r})"
         code = f"from gt.worker.engine.registry import open_engine; import {__name__} as processes\n"
-        code += f"processes.serve({os.getpid()}, {opened})"
+        code += f"processes.serve({os.getpid()}, {opened}, {MAX_IDLE_SECONDS})"
         # They build no kernels: of one thread Inductor starts no processes, and neither do they.
         surroundings = env.child(PYTHONPATH=env.python_path(_ROOT), TORCHINDUCTOR_COMPILE_THREADS="1")
         try:
@@ -102,20 +108,18 @@ class LoweringProcesses:
         return self._device.type != "cuda" or torch.cuda.mem_get_info(self._device)[0] >= MIN_FREE_BYTES
 
     def _started(self, process: subprocess.Popen[bytes]) -> None:
-        if process.stdout.read(1) == _DONE:  # type: ignore[union-attr]
-            self._free.put(process)
+        self._free.put(process if process.stdout.read(1) == _DONE else None)  # type: ignore[union-attr]
 
     def _lowered(self, request: Callable[[], str]) -> None:
-        """Have a free process lower a request. If none is left, or it dies, the caller finds nothing on disk."""
-        if self._free.empty():
-            return
+        """Have a free process lower a request. If it has died, the caller finds nothing on disk."""
         line = request().encode() + b"\n"  # before a process is taken: a request that fails keeps none
-        process = self._free.get()
-        with contextlib.suppress(OSError):  # it has died
-            process.stdin.write(line)  # type: ignore[union-attr]
-            process.stdin.flush()  # type: ignore[union-attr]
-            if process.stdout.read(1) == _DONE:  # type: ignore[union-attr]
-                self._free.put(process)
+        process, answer = self._free.get(), b""
+        if process is not None:
+            with contextlib.suppress(OSError):  # it has died
+                process.stdin.write(line)  # type: ignore[union-attr]
+                process.stdin.flush()  # type: ignore[union-attr]
+                answer = process.stdout.read(1)  # type: ignore[union-attr]
+        self._free.put(process if answer == _DONE else None)
 
     def end(self) -> None:
         """End them, also one that is at work."""
@@ -130,8 +134,11 @@ class LoweringProcesses:
                 pass
 
 
-def serve(parent: int, open_engine: Callable[[], Any]) -> None:
-    """Such a process: it lowers what its parent hands to it, and ends with its parent."""
+def serve(parent: int, open_engine: Callable[[], Any], idle: float) -> None:
+    """Such a process: it lowers what its parent hands to it, and ends with its parent.
+
+    idle: seconds for which it waits for the first request.
+    """
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
     requests, answers = sys.stdin.buffer, os.dup(1)
@@ -141,6 +148,8 @@ def serve(parent: int, open_engine: Callable[[], Any]) -> None:
 
     compiler = None
     os.write(answers, _DONE)
+    if not select.select([requests], [], [], idle)[0]:
+        return
     for request in requests:
         try:
             compiler = compiler or open_engine().compiler("inductor")[0]

@@ -1,4 +1,4 @@
-"""Random ops that a GPU draws by itself: the host's numbers, with nothing sent to the device. The kernels are philox_kernel.py.
+"""Random ops that a GPU draws by itself. They are the numbers that the host would draw. The kernels are philox_kernel.py.
 
 The host draws other ops, and dtypes that the kernels lack (random.py).
 """
