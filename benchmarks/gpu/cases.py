@@ -164,6 +164,7 @@ def captured(step: Callable, data: Sequence[Any], seconds: float, model: Any, op
     losses = [step(*data).item() for _ in range(STEPS)]
     ms, alone = timed(lambda: step(*data), torch.remote.synchronize, seconds)
     step(*data).item()
+    torch.remote.synchronize()  # the loss may be there before all workers have ended the step
     stats = gt.stats()
     print(step.explain(), file=sys.stderr)
     gt.shutdown()

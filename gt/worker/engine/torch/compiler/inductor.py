@@ -136,11 +136,14 @@ class Inductor:
         lowered: dict[Hashable, tuple[Code, Waits]] = {}
         with _alone, kernel_builds(self._engine.host) as waits:
             longest = sorted(requests.items(), key=lambda item: -len(item[1].payloads))
+            if requests:
+                log.debug("%d graphs are lowered, beside %s", len(requests), self._processes)
             for key in self._processes.order({key: request.line for key, request in longest}):
                 start = monotonic()
                 try:
                     results[key] = code = self._lower(requests[key], key)
                     code.seconds.generating = monotonic() - start
+                    log.debug("%d ops are lowered after %.1f s", len(requests[key].payloads), code.seconds.generating)
                     lowered[key] = code, waits.copy()
                 except Exception as error:
                     results[key] = _refusal(requests[key], error)

@@ -80,6 +80,10 @@ class LoweringProcesses:
             log.info("segments are lowered by this process alone", exc_info=error)
             self.end()
 
+    def __str__(self) -> str:
+        ready = sum(start.done() for start in self._starts) if self._threads is not None else 0
+        return f"{len(self._processes)} processes, {ready} of them ready"
+
     def order(self, requests: Mapping[Hashable, Callable[[], str]]) -> Iterator[Hashable]:
         """Keys of all requests, in the order in which the caller should lower them. requests: the one that takes longest first.
 
