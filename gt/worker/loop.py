@@ -301,7 +301,7 @@ class Loop:
                 continue
             if isinstance(message, PrepareCompilation):
                 if prepare := getattr(self._engine, "prepare_compilation", None):
-                    prepare()
+                    prepare(message.idle)
                 continue
             if isinstance(message, WindowUpdate):
                 self.executor.cancel_fetch(message.key)

@@ -134,13 +134,13 @@ def test_a_run_is_told_done_also_when_another_worker_joins_meanwhile(dispatcher,
 
 def test_a_compiler_is_prepared_for_before_the_next_run(dispatcher, worker, monkeypatch):
     prepared = []
-    monkeypatch.setattr(TorchEngine, "prepare_compilation", lambda self: prepared.append(self))
+    monkeypatch.setattr(TorchEngine, "prepare_compilation", lambda self, idle: prepared.append(idle))
     dispatcher.greet()
-    dispatcher.send(PrepareCompilation())
+    dispatcher.send(PrepareCompilation(True))
     dispatcher.send(Run(0, 10, [UPLOAD], [17, 0, 1, 5]))
     dispatcher.send(Data(5, 0, 8), (bytes(8),))
     assert dispatcher.next(Done)[0].seq == 0
-    assert len(prepared) == 1
+    assert prepared == [True]
 
 
 def test_a_worker_says_hello_and_carries_out(dispatcher, worker):

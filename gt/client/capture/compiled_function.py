@@ -300,16 +300,15 @@ class CompiledFunction(Generic[P, R]):
         filled = [*inputs.values(), *(draws.inputs if draws else ())]
         names = names_of(entry, prepared, filled[len(inputs) :])
         recorder.flush()
-        deferral, rng, kept, memory = self._deferral(), HostRngState(), False, None
+        how, rng, kept, memory = self._how_to_record(), HostRngState(), False, None
         containers, before = Containers(given, tree, leaves, prepared), identities(prepared)
         known = {prepared[k]._ref.id: (k, value) for k, value in values.items()}
         tape = CallRecording(
-            recorder, current_session.Current.origins, random.initial_seed(), random._State.counter, deferral > 0, self._strict,
-            known=known, host_draws=draws,
+            recorder, current_session.Current.origins, random.initial_seed(), random._State.counter, 0 < how < COMPILED_LATER,
+            self._strict, known=known, host_draws=draws,
         )  # fmt: skip
         try:
             with recorder.turns:
-                how = deferral or self._undeferred()
                 recorder.code.extend((RECORD, self._slot, how, len(filled), *[t._ref.id for t in filled]))
                 recorder.flush()
                 recorder.tape = tape
@@ -444,18 +443,16 @@ class CompiledFunction(Generic[P, R]):
         graphs = self._chosen_backend() == "cudagraphs"
         return int(graphs) if self.recompute is None else 2 * self.recompute
 
-    def _undeferred(self) -> int:
-        """Value of ir.instr.RECORD for a call that is not deferred."""
-        return 0 if self._chosen_backend() == "eager" else COMPILED_LATER
-
-    def _deferral(self) -> int:
-        """Value of ir.instr.RECORD for a call that is deferred, else 0.
+    def _how_to_record(self) -> int:
+        """Value of ir.instr.RECORD for this function.
 
         No deferral with a schedule, which needs times of single ops, nor with offload: state leaves the device as it is made.
         """
         live = current_session.Current
-        deferred = self._chosen_backend() == "cudagraphs" and not (self.schedule or live.schedule or live.offloads)
-        return 1 + self._recompute_mode() if deferred else 0
+        if (backend := self._chosen_backend()) == "eager":
+            return 0
+        deferred = backend == "cudagraphs" and not (self.schedule or live.schedule or live.offloads)
+        return 1 + self._recompute_mode() if deferred else COMPILED_LATER
 
     def _seal(
         self,

@@ -95,7 +95,7 @@ class Programs:
         # 3. A compiler takes seconds to start: workers start theirs beside the recorded call.
         for worker in self._cluster.workers if how else ():
             if not worker.lost:
-                self._context.out(worker.peer, PrepareCompilation(), ())
+                self._context.out(worker.peer, PrepareCompilation(self.holds), ())
 
     def drop_copies(self) -> None:
         for tensor in self._with_copies():

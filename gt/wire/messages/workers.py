@@ -92,7 +92,12 @@ class TorchSettings(Message):
 
 @dataclass(frozen=True, slots=True)
 class PrepareCompilation(Message):
-    """Dispatcher -> worker: a step is recorded whose program will be compiled. What that needs may start beside the call."""
+    """Dispatcher -> worker: a step is recorded whose program will be compiled. What that needs may start beside the call.
+
+    idle: the call's ops are executed when it returns, so the worker may import the compiler meanwhile.
+    """
+
+    idle: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -364,7 +364,7 @@ class Engine(Moves, Protocol):
     """A backend of workers. An op's errors are raised unchanged; UnsupportedOp names an op that it lacks.
 
     It may have `compiler(backend) -> (Compiler or None, reason if it is not the compiler of that name)` too, and
-    `prepare_compilation()`, which starts what that compiler needs and does not wait for it.
+    `prepare_compilation(idle)`, which starts what that compiler needs; the worker has nothing else to do if it is idle.
     """
 
     name: str

@@ -23,7 +23,7 @@ from gt.worker.engine.codegen import Call, Source, fitting
 from gt.worker.engine.torch import memory, random, row_major
 from gt.worker.engine.torch.bounds import CHECKS
 from gt.worker.engine.torch.compiler import early_results
-from gt.worker.engine.torch.compiler.inductor import Inductor
+from gt.worker.engine.torch.compiler.inductor import Inductor, load_inductor
 from gt.worker.engine.torch.compiler.lowering import LoweringProcesses, processes_beside
 from gt.worker.engine.torch.dtypes import CONSTANTS, DTYPE, NAME, UNLESS, check_strides, check_view, conform
 from gt.worker.engine.torch.gpu.cuda import Cuda, Events
@@ -143,10 +143,16 @@ class TorchEngine:
             self._graphs = Graphs(self._inductor, Cuda(self.device, self.seeds), self.early)
         return self._graphs, ""
 
-    def prepare_compilation(self) -> None:
-        """Start the processes that lower segments, which takes them seconds. Called for each step that is recorded."""
+    def prepare_compilation(self, idle: bool) -> None:
+        """Start the processes that lower segments, which takes them seconds; if idle, import Inductor, which takes as long.
+
+        Called for each step that is recorded.
+        """
         if self._lowering is None and self._inductor is None:
             self._lowering = LoweringProcesses(self.device, processes_beside(self.device))
+        if idle and not self.host and self._inductor is None:
+            self.compiler("inductor")
+            load_inductor()
 
     def _constant(self, const: Const) -> Any:
         if const.kind == "device":

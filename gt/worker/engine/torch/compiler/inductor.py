@@ -11,7 +11,7 @@ import logging
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -166,9 +166,7 @@ class Inductor:
             del self._kept[next(iter(self._kept))]
 
     def _lower(self, request: _Request, key: Hashable) -> Code:
-        execute_deferred("torch._meta_registrations")
-        from torch._inductor.compile_fx import compile_fx
-
+        compile_fx = load_inductor()
         traced = self._trace(request)
         with early_taps():
             run = compile_fx(traced.graph, traced.fakes)
@@ -241,6 +239,14 @@ class Inductor:
             raise ValueError("an op changes an input that its schema does not declare as written")
         _, outs, specs = results
         return Traced(graph, fakes, graph_inputs.given, outs, specs, changed)
+
+
+def load_inductor() -> Callable:
+    """Inductor's entry, after the imports that it needs."""
+    execute_deferred("torch._meta_registrations")
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx
 
 
 @cache
