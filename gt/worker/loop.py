@@ -71,6 +71,7 @@ log = logging.getLogger("gt.worker")
 MAX_RUNS_PER_DONE = 8
 # A Run of fewer numbers that took more seconds is answered by itself
 SHORT_RUN_NUMBERS, LONG_RUN_SECONDS = 400, 5e-4
+DEBUG_RUN_SECONDS = 0.5  # from which the debug log has a Run's time
 MAX_JOINED_BYTES = 16 << 10  # bytes of a fetched piece that is sent with its Run's Done
 EXIT_SECONDS = 2.0  # until a process that shares memory with others is ended
 HOT_SECONDS = 0.02  # after an instruction in which another is likely
@@ -331,6 +332,8 @@ class Loop:
             self.executor.run(message.code, message.base, epoch, message.timed)
             self.done, took = message.seq, time.monotonic() - began
             self._ran = self._ran[0] + took, 0.0
+            if took > DEBUG_RUN_SECONDS:
+                log.debug("run %d took %.2f s", message.seq, took)
             self._unreported += 1
             # A GPU shared by sessions: Done is sent when the device has completed the Run, so that time slices are real time
             # and not the time to issue.
