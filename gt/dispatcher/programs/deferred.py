@@ -69,6 +69,7 @@ class DeferredRuns:
         if how not in (0, 1, 2, 3):
             raise ProtocolError(f"Ops.code records in way {how!r:.40}, want 0, 1, 2 or 3")
         self._outbox.deferred = [] if how and self.able and not self._failures.troubled else None
+        self._outbox.deferring = self._context.tape.mark if self._context.tape is not None else None
         self.recompute = max(0, how - 1)
 
     def end(self, tape: Recording) -> None:
