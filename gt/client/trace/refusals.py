@@ -24,11 +24,12 @@ MAX_ACCEPTED = 1024  # sets of numbers that are remembered as checked, for each 
 MAX_TRIED_ELEMENTS = 1 << 12  # of operands and results together: the CPU tries such a new kind of call, in about 10 us
 # Ops whose meta kernels accept shapes or arguments that the real ones refuse, without their namespace and overload
 _MORE_THAN_META = frozenset({
-    "_ctc_loss", "addcdiv", "argmax", "argmin", "as_strided_scatter", "bernoulli", "bincount", "bucketize", "complex",
-    "cummax", "cummin", "diagonal_scatter", "geqrf", "heaviside", "histogram", "index", "index_add", "index_copy",
-    "index_fill", "index_put", "index_reduce", "index_select", "linalg_lstsq", "masked_scatter", "masked_select", "max",
-    "median", "min", "mode", "multinomial", "mvlgamma", "nanmedian", "nll_loss_forward", "poisson", "polar", "put",
-    "searchsorted", "select_scatter", "sort", "topk",
+    "_ctc_loss", "add", "addbmm", "addcdiv", "addmm", "addmv", "argmax", "argmin", "as_strided_scatter", "baddbmm",
+    "bernoulli", "bincount", "bucketize", "complex", "cummax", "cummin", "diagonal_scatter", "fill", "geqrf", "heaviside",
+    "histogram", "index", "index_add", "index_copy", "index_fill", "index_put", "index_reduce", "index_select",
+    "linalg_lstsq", "masked_scatter", "masked_select", "max", "median", "min", "mode", "multinomial", "mvlgamma",
+    "nanmedian", "nll_loss_forward", "normal", "poisson", "polar", "put", "searchsorted", "select_scatter", "sort", "sub",
+    "topk",
 }) | CHECKED_BY_THE_CPU  # fmt: skip
 # Ops whose meta kernels accept a missing dim
 _OF_ANY_DIM = frozenset({
@@ -127,7 +128,7 @@ def refused_by_kernel(info: Any, args: list, kwargs: dict, result: Any, gpus: bo
     Arguments as of as_on_cpu. result: of the meta kernel. gpus: the workers', which may have kernels for more dtypes.
     """
     kind, dtypes = _kind(info), _dtypes(args, kwargs) | _dtypes([result], {})
-    shapes = kind in _MORE_THAN_META
+    shapes = kind in _MORE_THAN_META or kind.startswith("_foreach_")
     odd = not gpus and (kind in _OF_INTEGERS or not dtypes <= _ORDINARY) and kind not in _BROADER_HERE
     trusting = not shapes if info.random else _trusts_callers(info)
     if not (shapes or odd) or not dtypes or trusting:
