@@ -131,7 +131,8 @@ def refused_by_kernel(info: Any, args: list, kwargs: dict, result: Any, gpus: bo
     shapes = kind in _MORE_THAN_META or kind.startswith("_foreach_")
     odd = not gpus and (kind in _OF_INTEGERS or not dtypes <= _ORDINARY) and kind not in _BROADER_HERE
     trusting = not shapes if info.random else _trusts_callers(info)
-    if not (shapes or odd) or not dtypes or trusting:
+    into = bool(info.outs)  # meta kernels convert to the dtype of any out=, as some of the CPU's do
+    if not (shapes or odd or into) or not dtypes or trusting:
         return
     # Zeros first. An error about values, as of zero as an index, has other words for ones, or is none: it is not the call's
     error = None
@@ -139,7 +140,7 @@ def refused_by_kernel(info: Any, args: list, kwargs: dict, result: Any, gpus: bo
         kwargs = {**kwargs, "generator": _generator()}
     if _elements(args, kwargs) + _elements([result], {}) <= MAX_TRIED_ELEMENTS:
         error = _cpu_error(info, args, kwargs, _zeros)
-        if error is not None and not _about_dtypes(error):
+        if error is not None and not _about_dtypes(error) and not (into and _about_out(error)):
             again = _cpu_error(info, args, kwargs, _ones)  # an error about values has other words then, or is none
             same = shapes and str(again) == str(error)
             error = again if same or (again is not None and _about_dtypes(again)) else None
@@ -158,6 +159,11 @@ def _refused_dtypes(info: Any, args: list, kwargs: dict) -> Exception | None:
 def _about_dtypes(error: Exception) -> bool:
     """True for the errors of kernels that lack a dtype."""
     return isinstance(error, NotImplementedError) or any(text in str(error) for text in ("not implemented for", "not support "))
+
+
+def _about_out(error: Exception) -> bool:
+    """True for the errors of kernels that want an out= of another dtype."""
+    return any(text in str(error) for text in ("dtype", "scalar type", "scalar_type", "bool tensor for result"))
 
 
 def _kind(info: Any) -> str:
