@@ -453,7 +453,11 @@ def _without_out(info: OpInfo) -> Any:
 # Ops whose CPU kernels, and no shape rules, refuse an out= that shares memory with an input
 NO_OVERLAP = {"aten.complex.out", "aten.kthvalue.values", "aten.masked_select.out", "aten.take.out"}
 
-SAME_DTYPE = {"aten.complex.out", "aten.take.out"}  # whose CPU kernels, and no shape rules, refuse an out= of another dtype
+# Ops whose CPU kernels, and no shape rules, refuse an out= of another dtype
+SAME_DTYPE = {
+    "aten.bitwise_not.out", "aten.complex.out", "aten.conj_physical.out", "aten.isin.Scalar_Tensor_out",
+    "aten.isin.Tensor_Scalar_out", "aten.isin.Tensor_Tensor_out", "aten.take.out",
+}  # fmt: skip
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

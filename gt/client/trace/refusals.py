@@ -24,11 +24,12 @@ MAX_ACCEPTED = 1024  # sets of numbers that are remembered as checked, for each 
 MAX_TRIED_ELEMENTS = 1 << 12  # of operands and results together: the CPU tries such a new kind of call, in about 10 us
 # Ops whose meta kernels accept shapes or arguments that the real ones refuse, without their namespace and overload
 _MORE_THAN_META = frozenset({
-    "_ctc_loss", "addcdiv", "argmax", "argmin", "as_strided_scatter", "bernoulli", "bincount", "bucketize", "complex",
-    "cummax", "cummin", "diagonal_scatter", "geqrf", "heaviside", "histogram", "index", "index_add", "index_copy",
-    "index_fill", "index_put", "index_reduce", "index_select", "linalg_lstsq", "masked_scatter", "masked_select", "max",
-    "median", "min", "mode", "multinomial", "mvlgamma", "nanmedian", "nll_loss_forward", "poisson", "polar", "put",
-    "searchsorted", "select_scatter", "sort", "topk",
+    "_ctc_loss", "add", "addbmm", "addcdiv", "addmm", "addmv", "argmax", "argmin", "as_strided_scatter", "baddbmm",
+    "bernoulli", "bincount", "bucketize", "complex", "cummax", "cummin", "diagonal_scatter", "fill", "geqrf", "heaviside",
+    "histogram", "index", "index_add", "index_copy", "index_fill", "index_put", "index_reduce", "index_select",
+    "linalg_lstsq", "masked_scatter", "masked_select", "max", "median", "min", "mode", "multinomial", "mvlgamma",
+    "nanmedian", "nll_loss_forward", "normal", "poisson", "polar", "put", "searchsorted", "select_scatter", "sort", "sub",
+    "topk",
 }) | CHECKED_BY_THE_CPU  # fmt: skip
 # Ops whose meta kernels accept a missing dim
 _OF_ANY_DIM = frozenset({
@@ -127,10 +128,11 @@ def refused_by_kernel(info: Any, args: list, kwargs: dict, result: Any, gpus: bo
     Arguments as of as_on_cpu. result: of the meta kernel. gpus: the workers', which may have kernels for more dtypes.
     """
     kind, dtypes = _kind(info), _dtypes(args, kwargs) | _dtypes([result], {})
-    shapes = kind in _MORE_THAN_META
+    shapes = kind in _MORE_THAN_META or kind.startswith("_foreach_")
     odd = not gpus and (kind in _OF_INTEGERS or not dtypes <= _ORDINARY) and kind not in _BROADER_HERE
     trusting = not shapes if info.random else _trusts_callers(info)
-    if not (shapes or odd) or not dtypes or trusting:
+    into = bool(info.outs)  # meta kernels convert to the dtype of any out=, as some of the CPU's do
+    if not (shapes or odd or into) or not dtypes or trusting:
         return
     # Zeros first. An error about values, as of zero as an index, has other words for ones, or is none: it is not the call's
     error = None
@@ -138,7 +140,7 @@ def refused_by_kernel(info: Any, args: list, kwargs: dict, result: Any, gpus: bo
         kwargs = {**kwargs, "generator": _generator()}
     if _elements(args, kwargs) + _elements([result], {}) <= MAX_TRIED_ELEMENTS:
         error = _cpu_error(info, args, kwargs, _zeros)
-        if error is not None and not _about_dtypes(error):
+        if error is not None and not _about_dtypes(error) and not (into and _about_out(error)):
             again = _cpu_error(info, args, kwargs, _ones)  # an error about values has other words then, or is none
             same = shapes and str(again) == str(error)
             error = again if same or (again is not None and _about_dtypes(again)) else None
@@ -157,6 +159,11 @@ def _refused_dtypes(info: Any, args: list, kwargs: dict) -> Exception | None:
 def _about_dtypes(error: Exception) -> bool:
     """True for the errors of kernels that lack a dtype."""
     return isinstance(error, NotImplementedError) or any(text in str(error) for text in ("not implemented for", "not support "))
+
+
+def _about_out(error: Exception) -> bool:
+    """True for the errors of kernels that want an out= of another dtype."""
+    return any(text in str(error) for text in ("dtype", "scalar type", "scalar_type", "bool tensor for result"))
 
 
 def _kind(info: Any) -> str:

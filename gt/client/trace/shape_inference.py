@@ -62,6 +62,7 @@ _ONE_DTYPE: dict[str, tuple[str, ...]] = {
     "aten.linalg_cross.default": ("self", "other"),
     "aten.linalg_lstsq.default": ("self", "b"),
     "aten.histogram.bins_tensor": ("self", "bins"),
+    **{f"aten._embedding_bag{kind}.default": ("weight", "per_sample_weights") for kind in ("", "_forward_only")},
     **{f"aten.grid_sampler_{dims}d.default": ("input", "grid") for dims in (2, 3)},
     **{f"aten.fractional_max_pool{dims}d.default": ("self", "random_samples") for dims in (2, 3)},
     **{f"aten.{name}.default": ("self", "values") for name in ("index_put", "index_put_", "_index_put_impl_")},

@@ -70,6 +70,7 @@ class DeferredRuns:
             raise ProtocolError(f"Ops.code records in way {how!r:.40}, want 0 to {COMPILED_LATER}")
         buffers = 0 < how < COMPILED_LATER
         self._outbox.deferred = [] if buffers and self.able and not self._failures.troubled else None
+        self._outbox.deferring = self._context.tape.mark if self._context.tape is not None else None
         self.recompute = how - 1 if buffers else 0
 
     def end(self, tape: Recording) -> None:

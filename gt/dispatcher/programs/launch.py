@@ -12,6 +12,7 @@ from gt.dispatcher.programs.program import Program
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.failures import Launched
 from gt.dispatcher.state.tensors import Storage
+from gt.errors import ProtocolError
 from gt.ir.layout import Layout, Partial, R
 
 
@@ -48,6 +49,8 @@ class ProgramLauncher:
             program.compared = self._table.relaid
             return
         for tensor, layout in program.inputs.changed():
+            if not tensor.storage.tensors:
+                raise ProtocolError(f"Ops.code launches a program that reads %{tensor.id}, which is freed")
             self._redistributor.relayout(tensor.storage, root_layout(tensor, layout))
         for tensor, layout in program.results.changed():
             if tensor.storage.tensors:

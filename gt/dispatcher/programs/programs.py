@@ -356,7 +356,8 @@ class Programs:
         """Define the program, and have workers go on from the recorded call's results."""
         program.define({worker: [self._emitter.define("program", part) for part in rows] for worker, rows in parts.items()})
         for worker, seconds in program.seconds.items():
-            self._emitter.estimate(program.code[worker][0], seconds)
+            if defines := program.code[worker]:  # none for a worker that only freed tensors, or got uploads
+                self._emitter.estimate(defines[0], seconds)
         self.kept += program.size
         self.all[message.program] = program  # before others have a turn: a worker may be lost
         for n, (read, made) in enumerate(pairs):

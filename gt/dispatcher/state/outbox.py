@@ -26,7 +26,7 @@ class BufferedInstructions:
     base: int
     rows: list[tuple[Worker, int, list, list]]
     runs: dict[int, int]
-    timed: bool
+    recording: object | None  # mark of the recording that it belongs to
     seconds: dict[int, float]  # that it takes on each worker, by estimate
     uploads: Sequence[tuple[int, list[Worker]]] = ()  # (key, workers) of uploads that these instructions consume
     also: Sequence[dict[int, int]] = ()  # other `runs`, of what was made one with it
@@ -43,6 +43,7 @@ class Outbox:
         self._cluster, self._emitter = context.cluster, context.emitter
         self.held: list[BufferedInstructions] = []  # until their uploads are here
         self.deferred: list[BufferedInstructions] | None = None  # instructions of the recorded call, None if it is not deferred
+        self.deferring: object | None = None  # mark of that call's recording
         self.uses: set[int] = set()  # workers that were sent something
         self.sent: dict[int, int] = {}  # each worker's last Run
         self.joined: list[dict[int, int]] = []  # `runs` of what is written and sent with what is written next
@@ -97,15 +98,16 @@ class Outbox:
         # Runs get their numbers in `_transmit`. Until then nobody has reached UNSENT, so nothing that waits for it is answered.
         runs = {index: UNSENT for index in emitter.used}
         also, self.joined = self.joined, []
-        buffered = BufferedInstructions(base, rows, runs, self._context.tape is not None, seconds, also=also)
+        tape = self._context.tape
+        buffered = BufferedInstructions(base, rows, runs, tape.mark if tape is not None else None, seconds, also=also)
         if self._uploads.unsent:
             buffered.uploads, self._uploads.unsent = self._uploads.unsent, []
         return buffered
 
     def dispatch(self, buffered: BufferedInstructions) -> None:
         """Send it when it is this session's turn, and not before a recording that it belongs to is over."""
-        # Otherwise it was written before the recording, and its uploads were awaited.
-        if self.deferred is not None and buffered.timed:
+        # Otherwise it was written before the recording, perhaps in an earlier one, and its uploads were awaited.
+        if self.deferred is not None and buffered.recording is self.deferring:
             self.deferred.append(buffered)
             if self._prevents_deferral():
                 self.send_deferred()
@@ -159,7 +161,7 @@ class Outbox:
                 queue.use(number, worker.index)
             self._switch(worker, queue.contended(worker.index))
             worker.runs += 1
-            out(worker.peer, Run(worker.runs, buffered.base, defines, code, buffered.timed), ())
+            out(worker.peer, Run(worker.runs, buffered.base, defines, code, buffered.recording is not None), ())
             if counted:
                 sent[worker.index] = worker.runs
         for index, run in sent.items():

@@ -51,6 +51,12 @@ def normals(words: Words, shape: Shape, dtype: str, mean: float = 0.0, std: floa
     return z
 
 
+def check_deviations(std: Any) -> None:
+    """ValueError for a negative deviation. std: a number, or an array or a tensor of any library."""
+    if bool((std < 0).any()) if hasattr(std, "any") else std < 0:
+        raise ValueError("normal expects all elements of std >= 0.0")
+
+
 def _bernoulli(words: Words, shape: Shape, dtype: str, p: Any = 0.5) -> np.ndarray:
     """p: a number, or an array that broadcasts to the shape."""
     chances = np.asarray(p)

@@ -117,7 +117,8 @@ def reduce_scatter(team: Team, sections: Sequence[memoryview], out: memoryview, 
     add.finish()
 
 
-def all_to_all(team: Team, sends: Sequence[memoryview], recvs: Sequence[memoryview]) -> None:
+def all_to_all(team: Team, sends: Sequence[memoryview], recvs: Sequence[memoryview], longest: int = 0) -> None:
+    """longest: bytes of the longest section of any two members, 0 if that is not known."""
     own = team.rank
     if team.size > 1:
         share, at, rounds = room(team), 0, 1
@@ -129,6 +130,8 @@ def all_to_all(team: Team, sends: Sequence[memoryview], recvs: Sequence[memoryvi
             team.exchange()
             # Members may send different amounts. All do as many rounds as the longest needs, since exchanges have to match.
             rounds = max(team.announced(rank) for rank in range(team.size)) if at == 0 else rounds
+            if longest and rounds > max(1, -(-longest // share)):
+                raise ValueError(f"a member of an all-to-all of {longest} bytes at most wants {rounds} rounds: it is refused")
             for rank, out in enumerate(recvs):
                 if rank != own:
                     part = out[start:stop]

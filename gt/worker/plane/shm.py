@@ -258,7 +258,7 @@ class ShmPlane(Plane):
         self._do(QueuedCollective("reduce_scatter", team, sends, (flat(out),), combine, on_issued))
 
     def all_to_all(self, team: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer], longest: int = 0) -> None:
-        collectives.all_to_all(self._team(team), [flat(data) for data in sends], [flat(out) for out in recvs])
+        collectives.all_to_all(self._team(team), [flat(data) for data in sends], [flat(out) for out in recvs], longest)
 
     # ---- for channels and teams
 

@@ -151,6 +151,26 @@ MISTAKES: dict[str, Callable[[Make], object]] = {
     "a mode of nothing": lambda t: t(0, 4).mode(0),
     "a negative beta": lambda t: F.smooth_l1_loss(t(3), t(3), beta=-1.0),
     "an alpha of zero": lambda t: (F.celu(t(3)), F.celu(t(3), 0.0)),
+    "a list times half in place": lambda t: torch._foreach_mul_([t(3).long()], 0.5),
+    "a list of copies of other shapes": lambda t: torch._foreach_copy_([t(3)], [t(4)]),
+    "lists of other lengths": lambda t: torch._foreach_copy_([t(3)], [t(3), t(3)]),
+    "norms of integers": lambda t: torch._foreach_norm([t(3).long()]),
+    "half of truth values to add": lambda t: t(3).bool().add(t(3).bool(), alpha=0.5),
+    "a complex number for real elements": lambda t: t(3).fill_(1j),
+    "a complex deviation": lambda t: torch.normal(t(3), t(3).to(torch.complex64)),
+    "a matrix of other rows to add": lambda t: torch.addmm(t(2, 3), t(1, 4), t(4, 3)),
+    "a vector of two dims to add": lambda t: torch.addmv(t(1, 2), t(2, 3), t(3)),
+    "inverted bits into numbers": lambda t: torch.bitwise_not(t(3).long(), out=t(3).double()),
+    "negatives into another dtype": lambda t: torch.neg(t(3), out=t(3).double()),
+    "a triangle into another dtype": lambda t: torch.tril(t(3, 3), out=t(3, 3).double()),
+    "places as numbers": lambda t: torch.nonzero(t(3), out=t(3, 1)),
+    "a truth as a number": lambda t: torch.all(t(3), out=t()),
+    "the largest into another dtype": lambda t: torch.amax(t(3), 0, out=t().double()),
+    "sorted into another dtype": lambda t: torch.sort(t(3), out=(t(3).double(), t(3).long())),
+    "a cross product into another dtype": lambda t: torch.linalg.cross(t(3), t(3), out=t(3).double()),
+    "a conjugate into another dtype": lambda t: torch.conj_physical(t(3), out=t(3).double()),
+    "membership as numbers": lambda t: torch.isin(t(3), t(3), out=t(3).double()),
+    "attention that drops more than all": lambda t: F.scaled_dot_product_attention(*[t(1, 2, 3)] * 3, dropout_p=2.0),
 }
 
 
@@ -192,6 +212,9 @@ ACCEPTED: dict[
     "a repetition": lambda t: torch.repeat_interleave(t(2), t(2).long() + 2, output_size=4),
     "places of a known number": lambda t: torch.nonzero_static(t(3, 2) + 1, size=4),
     "eigenvectors": lambda t: torch.linalg.eig(t(2, 3, 3)).eigenvectors,
+    "a sum into another dtype": lambda t: torch.add(t(3), 1, out=t(3).double()),
+    "a root into complex numbers": lambda t: torch.sqrt(t(3) + 4, out=t(3).to(torch.complex64)),
+    "a product into another dtype": lambda t: torch.prod(t(3) + 2, 0, out=t()),
     "a range of one number": lambda t: t().uniform_(2, 2),
     "a root of half precision": lambda t: (t(3).half() + 1).masked_fill(t(3).bool(), -1e4).sqrt(),
 }
@@ -307,6 +330,13 @@ def test_values_of_another_dtype_are_refused_at_once_and_nothing_is_lost(name: s
     with pytest.raises(RuntimeError, match=r"dtypes match|same dtype|same scalar type"):
         WRONG_KINDS[name](x, at)
     assert x.tolist() == [1, 1, 1]
+
+
+def test_weights_of_samples_have_the_tables_dtype(session: Callable) -> None:
+    session()
+    table, places = torch.ones(3, 3, device="remote"), torch.zeros(1, 2, dtype=torch.int64, device="remote")
+    with pytest.raises(RuntimeError, match="weight and per_sample_weights to have the same dtype"):
+        F.embedding_bag(places, table, per_sample_weights=torch.ones(1, 2, device="remote").double(), mode="sum")
 
 
 def test_one_number_for_a_mask_may_have_another_dtype(session: Callable) -> None:

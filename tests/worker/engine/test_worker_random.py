@@ -10,6 +10,7 @@ import torch
 
 from gt.ir.layout import Layout, Mesh, Replicate, Shard, boxes
 from gt.ir.ops import RANDOM
+from gt.worker.engine.numpy import random as numpy_random
 from gt.worker.engine.torch import random
 from gt.worker.engine.torch.layers import attention
 from gt.worker.engine.torch.random import Words, bind
@@ -192,3 +193,13 @@ def test_a_piece_of_another_shape_than_planned_is_refused():
 def test_a_negative_rate_is_refused():
     with pytest.raises(ValueError, match="invalid Poisson rate"):
         bind("aten.poisson.default", None)(torch.tensor([1.0, -1.0]), seed=2, counter=3)
+
+
+@pytest.mark.parametrize("bind", [bind, numpy_random.bind])
+@pytest.mark.parametrize("std", [[1.0, -1.0], -1.0])
+def test_a_negative_deviation_is_refused(bind, std):
+    array = torch.tensor if bind is not numpy_random.bind else np.array
+    mean, std = array([1.0, 2.0]), array(std) if isinstance(std, list) else std
+    name = "aten.normal.Tensor_float" if isinstance(std, float) else "aten.normal.Tensor_Tensor"
+    with pytest.raises(ValueError, match="std >= 0"):
+        bind(name, None)(mean, std, seed=2, counter=3)

@@ -66,3 +66,22 @@ def test_all_to_all_with_a_member_that_has_nothing_ends():
 
     with planes.world(3) as world:
         planes.together(world, work)
+
+
+def test_a_member_that_wants_rounds_without_end_fails_all_to_all():
+    """It has the token, and would keep the others at it for as long as it likes."""
+
+    def work(index, plane):
+        team = planes.team([0, 1, 2], index)
+        if index == 1:
+            plane._team(team).announce(1 << 60)
+            plane._team(team).exchange()
+        else:
+            with pytest.raises(ValueError, match="wants 1152921504606846976 rounds"):
+                plane.all_to_all(team, [bytearray(5000)] * 3, [bytearray(5000) for _ in range(3)], 5000)
+        data = np.full(30, index + 1, np.float32)
+        plane.all_reduce(team, data, FLOATS)
+        assert (data == 6).all()
+
+    with planes.world(3) as world:
+        planes.together(world, work)

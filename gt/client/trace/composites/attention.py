@@ -30,6 +30,8 @@ def attention(  # noqa: PLR0913 - the op's arguments
             raise mixed_devices(info_of(aten.scaled_dot_product_attention.default), operand)
     if attn_mask is not None and not isinstance(attn_mask, RemoteTensor):
         raise mixed_devices(info_of(aten.scaled_dot_product_attention.default), attn_mask)
+    if dropout_p > 1:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p:g}")
     if q.dim() < 3:
         return _composite(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     scaled = None if scale is None else float(scale)

@@ -49,6 +49,7 @@ def _randperm(words: Words, n: int, *, dtype: np.dtype | None = None, **_: Any) 
 
 
 def _normal_tensors(words: Words, mean: Any, std: Any = 1.0) -> Array:
+    draws.check_deviations(std)
     given = [a for a in (mean, std) if isinstance(a, np.ndarray)]
     shape, dtype = np.broadcast_shapes(*(a.shape for a in given)), given[0].dtype
     z = normal(words.of(shape), draws.double(name_of(dtype)))

@@ -59,6 +59,8 @@ def _randperm(words: Words, n: int, **factory: Any) -> torch.Tensor:
 
 
 def _normal_tensors(words: Words, mean: Any, std: Any = 1.0) -> torch.Tensor:
+    if not isinstance(std, torch.Tensor) or std.device.type == "cpu":  # a GPU's would be waited for
+        draws.check_deviations(std)
     if isinstance(mean, torch.Tensor) and isinstance(std, torch.Tensor):
         shape = torch.broadcast_shapes(mean.shape, std.shape)
         like = mean
