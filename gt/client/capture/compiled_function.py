@@ -299,8 +299,7 @@ class CompiledFunction(Generic[P, R]):
         prepared, inputs = prepare_inputs(leaves, last)
         draws = self._host_draws()
         drawn = draws.inputs if draws else []
-        # The next call's copies of remote arguments will lie as these come to lie in this call
-        ids = [t._ref.id for t in (*prepared, *drawn) if isinstance(t, RemoteTensor)]
+        ids = [t._ref.id for t in (*prepared, *drawn) if isinstance(t, RemoteTensor)]  # the next copies lie alike
         names = names_of(entry, prepared, drawn)
         recorder.flush()
         deferral, rng, kept, memory = self._deferral(), HostRngState(), False, None

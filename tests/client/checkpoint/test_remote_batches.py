@@ -24,7 +24,8 @@ CONFIGS = {
 class Training:
     def __init__(self, seed: int, groups: dict[str, str]) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 21), nn.Tanh(), nn.Linear(21, WORDS)).to("remote")
+        layers = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 21), nn.Tanh(), nn.Linear(21, WORDS)
+        self.model = nn.Sequential(*layers).to("remote")
         gt.signal.apply(self.model, groups)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
         self.call = gt.compile(self.step)
