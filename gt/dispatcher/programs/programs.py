@@ -441,7 +441,7 @@ class Programs:
 
 
 def _kind(slot: int, inputs: Sequence[Tensor]) -> tuple:
-    """What tells recordings apart whose inputs are placed alike: the function, and the number of dims of each input."""
+    """The function, and the number of dims of each input: recordings of one kind place their inputs alike."""
     return slot, *[len(tensor.spec.shape) for tensor in inputs]
 
 
