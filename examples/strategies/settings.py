@@ -123,6 +123,9 @@ def read(config: Mapping[str, Any], argv: Sequence[str] | None, about: str | Non
     """Defaults, then CONFIG, preset, DeepSpeed JSON and flags: the later one wins. SettingsError names what is wrong."""
     flags = parser(about).parse_args(argv)
     flags_by_name = {key: value for key, value in vars(flags).items() if key != "preset"}
+    if flags_by_name.get("deepspeed_config") and "strategy" in flags_by_name:
+        strategy, path = flags_by_name["strategy"], flags_by_name["deepspeed_config"]
+        raise SettingsError(f"strategy {strategy} and deepspeed_config {path} are two strategies; leave one out")
     chosen = {**known(config, "CONFIG"), **PRESETS.get(flags.preset or "", {})}
     json_config = flags_by_name.get("deepspeed_config", chosen.get("deepspeed_config"))
     from_json = deepspeed(json_config)[0] if json_config else {}
@@ -240,14 +243,26 @@ BATCH_KEYS = {
 }
 
 
+def without_twins(rows: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON. SettingsError for a key that it has twice, of which JSON would take the last value."""
+    found = dict(rows)
+    if len(found) < len(rows):
+        twice = next(key for n, (key, _) in enumerate(rows) if any(key == other for other, _ in rows[:n]))
+        raise SettingsError(f"deepspeed_config has the key {twice!r} twice in one object; leave one out")
+    return found
+
+
 def contents(config: str | Mapping[str, Any]) -> Mapping[str, Any]:
     """The JSON as a dict. SettingsError for a file that has none."""
     if isinstance(config, Mapping):
         return config
     try:
-        read_json = json.loads(Path(config).read_text())
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"deepspeed_config {config} cannot be read: {error}") from None
+        read_json = json.loads(Path(config).read_text(), object_pairs_hook=without_twins)
+    except SettingsError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"it is no JSON: {error}"
+        raise SettingsError(f"deepspeed_config {config} cannot be read: {why}; want the path of a JSON file") from None
     if not isinstance(read_json, dict):
         raise SettingsError(f"deepspeed_config {config} has a {type(read_json).__name__}, want a JSON object")
     return read_json
@@ -334,7 +349,7 @@ def deepspeed(config: str | Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     unused.note(rest, "")
     if unused.unread:
         raise SettingsError(
-            f"deepspeed_config has keys that GT does not execute: {', '.join(unused.unread)}; "
+            f"deepspeed_config has keys that GT does not execute: {', '.join(key or repr(key) for key in unused.unread)}; "
             "leave them out (lr, warmup and epochs are settings of CONFIG)"
         )
     if sizes:  # the three numbers belong together: CONFIG's do not mix with them

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 FREE = 0  # [FREE, n, ids...], to workers [FREE, seq, n, ids...]: these tensors are freed
 PARAM = 1  # from the client: [PARAM, id], a leaf that requires grad
 FORGET = 2  # to workers: [FORGET, seq, n, numbers...], definitions that are not named again
-# from the client: [RECORD, slot, how, n, ids...], the ops that follow may become a program with these tensors as inputs. how: 0
-# executes them one by one. 1 executes them as one program with backend cudagraphs when the call returns. 2 and 3 do so
-# and recompute cheap values, as 1 and 2 of FinishCapture.recompute. 4 (COMPILED_LATER) does as 0, and their program will be
-# compiled
+# from the client: [RECORD, slot, how, n, ids...], the ops that follow may become a program. ids: its inputs, and arguments of
+# which the next such call has copies. how: 0 executes ops one by one. 1 executes them as one program with backend cudagraphs
+# when the call returns. 2 and 3 do so and recompute cheap values, as 1 and 2 of FinishCapture.recompute. 4
+# (COMPILED_LATER) does as 0, and their program will be compiled
 RECORD = 3
 COMPILED_LATER = 4
 DISCARD = 4  # from the client: [DISCARD], the ops recorded since RECORD become no program

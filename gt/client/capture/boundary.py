@@ -542,7 +542,7 @@ def make_capturable(optimizer: torch.optim.Optimizer, begun: bool) -> bool:
     begun: a call has been recorded, so that it is known whether the program makes sparse gradients.
     """
     changed = False
-    for group in optimizer.param_groups:
+    for index, group in enumerate(optimizer.param_groups):
         remote = [parameter for parameter in group["params"] if isinstance(parameter, RemoteTensor)]
         # A step count in Python would be another number at each call, and so prevent every program of the optimizer's step
         if begun and _may_fuse(optimizer, group):
@@ -550,6 +550,7 @@ def make_capturable(optimizer: torch.optim.Optimizer, begun: bool) -> bool:
             optimizer._need_device_dtype_check_for_fused = False  # type: ignore[attr-defined]
         elif remote and not group.get("capturable", True) and not group.get("fused"):
             group["capturable"] = changed = True
+            _save_as_given(optimizer, index)
         else:
             continue
         for parameter in remote:
@@ -559,6 +560,29 @@ def make_capturable(optimizer: torch.optim.Optimizer, begun: bool) -> bool:
                 if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.dim():
                     state[key] = value.to(parameter.device)
     return changed
+
+
+_made_capturable: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()  # its groups
+
+
+def _save_as_given(optimizer: torch.optim.Optimizer, index: int) -> None:
+    """Have state_dict() say of a group that it is not capturable: parameters on a CPU take no steps with one that is."""
+    if optimizer not in _made_capturable:
+        _made_capturable[optimizer] = set()
+        optimizer.register_state_dict_post_hook(_as_given)
+    _made_capturable[optimizer].add(index)
+
+
+def _as_given(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    groups = state["param_groups"]
+    for index in _made_capturable.get(optimizer, ()):
+        if index < len(groups) and "capturable" in groups[index]:
+            groups[index]["capturable"] = False
+
+
+def counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """True if its steps are counted on the device, as in state that a captured step has left in a checkpoint."""
+    return any(isinstance(state.get("step"), RemoteTensor) for state in optimizer.state.values())
 
 
 def _may_fuse(optimizer: torch.optim.Optimizer, group: dict) -> bool:

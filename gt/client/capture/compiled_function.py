@@ -36,6 +36,7 @@ from gt.client.capture.boundary import (
     HostRngState,
     RecordedCall,
     changed_on_cpu,
+    counts_on_device,
     detached,
     key_of,
     leaf_arguments,
@@ -70,6 +71,7 @@ from gt.client.capture.watches.function_caches import held_on_cpu, name_cached
 from gt.client.capture.watches.output_watch import WARNS, OutputWatch
 from gt.client.capture.watches.scheduler_watch import SchedulerWatch, may_make_schedulers, names_beside
 from gt.client.device import random
+from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.reports import progress, spans
 from gt.client.reports.html import TextReport
 from gt.client.trace.recorder import Recorder
@@ -296,9 +298,9 @@ class CompiledFunction(Generic[P, R]):
         values = argument_values(leaves, recorder)
         prepared, inputs = prepare_inputs(leaves, last)
         draws = self._host_draws()
-        # The tensors that a replay fills: copies of arguments, uploads, and values drawn on the CPU
-        filled = [*inputs.values(), *(draws.inputs if draws else ())]
-        names = names_of(entry, prepared, filled[len(inputs) :])
+        drawn = draws.inputs if draws else []
+        ids = [t._ref.id for t in (*prepared, *drawn) if isinstance(t, RemoteTensor)]  # the next copies lie alike
+        names = names_of(entry, prepared, drawn)
         recorder.flush()
         how, rng, kept, memory = self._how_to_record(), HostRngState(), False, None
         containers, before = Containers(given, tree, leaves, prepared), identities(prepared)
@@ -309,7 +311,7 @@ class CompiledFunction(Generic[P, R]):
         )  # fmt: skip
         try:
             with recorder.turns:
-                recorder.code.extend((RECORD, self._slot, how, len(filled), *[t._ref.id for t in filled]))
+                recorder.code.extend((RECORD, self._slot, how, len(ids), *ids))
                 recorder.flush()
                 recorder.tape = tape
             schedulers = SchedulerWatch(entry, tape, self._rates)
@@ -391,7 +393,8 @@ class CompiledFunction(Generic[P, R]):
         entry = snapshot(roots)
         # Where values are read the first call decides whether Python has to run; capturable optimizers have other last bits
         wait = not self._recorded and seems_to_read(entry)
-        if not wait and any([make_capturable(optimizer, self._recorded) for optimizer in entry.optimizers]):
+        begun = [optimizer for optimizer in entry.optimizers if not wait or counts_on_device(optimizer)]
+        if any([make_capturable(optimizer, self._recorded) for optimizer in begun]):
             entry = snapshot(roots)
         self._numbers_in_parts = self._schedules or may_make_schedulers(entry)
         if not self._makes_schedulers and self._rates.changed(entry.optimizers, names_beside(entry), self._schedules):

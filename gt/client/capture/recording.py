@@ -28,7 +28,8 @@ VALIDATES = " by torch.distributions, which checks its arguments: pass validate_
 _CURES = {
     "torch.amp.grad_scaler": " by torch.amp.GradScaler: give the optimizer fused=True",
     "torch.optim.lr_scheduler": " by a learning-rate scheduler: call its step() after the function",
-}  # by module of torch
+    "gt.client.groups.loss_scale": " by precision fp16, to leave out a step that overflowed: give the optimizer fused=True",
+}  # by module
 _CURE = ": return the tensor, and read it after the function"
 SAME = "; have the function do the same ops at each call"
 

@@ -185,6 +185,7 @@ def prepare() -> None:
             "accelerate.state": accelerate.prefer_remote,
             "torch.distributed.checkpoint._state_dict_stager": distributed_checkpoint.stage_remote,
             "torch.distributed.checkpoint.filesystem": distributed_checkpoint.check_before_load,
+            "torch.distributed.checkpoint.state_dict": distributed_checkpoint.keep_loss_scale,
             "torch.distributed.checkpoint.hf_storage": distributed_checkpoint.check_safetensors_before_load,
             "torch.distributed.fsdp": refusals.sharded_parallel,
             "torch.nested._internal.nested_tensor": refusals.nested_tensors,

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint with remote tensors: copies for async_save, and files that are checked before a load.
+"""torch.distributed.checkpoint with remote tensors: copies for async_save, files that are checked before a load, loss scales.
 
 Its own copies go by storages, and a remote tensor has none in this process. Its readers copy into tensors as they read, so a
 damaged file would leave a model of which a part is new.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.groups.loss_scale import SAVED
 from gt.errors import CheckpointError
 
 MAX_SHOWN = 8  # problems in an error
@@ -32,6 +33,26 @@ def stage_remote(module: Any) -> None:
         return memo[id(x)]
 
     stager._offload_tensor = _offload_tensor
+
+
+def keep_loss_scale(module: Any) -> None:
+    """torch.distributed.checkpoint.state_dict: a flat state has the loss scale, and keeps it as it becomes param_groups again.
+
+    Torch takes the entries that the optimizer's own groups have. GT adds the scale in state_dict() alone.
+    """
+    original = module._unflatten_optim_state_dict
+
+    @functools.wraps(original)
+    def _unflatten_optim_state_dict(optim: torch.optim.Optimizer, state_dict: dict[str, Any], info: Any) -> Any:
+        state = original(optim, state_dict, info)
+        for group in state["param_groups"]:
+            for key in SAVED:
+                name = f"param_groups.{group['params'][0]}.{key}"
+                if name in state_dict:
+                    group[key] = state_dict[name]
+        return state
+
+    module._unflatten_optim_state_dict = _unflatten_optim_state_dict
 
 
 def check_before_load(module: Any) -> None:

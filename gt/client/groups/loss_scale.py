@@ -11,7 +11,6 @@ import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -34,7 +33,6 @@ class LossScale:
         self._carried: dict[str, torch.Tensor] = {}  # changed in place: backward of an older loss, and replays, have them
         Current.loss_scale = self._carried
         self._aside: dict[int, tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]] = {}  # gradients of a step left out
-        self._given: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()  # see `_read_into`
         self._hooks = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
         self._patched = torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict
         self._extend_state_dict()
@@ -58,7 +56,6 @@ class LossScale:
                 return state
             with torch.no_grad():
                 scale = {key: self._tensors()[name].clone() for key, name in SAVED.items()}
-            self._given[optimizer] = scale, [tensor._version for tensor in scale.values()]
             return {**state, "param_groups": [{**group, **scale} for group in state["param_groups"]]}
 
         @functools.wraps(load)
@@ -68,21 +65,13 @@ class LossScale:
             load(optimizer, {**state_dict, "param_groups": rest})
             if not _is_remote(optimizer):
                 return
-            scale = next((group for group in groups if SAVED.keys() <= group.keys()), None) or self._read_into(optimizer)
+            scale = next((group for group in groups if SAVED.keys() <= group.keys()), None)
             if scale is not None:
                 _go_on(scale)
             elif state_dict.get("state"):
                 log.warning("the loaded state of an optimizer has no loss scale of precision fp16, which begins anew")
 
         optimizer.state_dict, optimizer.load_state_dict = state_dict, load_state_dict
-
-    def _read_into(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor] | None:
-        """The scale of an optimizer's last state_dict, if a checkpoint was read into it.
-
-        A flat state of torch.distributed.checkpoint has it, and loses it where it becomes param_groups again.
-        """
-        scale, versions = self._given.pop(optimizer, ({}, []))
-        return scale if [tensor._version for tensor in scale.values()] != versions else None
 
     def value(self) -> torch.Tensor:
         return self._tensors()["scale"]

@@ -36,7 +36,7 @@ from gt.wire.messages import FinishCapture, PrepareCompilation
 
 MAX_PROGRAMS_PER_SESSION = 64
 STEP = 1024  # tensors that are placed, or aliases that are written, before other sessions have a turn
-MAX_HINTED_SLOTS = 4096  # functions whose inputs' layouts are remembered
+MAX_HINTED_KINDS = 4096  # of calls whose inputs' layouts are remembered
 
 
 class Programs:
@@ -58,8 +58,7 @@ class Programs:
         self._dropped: deque[tuple[int, Program]] = deque()  # with the op number behind its last launch
         self.launches = self.kept = 0  # number of replays; instructions held by all programs
         self.sealed = -1  # op number behind the newest program: ops before it may have made constants of a program
-        # slot -> number of dims of each input, and the layout that its last call gave it
-        self._hints: dict[int, list[tuple[int, Layout | None]]] = {}
+        self._hints: dict[tuple, list[Layout | None]] = {}  # by `_kind`: the layouts that the last call gave its inputs
 
     @property
     def holds(self) -> bool:
@@ -75,12 +74,10 @@ class Programs:
         self._failures.recover()
         self.times = {number: took for number, took in self.times.items() if number in self._emitter.defined}
         inputs = [self._context.row(i) for i in ids]
-        hints = self._hints.get(slot)
-        for n, tensor in enumerate(inputs if hints is not None else ()):
-            dims, layout = hints[n] if hints is not None and n < len(hints) else (-1, None)
+        hints = self._hints.get(_kind(slot, inputs))
+        for tensor, layout in zip(inputs, hints or (), strict=False):
             if tensor.layout is None and not self._failures.missing:
-                fits = layout is not None and dims == len(tensor.spec.shape)
-                wanted = layout if layout is not None and fits else replicated(self._context.default_mesh())
+                wanted = layout if layout is not None else replicated(self._context.default_mesh())
                 self._redistributor.place(tensor.storage, root_layout(tensor, wanted))
         # 2. Copies end, since a kept one would be of the value that there was. What is written so far is sent: the recording
         #    takes what is sent from here on.
@@ -129,23 +126,21 @@ class Programs:
         tape, context.tape, self._emitter.kept = context.tape, None, None
         self._journal.record(None)
         if tape is not None:
-            self._hint(
-                tape.slot, [(len(t.spec.shape), t.layout or tape.used_layouts.get(n)) for n, t in enumerate(tape.inputs)]
-            )
+            self._hint(tape.slot, tape.inputs, [t.layout or tape.used_layouts.get(n) for n, t in enumerate(tape.inputs)])
         return tape
 
     def hint(self, slot: int, inputs: Sequence[Tensor]) -> None:
-        """Remember the layouts that inputs have now, for the next recording of this slot."""
-        self._hint(slot, [(len(t.spec.shape), t.layout) for t in inputs])
+        """Remember the layouts that inputs have now, for the next recording of this kind."""
+        self._hint(slot, inputs, [t.layout for t in inputs])
 
-    def hinted(self, slot: int) -> bool:
-        """True if layouts of a slot's inputs are known."""
-        return slot in self._hints
+    def hinted(self, slot: int, inputs: Sequence[Tensor]) -> bool:
+        """True if layouts of such inputs of a slot are known."""
+        return _kind(slot, inputs) in self._hints
 
-    def _hint(self, slot: int, layouts: list[tuple[int, Layout | None]]) -> None:
-        if len(self._hints) >= MAX_HINTED_SLOTS:
+    def _hint(self, slot: int, inputs: Sequence[Tensor], layouts: list[Layout | None]) -> None:
+        if len(self._hints) >= MAX_HINTED_KINDS:
             self._hints.clear()
-        self._hints[slot] = layouts
+        self._hints[_kind(slot, inputs)] = layouts
 
     def _free(self, constants: Iterable[tuple[list[int], int]]) -> None:
         for workers, name in constants:
@@ -448,6 +443,11 @@ class Programs:
             if program.compared == self._table.relaid:
                 assert program.inputs.hold() and program.results.hold(), "a layout has changed, and Table.relaid has not"
             assert all(program.count in storage.programs for storage in program.changes())
+
+
+def _kind(slot: int, inputs: Sequence[Tensor]) -> tuple:
+    """The function, and the number of dims of each input: recordings of one kind place their inputs alike."""
+    return slot, *[len(tensor.spec.shape) for tensor in inputs]
 
 
 def _same_workers(before: Layout | None, tensor: Tensor) -> bool:

@@ -56,31 +56,25 @@ def load_torch(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, d
     optimizer.load_state_dict(saved["optimizer"])
 
 
-def save_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    states = dcp_state.get_state_dict(model, optimizer)
-    dcp.save(dict(zip(("model", "optimizer"), states)), checkpoint_id=path, no_dist=True)
+def with_options(**options: bool) -> tuple[Callable, Callable]:
+    """save and load by torch.distributed.checkpoint with these StateDictOptions."""
 
+    def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        chosen = dcp_state.StateDictOptions(**options)
+        return dict(zip(("model", "optimizer"), dcp_state.get_state_dict(model, optimizer, options=chosen)))
 
-def load_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    states = dict(zip(("model", "optimizer"), dcp_state.get_state_dict(model, optimizer)))
-    dcp.load(states, checkpoint_id=path, no_dist=True)
-    dcp_state.set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+        dcp.save(states(model, optimizer), checkpoint_id=path, no_dist=True)
 
+    def load(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+        read = states(model, optimizer)
+        dcp.load(read, checkpoint_id=path, no_dist=True)
+        chosen = dcp_state.StateDictOptions(**options)
+        dcp_state.set_state_dict(
+            model, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"], options=chosen
+        )
 
-FLAT = dcp_state.StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-def save_flat(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    states = dcp_state.get_state_dict(model, optimizer, options=FLAT)
-    dcp.save(dict(zip(("model", "optimizer"), states)), checkpoint_id=path, no_dist=True)
-
-
-def load_flat(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    states = dict(zip(("model", "optimizer"), dcp_state.get_state_dict(model, optimizer, options=FLAT)))
-    dcp.load(states, checkpoint_id=path, no_dist=True)
-    dcp_state.set_state_dict(
-        model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"], options=FLAT
-    )
+    return save, load
 
 
 def save_gt(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
@@ -94,8 +88,10 @@ def load_gt(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> N
 WAYS: dict[str, tuple[Callable, Callable]] = {
     "torch.save": (save_torch, load_torch),
     "torch.save, loaded on the CPU": (save_torch, lambda *args: load_torch(*args, device="cpu")),
-    "torch.distributed.checkpoint": (save_dcp, load_dcp),
-    "torch.distributed.checkpoint, flat": (save_flat, load_flat),
+    "torch.distributed.checkpoint": with_options(),
+    "its copies on the CPU": with_options(full_state_dict=True, cpu_offload=True),
+    "its flat state": with_options(flatten_optimizer_state_dict=True),
+    "its flat state on the CPU": with_options(flatten_optimizer_state_dict=True, cpu_offload=True),
     "gt.save": (save_gt, load_gt),
 }
 

@@ -225,6 +225,27 @@ def test_a_json_of_deepspeed_is_read_or_refused_by_name(example: Callable, tmp_p
         settings.deepspeed({"bf16": {"enabled": True}, "fp16": {"enabled": True}})
 
 
+@pytest.mark.parametrize(
+    ("text", "flags", "said"),
+    [
+        (
+            '{"train_batch_size": 4, "train_batch_size": 8}',
+            (),
+            "has the key 'train_batch_size' twice in one object; leave one out",
+        ),
+        ('{"": 1}', (), "does not execute: ''; leave them out"),
+        ("[" * 100_000, (), "cannot be read: it is no JSON: .*want the path of a JSON file"),
+        ("{}", ("--strategy", "dp"), "strategy dp and deepspeed_config .* are two strategies; leave one out"),
+    ],
+)
+def test_an_odd_json_is_refused_with_what_to_do(example: Callable, tmp_path: Path, text: str, flags: tuple, said: str) -> None:
+    settings = example("settings")
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(settings.SettingsError, match=said):
+        settings.read({}, ["--deepspeed-config", str(path), *flags])
+
+
 def test_data_is_a_file_a_folder_or_an_error(example: Callable, tmp_path: Path) -> None:
     data, settings = example("data"), example("settings")
     (tmp_path / "a.txt").write_text("ab" * 40)

@@ -132,7 +132,7 @@ class Fragments:
         if fragment.tries >= MAX_TRIES:
             return fragment.why, ops
         fragment.tries += 1
-        if not self._programs.hinted(-fragment.number):
+        if not self._programs.hinted(-fragment.number, ins):
             self._programs.hint(-fragment.number, ins)
         self._programs.record(-fragment.number, 0, call.ins)
         older = [(t.storage.rest, len(t.storage.tensors)) for t in ins]

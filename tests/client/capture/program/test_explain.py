@@ -124,6 +124,27 @@ def test_readers_of_values_are_named_with_what_to_do(session: Callable) -> None:
     assert "is read: return the tensor, and read it after the function" in mine.explain()
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_the_loss_scale_is_named_as_the_reader(session: Callable, scheduled: bool) -> None:
+    """Also where a scheduler has wrapped the optimizer's step."""
+    session("gt: {data_parallel: [0, 1], precision: fp16}")
+    layer = torch.nn.Linear(4, 4).to("remote")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1) if scheduled else None
+
+    @gt.compile
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        layer(x).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step(torch.ones(4, 4))
+        if scheduler:
+            scheduler.step()
+    assert "is read by precision fp16, to leave out a step that overflowed: give the optimizer fused=True" in step.explain()
+
+
 def test_a_scheduler_that_is_stepped_inside_is_named(session: Callable) -> None:
     session()
     text = trained("SGD", lambda scheduler: scheduler.step(1.0)).explain()
