@@ -447,7 +447,10 @@ def optimizer_settings(entry: StateSnapshot) -> dict[str, tuple[dict, str, Any]]
     }
 
 
-_IF_CYCLED = " (OneCycleLR and CyclicLR change it unless they get cycle_momentum=False)"
+_IF_CYCLED = (
+    " (OneCycleLR and CyclicLR change it unless they get cycle_momentum=False; one program serves all values of torch's SGD, "
+    "Adam and AdamW without fused and foreach)"
+)
 
 
 def hint(last: RecordedCall, now: RecordedCall) -> str:

@@ -68,7 +68,7 @@ from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.capture.watches.code_watch import CodeWatch
 from gt.client.capture.watches.function_caches import held_on_cpu, name_cached
 from gt.client.capture.watches.output_watch import WARNS, OutputWatch
-from gt.client.capture.watches.scheduler_watch import SchedulerWatch, may_make_schedulers, names_beside
+from gt.client.capture.watches.scheduler_watch import SchedulerWatch, holds_groups, may_make_schedulers, names_beside
 from gt.client.device import random
 from gt.client.reports import progress, spans
 from gt.client.reports.html import TextReport
@@ -394,7 +394,8 @@ class CompiledFunction(Generic[P, R]):
         if not wait and any([make_capturable(optimizer, self._recorded) for optimizer in entry.optimizers]):
             entry = snapshot(roots)
         self._numbers_in_parts = self._schedules or may_make_schedulers(entry)
-        if not self._makes_schedulers and self._rates.changed(entry.optimizers, names_beside(entry), self._schedules):
+        names, held = names_beside(entry), holds_groups(entry)
+        if not self._makes_schedulers and self._rates.changed(entry.optimizers, names, self._schedules, held):
             self._programs.clear()  # each had one number for its rate
             entry = snapshot(roots)
         self._recorded = True

@@ -138,6 +138,7 @@ class StateSnapshot:
     codes: set[types.CodeType] = field(default_factory=set)  # of the user's functions on the walk
     node_hooks: dict[int, list] = field(default_factory=hooks_of_nodes)  # of autograd nodes that are alive
     serial: int = field(default_factory=next_serial)  # above those of their tables
+    left_flags: frozenset[str] = frozenset()  # paths of those that `leave_out` has left out: they tell kinds apart
 
     def add_lasting(self, path: str, tensor: RemoteTensor) -> None:
         """Add a tensor that no walk reaches, and that stays the same."""
@@ -154,7 +155,7 @@ class StateSnapshot:
 
     def kind(self) -> tuple[frozenset[str], frozenset[str]]:
         """The leaves that have a gradient and the flags that are set, by path: other ops are likely with others."""
-        return frozenset(self.grads), frozenset(item.path for item in self.items if item.value is True)
+        return frozenset(self.grads), frozenset(item.path for item in self.items if item.value is True) | self.left_flags
 
     def leave_out(self, places: set[tuple[int, Any]]) -> None:
         """Compare no more those places that hold a number or text, or a list or tuple of some.
@@ -168,6 +169,7 @@ class StateSnapshot:
             for item in self.items
             if (id(item.holder), item.key) in places and id(item.value) not in elsewhere and _is_plain(item.value)
         }
+        self.left_flags |= {item.path for item in self.items if item.path in paths and item.value is True}
         self.items = [item for item in self.items if item.path not in paths and item.path.rpartition("[")[0] not in paths]
         self.lengths = [row for row in self.lengths if row[2] not in paths]
 

@@ -16,7 +16,7 @@ from gt.client.current_session import Current, current
 from gt.client.device.random import draw
 from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, rebind
 from gt.client.trace import host_ops, library_ops, op_info, refusals, sparse_ops
-from gt.client.trace.composites import batch_norm, recurrent
+from gt.client.trace.composites import batch_norm, fused_steps, recurrent
 from gt.client.trace.composites.attention import attention, encoder_layer, multi_head
 from gt.client.trace.composites.linear import linear
 from gt.client.trace.composites.rms_norm import rms_norm
@@ -318,6 +318,7 @@ _ROWS: dict[str, Handler | None] = {
     "aten.eye.m_out": factory(aten.eye.m),
     "aten.randperm.out": factory(aten.randperm.default),
     "aten.randperm.generator_out": factory(aten.randperm.default),
+    **fused_steps.HANDLERS,
 }
 
 

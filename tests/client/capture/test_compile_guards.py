@@ -633,7 +633,7 @@ def test_what_a_scheduler_changes_beside_the_rate_is_named_too_and_told_once(cap
     for _ in range(30):
         step(torch.ones(3, 4))
         scheduler.step()
-    wanted = r"\['betas'\]\[0\] was 0.\d+ and is .*: each value .*cycle_momentum=False\)"
+    wanted = r"\['betas'\]\[0\] was 0.\d+ and is .*: each value .*cycle_momentum=False; .* without fused"
     assert re.search(wanted, step.explain()), step.explain()
     said = [record.getMessage() for record in caplog.records if "runs in parts" in record.getMessage()]
     assert len(said) <= 2, said
