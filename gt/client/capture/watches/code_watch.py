@@ -10,7 +10,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from gt.client import current_session
@@ -36,6 +36,7 @@ class CodeWatch:
         self._found: list[weakref.ref[types.FunctionType]] = []
         self._searched: set[types.CodeType] = set()
         self._watches = False
+        self._profiler: Any = None
         self._package = ""  # of the session's class
         self._output = OutputWatch()
 
@@ -51,24 +52,34 @@ class CodeWatch:
         # A program that is profiled keeps its profiler
         self._watches = sys.getprofile() is None
         if self._watches:
-            sys.setprofile(self._note)
+            self._profiler = self._noting()
+            sys.setprofile(self._profiler)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._watches and sys.getprofile() == self._note:
+        if self._watches and sys.getprofile() is self._profiler:
             sys.setprofile(None)
 
-    def _note(self, frame: types.FrameType, event: str, function: Any) -> None:
-        if event == "c_call":
-            if function in EFFECTS or type(getattr(function, "__self__", None)) in self._output.writers:
-                self._output.note_call(frame, function)
-            return
-        code = frame.f_code
-        if event == "call" and id(code) not in self._ran:
-            self._ran[id(code)] = code
-            own = str(frame.f_globals.get("__name__", "")).startswith(self._package)
-            if not own and not is_library_code(frame.f_globals):
-                self._users.append(code)
+    def _noting(self) -> Callable[[types.FrameType, str, Any], None]:
+        """The profiler. It is called several hundred times for each op, so all that it needs is a variable of its own."""
+        effects, writers, note_call = EFFECTS, self._output.writers, self._output.note_call
+        ran, note_code = self._ran, self._add
+
+        def note(frame: types.FrameType, event: str, function: Any) -> None:
+            if event == "c_call":
+                if function in effects or (writers and type(function.__self__) in writers):
+                    note_call(frame, function)
+            elif event == "call" and id(code := frame.f_code) not in ran:
+                ran[id(code)] = code
+                note_code(frame, code)
+
+        return note
+
+    def _add(self, frame: types.FrameType, code: types.CodeType) -> None:
+        """Code runs for the first time in this call."""
+        own = str(frame.f_globals.get("__name__", "")).startswith(self._package)
+        if not own and not is_library_code(frame.f_globals):
+            self._users.append(code)
 
     def roots(self) -> dict[str, types.FunctionType]:
         """The functions that only libraries know, by name."""
