@@ -138,6 +138,7 @@ class StateSnapshot:
     codes: set[types.CodeType] = field(default_factory=set)  # of the user's functions on the walk
     node_hooks: dict[int, list] = field(default_factory=hooks_of_nodes)  # of autograd nodes that are alive
     serial: int = field(default_factory=next_serial)  # above those of their tables
+    followed: tuple[set[str], set[str]] | None = None  # names with which a later walk may begin: used, and stored
     left_flags: frozenset[str] = frozenset()  # paths of those that `leave_out` has left out: they tell kinds apart
 
     def add_lasting(self, path: str, tensor: RemoteTensor) -> None:
@@ -174,11 +175,18 @@ class StateSnapshot:
         self.lengths = [row for row in self.lengths if row[2] not in paths]
 
 
-def snapshot(roots: dict[str, Any]) -> StateSnapshot:
+def snapshot(roots: dict[str, Any], followed: tuple[set[str], set[str]] | None = None) -> StateSnapshot:
     """Everything below the roots (name -> object) that user code can reach by the attributes that it names.
 
-    User code that is met names more attributes, so walks are repeated until none adds a name.
+    User code that is met names more attributes, so walks are repeated until none adds a name. followed: of an earlier snapshot
+    of these roots. Where the code still names the same, one walk is enough.
     """
+    if followed is not None:
+        walker = StateWalker(roots, *followed)
+        state = walker.run()
+        if (walker.names, walker.stores) == followed:
+            state.names, state.counters, state.followed = walker.names, walker.counters(), followed
+            return state
     used: set[str] = set()
     stored: set[str] = set()
     while True:
@@ -193,6 +201,7 @@ def snapshot(roots: dict[str, Any]) -> StateSnapshot:
             return state
         if walker.names <= used:
             state.counters = walker.counters()
+            state.followed = (used, stored) if (walker.names, walker.stores) == (used, stored) else None
             return state
         used |= walker.names
         stored |= walker.stores
