@@ -122,7 +122,7 @@ class LearningRates:
                         yield optimizer, number, name, values, fuse
 
     def _fuses(self, optimizer: torch.optim.Optimizer, group: dict, name: str, later: bool = False) -> bool | None:
-        """Whether a group's step has to be asked to be fused, so that the setting is a tensor; None if it cannot be one.
+        """True if a group's step has to be asked to be fused, so that the setting is a tensor; None if it cannot be one.
 
         later: in the next recorded call, before which the optimizer is made capturable.
         """
