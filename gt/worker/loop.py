@@ -301,8 +301,7 @@ class Loop:
                 self.executor.arenas.close(message)
                 continue
             if isinstance(message, PrepareCompilation):
-                if prepare := getattr(self._engine, "prepare_compilation", None):
-                    prepare(message.idle)
+                self._prepare(message)
                 continue
             if isinstance(message, WindowUpdate):
                 self.executor.cancel_fetch(message.key)
@@ -344,6 +343,10 @@ class Loop:
             long = len(message.code) < SHORT_RUN_NUMBERS and took > LONG_RUN_SECONDS
             if self._unreported >= MAX_RUNS_PER_DONE or long:
                 self._send_done()
+
+    def _prepare(self, message: PrepareCompilation) -> None:
+        if prepare := getattr(self._engine, "prepare_compilation", None):
+            prepare(message.idle)
 
     def _switch(self, message: TorchSettings) -> None:
         """The Runs of another session follow."""

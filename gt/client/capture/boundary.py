@@ -322,7 +322,7 @@ def returned_objects(
     # The common case needs no second walk of Python state
     if len(whole) == len(found) and not others:
         return whole
-    before, now = _objects(entry, roots), _objects(snapshot(roots), roots)
+    before, now = _objects(entry, roots), _objects(snapshot(roots, entry.followed), roots)
     # State that is there after the call is returned as it is, and the loop below refuses what the call made or let go
     for key in [key for key in found if key in now and key not in whole]:
         whole[key] = found[key]
@@ -447,7 +447,10 @@ def optimizer_settings(entry: StateSnapshot) -> dict[str, tuple[dict, str, Any]]
     }
 
 
-_IF_CYCLED = " (OneCycleLR and CyclicLR change it unless they get cycle_momentum=False)"
+_IF_CYCLED = (
+    " (OneCycleLR and CyclicLR change it unless they get cycle_momentum=False; one program serves all values of torch's SGD, "
+    "Adam and AdamW without fused and foreach)"
+)
 
 
 def hint(last: RecordedCall, now: RecordedCall) -> str:

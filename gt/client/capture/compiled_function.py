@@ -69,7 +69,7 @@ from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.capture.watches.code_watch import CodeWatch
 from gt.client.capture.watches.function_caches import held_on_cpu, name_cached
 from gt.client.capture.watches.output_watch import WARNS, OutputWatch
-from gt.client.capture.watches.scheduler_watch import SchedulerWatch, may_make_schedulers, names_beside
+from gt.client.capture.watches.scheduler_watch import SchedulerWatch, holds_groups, may_make_schedulers, names_beside
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.reports import progress, spans
@@ -159,6 +159,7 @@ class CompiledFunction(Generic[P, R]):
         self._differentiated, self._rates = DifferentiatedArguments(), LearningRates()
         self._schedules = self._makes_schedulers = False  # True once a call has stepped a scheduler, or made one
         self._numbers_in_parts = False  # whether rates are numbers in calls that run in parts
+        self._followed: tuple[set[str], set[str]] | None = None  # names of the last snapshot: see StateSnapshot
         self._returns_state = False  # True once a call has returned a list or dictionary that Python state holds
         self._code = CodeWatch()
         self._cuts: Counter[tuple[str, str]] = Counter()  # (where a run of ops ended, why) -> how often, in these calls
@@ -328,7 +329,7 @@ class CompiledFunction(Generic[P, R]):
             recorder.tape = None
             # Two calls that agree make a program; a first one is kept for the comparison with the next
             now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry), draws, memory, whole)
-            leaving = snapshot(roots)
+            leaving = self._snapshot(roots)
             self._end_watches(schedulers, tape, entry, leaving)
             name_cached(tape, names, entry, leaving)
             now.compare_states(entry, leaving)
@@ -379,6 +380,12 @@ class CompiledFunction(Generic[P, R]):
         roots = {"": self.fn, "arguments": plain, "loss scale": loss_scale, **leaf_arguments(leaves)}
         return roots | self._code.roots()
 
+    def _snapshot(self, roots: dict[str, Any]) -> StateSnapshot:
+        """The Python state below the roots."""
+        state = snapshot(roots, self._followed)
+        self._followed = state.followed
+        return state
+
     @contextlib.contextmanager
     def _watched(self, tape: CallRecording, draws: HostDraws | None) -> Iterator[None]:
         """Inside, the function runs: its ops are counted for the user; output, draws on the CPU and code are noted."""
@@ -390,16 +397,17 @@ class CompiledFunction(Generic[P, R]):
 
     def _enter(self, recorder: Recorder, key: tuple, roots: dict) -> tuple[StateSnapshot, RecordedCall | None]:
         """The Python state before a recorded call, and the last call if this one may be compared with it."""
-        entry = snapshot(roots)
+        entry = self._snapshot(roots)
         # Where values are read the first call decides whether Python has to run; capturable optimizers have other last bits
         wait = not self._recorded and seems_to_read(entry)
         begun = [optimizer for optimizer in entry.optimizers if not wait or counts_on_device(optimizer)]
         if any([make_capturable(optimizer, self._recorded) for optimizer in begun]):
-            entry = snapshot(roots)
+            entry = self._snapshot(roots)
         self._numbers_in_parts = self._schedules or may_make_schedulers(entry)
-        if not self._makes_schedulers and self._rates.changed(entry.optimizers, names_beside(entry), self._schedules):
+        names, held = names_beside(entry), holds_groups(entry)
+        if not self._makes_schedulers and self._rates.changed(entry.optimizers, names, self._schedules, held):
             self._programs.clear()  # each had one number for its rate
-            entry = snapshot(roots)
+            entry = self._snapshot(roots)
         self._recorded = True
         last, newest = self._waiting.take(recorder, key, entry.kind()), self._waiting.newest
         if last is None and newest not in (None, key):
@@ -408,7 +416,7 @@ class CompiledFunction(Generic[P, R]):
             if why := leave_entries(entry, last.made, last.rebound):
                 self._reasons.add(why)
                 last = None
-            entry = snapshot(roots)
+            entry = self._snapshot(roots)
         if last is not None:
             entry.rebindable = {id(tensor): tensor._ref for tensor, _ in entry.identities.values() if not tensor.requires_grad}
         return entry, last

@@ -138,6 +138,8 @@ class StateSnapshot:
     codes: set[types.CodeType] = field(default_factory=set)  # of the user's functions on the walk
     node_hooks: dict[int, list] = field(default_factory=hooks_of_nodes)  # of autograd nodes that are alive
     serial: int = field(default_factory=next_serial)  # above those of their tables
+    followed: tuple[set[str], set[str]] | None = None  # names with which a later walk may begin: used, and stored
+    left_flags: frozenset[str] = frozenset()  # paths of those that `leave_out` has left out: they tell kinds apart
 
     def add_lasting(self, path: str, tensor: RemoteTensor) -> None:
         """Add a tensor that no walk reaches, and that stays the same."""
@@ -154,7 +156,7 @@ class StateSnapshot:
 
     def kind(self) -> tuple[frozenset[str], frozenset[str]]:
         """The leaves that have a gradient and the flags that are set, by path: other ops are likely with others."""
-        return frozenset(self.grads), frozenset(item.path for item in self.items if item.value is True)
+        return frozenset(self.grads), frozenset(item.path for item in self.items if item.value is True) | self.left_flags
 
     def leave_out(self, places: set[tuple[int, Any]]) -> None:
         """Compare no more those places that hold a number or text, or a list or tuple of some.
@@ -168,15 +170,23 @@ class StateSnapshot:
             for item in self.items
             if (id(item.holder), item.key) in places and id(item.value) not in elsewhere and _is_plain(item.value)
         }
+        self.left_flags |= {item.path for item in self.items if item.path in paths and item.value is True}
         self.items = [item for item in self.items if item.path not in paths and item.path.rpartition("[")[0] not in paths]
         self.lengths = [row for row in self.lengths if row[2] not in paths]
 
 
-def snapshot(roots: dict[str, Any]) -> StateSnapshot:
+def snapshot(roots: dict[str, Any], followed: tuple[set[str], set[str]] | None = None) -> StateSnapshot:
     """Everything below the roots (name -> object) that user code can reach by the attributes that it names.
 
-    User code that is met names more attributes, so walks are repeated until none adds a name.
+    User code that is met names more attributes, so walks are repeated until none adds a name. followed: of an earlier snapshot
+    of these roots. Where the code still names the same, one walk is enough.
     """
+    if followed is not None:
+        walker = StateWalker(roots, *followed)
+        state = walker.run()
+        if (walker.names, walker.stores) == followed:
+            state.names, state.counters, state.followed = walker.names, walker.counters(), followed
+            return state
     used: set[str] = set()
     stored: set[str] = set()
     while True:
@@ -191,6 +201,7 @@ def snapshot(roots: dict[str, Any]) -> StateSnapshot:
             return state
         if walker.names <= used:
             state.counters = walker.counters()
+            state.followed = (used, stored) if (walker.names, walker.stores) == (used, stored) else None
             return state
         used |= walker.names
         stored |= walker.stores

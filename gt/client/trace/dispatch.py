@@ -61,6 +61,7 @@ _SCALARS = frozenset({bool, int, float})
 _BY_VALUE = frozenset({TENSOR, VALUE})  # kinds of arguments whose numbers are sent with each call
 _known, _node, _getframe = _infos.get, torch._C._current_autograd_node, sys._getframe
 _inference = torch.is_inference_mode_enabled
+between: set[int] = set()  # identities of the code of functions that torch calls in place of `dispatch`, and that call it
 
 
 class HostOperand(Exception):

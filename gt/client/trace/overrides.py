@@ -16,11 +16,11 @@ from gt.client.current_session import Current, current
 from gt.client.device.random import draw
 from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, rebind
 from gt.client.trace import host_ops, library_ops, op_info, refusals, sparse_ops
-from gt.client.trace.composites import batch_norm, recurrent
+from gt.client.trace.composites import batch_norm, fused_steps, recurrent
 from gt.client.trace.composites.attention import attention, encoder_layer, multi_head
 from gt.client.trace.composites.linear import linear
 from gt.client.trace.composites.rms_norm import rms_norm
-from gt.client.trace.dispatch import call, refuse_update
+from gt.client.trace.dispatch import between, call, refuse_update
 from gt.client.trace.op_info import Condition, Handler, OpInfo, info_of
 from gt.client.trace.shape_inference import is_remote
 from gt.errors import UnsupportedOp
@@ -36,7 +36,10 @@ def alias(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
     """detach: another Python object for the same view. Nothing is sent."""
     # The engine itself detaches a gradient that nobody else has before it becomes `.grad`: no second object is needed.
     # A hook of that node would be a frame between.
-    if sys._getframe(2).f_code is _ENGINE and type(torch._C._current_autograd_node()) is _Accumulation:
+    caller = sys._getframe(2)
+    if id(caller.f_code) in between and caller.f_back is not None:
+        caller = caller.f_back
+    if caller.f_code is _ENGINE and type(torch._C._current_autograd_node()) is _Accumulation:
         return args[0]
     # The memory has two names now: an upload must no longer replace it (host_ops.copy)
     Current.fresh = None
@@ -318,6 +321,7 @@ _ROWS: dict[str, Handler | None] = {
     "aten.eye.m_out": factory(aten.eye.m),
     "aten.randperm.out": factory(aten.randperm.default),
     "aten.randperm.generator_out": factory(aten.randperm.default),
+    **fused_steps.HANDLERS,
 }
 
 

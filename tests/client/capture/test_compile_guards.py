@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gt
-from gt.client.capture import user_code
+from gt.client.capture import state_walk, user_code
 from gt.client.capture.state_walk import snapshot
 
 CALLS = 9
@@ -633,7 +633,7 @@ def test_what_a_scheduler_changes_beside_the_rate_is_named_too_and_told_once(cap
     for _ in range(30):
         step(torch.ones(3, 4))
         scheduler.step()
-    wanted = r"\['betas'\]\[0\] was 0.\d+ and is .*: each value .*cycle_momentum=False\)"
+    wanted = r"\['betas'\]\[0\] was 0.\d+ and is .*: each value .*cycle_momentum=False; .* without fused"
     assert re.search(wanted, step.explain()), step.explain()
     said = [record.getMessage() for record in caplog.records if "runs in parts" in record.getMessage()]
     assert len(said) <= 2, said
@@ -899,3 +899,28 @@ def test_attributes_of_arguments_are_seen(device: str, one: None) -> None:
         x.scale = scale  # type: ignore[attr-defined]
         assert step(x).tolist() == [scale] * 3
     assert "whose attributes was (('scale', 0.5),) and is (('scale', 1.0),)" in step._why or step._programs[0].replays
+
+
+def test_a_snapshot_begins_with_the_names_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Inner:
+        value = 3
+
+    class Outer:
+        inner, other = Inner(), 4
+
+    held: dict[str, Any] = {"outer": Outer()}
+    root = {"": lambda: held["outer"].inner.value}
+    walks: list[Any] = []
+    run = state_walk.StateWalker.run
+    monkeypatch.setattr(state_walk.StateWalker, "run", lambda self: walks.append(self) or run(self))
+
+    first = snapshot(root)
+    cold = len(walks)
+    again = snapshot(root, first.followed)
+    assert len(walks) == cold + 1 > 2
+    assert [item.path for item in again.items] == [item.path for item in first.items]
+
+    # Code that names something else: what it reaches is found, as without the names from before
+    held["more"] = lambda: held["outer"].other
+    paths = [{item.path for item in snapshot(root, names).items} for names in (first.followed, None)]
+    assert paths[0] == paths[1] and any(path.endswith(".other") for path in paths[0]), paths

@@ -1,4 +1,4 @@
-"""Learning rates that change between calls of a captured step: one program serves them, and the user's numbers stay."""
+"""Rates, momenta and betas that change between calls of a captured step: one program serves them, and numbers stay numbers."""
 
 from __future__ import annotations
 
@@ -208,3 +208,108 @@ def test_a_session_that_follows_has_tensors_of_its_own(session: Callable[..., No
             held["optimizer"].param_groups[0]["lr"] = 0.5 / (n + 2)
             step()
         assert torch.isfinite(weight.detach().cpu()).all()
+
+
+CYCLED: dict[str, Callable[[torch.nn.Module], torch.optim.Optimizer]] = {
+    "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
+    "SGD nesterov": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD dampened": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, dampening=0.3, maximize=True),
+    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.1),
+    "Adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.05, weight_decay=0.1, amsgrad=True, maximize=True),
+    "two groups": lambda m: torch.optim.AdamW(
+        [{"params": m[0].parameters(), "betas": (0.8, 0.99)}, {"params": m[2].parameters()}]
+    ),
+}
+Between = Callable[[torch.optim.Optimizer, int], Any]
+
+
+def cycle(optimizer: torch.optim.Optimizer, n: int) -> None:
+    """Other momentum and betas for the next call, set by hand."""
+    for group in optimizer.param_groups:
+        if "momentum" in group:
+            group["momentum"] = 0.95 - 0.01 * n
+        else:
+            group["betas"] = (0.95 - 0.01 * n, 0.999 - 0.001 * n)
+
+
+def cycled(device: str, name: str, inside: bool, between: Between | None = None, calls: int = CALLS) -> tuple:
+    """Losses, settings after each step, and the step. inside: the step steps the scheduler; between: in place of one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(device)
+    optimizer = CYCLED[name](model)
+    scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2 * calls) if between is None else None
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if inside and scheduler is not None:
+            scheduler.step()
+        return loss.detach()
+
+    called, losses, settings = step if device == "cpu" else gt.compile(step), [], []
+    generator = torch.Generator().manual_seed(1)
+    for n in range(calls):
+        losses.append(called(torch.randn(8, 8, generator=generator).to(device)).cpu())
+        settings.append([(g["lr"], g.get("momentum"), g.get("betas"), g["fused"], len(g)) for g in optimizer.param_groups])
+        if between is not None:
+            between(optimizer, n)
+        elif not inside and scheduler is not None:
+            scheduler.step()
+    return torch.stack(losses), settings, called
+
+
+@pytest.mark.parametrize("how", ["by hand", "scheduler", "scheduler in the step"])
+@pytest.mark.parametrize("name", CYCLED)
+def test_one_program_serves_all_momenta_and_betas(name: str, how: str, one: None, plain_threads: None) -> None:
+    more = cycle if how == "by hand" else None
+    losses, settings, step = cycled("remote", name, how.endswith("step"), more)
+    wanted, numbers, _ = cycled("cpu", name, how.endswith("step"), more)
+    torch.testing.assert_close(losses, wanted, rtol=2e-5, atol=2e-5)
+    assert settings == numbers
+    assert ": 1 program" in step.explain() and "parts" not in step.explain(), step.explain()
+    assert step._programs[0].replays >= 8, step.explain()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("name", ["SGD nesterov", "AdamW"])
+def test_momenta_and_betas_split_over_workers(
+    name: str, zero: int, session: Callable[..., None], plain_threads: None
+) -> None:
+    session(SPLIT % zero)
+    with gt.signal.context("data"):
+        losses, _, step = cycled("remote", name, True)
+    torch.testing.assert_close(losses, cycled("cpu", name, True)[0], rtol=2e-5, atol=2e-5)
+    assert ": 1 program" in step.explain() and "parts" not in step.explain(), step.explain()
+
+
+def test_state_that_is_dropped_and_momentum_that_ends(one: None, plain_threads: None) -> None:
+    def between(optimizer: torch.optim.Optimizer, n: int) -> None:
+        cycle(optimizer, n)
+        if n == 8:
+            optimizer.state.clear()
+        if n >= 12:
+            optimizer.param_groups[0]["momentum"] = 0.0
+
+    losses, settings, _ = cycled("remote", "SGD", False, between, 18)
+    wanted, numbers, _ = cycled("cpu", "SGD", False, between, 18)
+    torch.testing.assert_close(losses, wanted, rtol=2e-5, atol=2e-5)
+    assert settings == numbers
+
+
+def test_betas_of_a_group_that_the_step_reaches_stay_numbers(one: None) -> None:
+    weight = torch.ones(4, device="remote", requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    held = optimizer.param_groups[0]
+
+    @gt.compile
+    def step() -> float:
+        optimizer.zero_grad()
+        weight.square().sum().backward()
+        optimizer.step()
+        return held["betas"][0]
+
+    for n in range(CALLS):
+        cycle(optimizer, n)
+        assert step() == held["betas"][0] == 0.95 - 0.01 * n

@@ -10,13 +10,15 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from gt.client import current_session
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.user_code import is_library_code
 from gt.client.capture.watches.output_watch import EFFECTS, OutputWatch
+from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.trace.dispatch import between, dispatch
 from gt.wire.process_settings import program_froze
 
 UNKNOWN = "runs in this call, and was not compared before it; the next calls can become a program"
@@ -24,6 +26,7 @@ HIDDEN = (
     "runs in each call, and GT finds no function of it to compare the values that it uses: "
     "have the function name what it calls, or do it outside the function"
 )
+_SWITCHES_FAST = sys.version_info < (3, 12)  # later Pythons change the code of functions whenever a profiler comes or goes
 MAX_FUNCTIONS = 64  # of one code, such as closures, that are walked
 
 
@@ -36,6 +39,7 @@ class CodeWatch:
         self._found: list[weakref.ref[types.FunctionType]] = []
         self._searched: set[types.CodeType] = set()
         self._watches = False
+        self._profiler: Any = None
         self._package = ""  # of the session's class
         self._output = OutputWatch()
 
@@ -51,24 +55,38 @@ class CodeWatch:
         # A program that is profiled keeps its profiler
         self._watches = sys.getprofile() is None
         if self._watches:
-            sys.setprofile(self._note)
+            self._profiler = self._noting()
+            if _SWITCHES_FAST:
+                RemoteTensor.__torch_dispatch__ = staticmethod(_unwatched(self._profiler))  # type: ignore[assignment]
+            sys.setprofile(self._profiler)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._watches and sys.getprofile() == self._note:
+        if self._watches and sys.getprofile() is self._profiler:
             sys.setprofile(None)
+        if self._watches and _SWITCHES_FAST:
+            RemoteTensor.__torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]
 
-    def _note(self, frame: types.FrameType, event: str, function: Any) -> None:
-        if event == "c_call":
-            if function in EFFECTS or type(getattr(function, "__self__", None)) in self._output.writers:
-                self._output.note_call(frame, function)
-            return
-        code = frame.f_code
-        if event == "call" and id(code) not in self._ran:
-            self._ran[id(code)] = code
-            own = str(frame.f_globals.get("__name__", "")).startswith(self._package)
-            if not own and not is_library_code(frame.f_globals):
-                self._users.append(code)
+    def _noting(self) -> Callable[[types.FrameType, str, Any], None]:
+        """The profiler. It is called several hundred times for each op, so all that it needs is a variable of its own."""
+        effects, writers, note_call = EFFECTS, self._output.writers, self._output.note_call
+        ran, note_code = self._ran, self._add
+
+        def note(frame: types.FrameType, event: str, function: Any) -> None:
+            if event == "c_call":
+                if function in effects or (writers and type(function.__self__) in writers):
+                    note_call(frame, function)
+            elif event == "call" and id(code := frame.f_code) not in ran:
+                ran[id(code)] = code
+                note_code(frame, code)
+
+        return note
+
+    def _add(self, frame: types.FrameType, code: types.CodeType) -> None:
+        """Code runs for the first time in this call."""
+        own = str(frame.f_globals.get("__name__", "")).startswith(self._package)
+        if not own and not is_library_code(frame.f_globals):
+            self._users.append(code)
 
     def roots(self) -> dict[str, types.FunctionType]:
         """The functions that only libraries know, by name."""
@@ -106,6 +124,26 @@ class CodeWatch:
                 gc.freeze()
         if len(functions) <= MAX_FUNCTIONS:
             self._found += map(weakref.ref, functions)
+
+
+def _unwatched(profiler: Any) -> Callable[..., Any]:
+    """RemoteTensor.__torch_dispatch__ without this profiler: of the events of a step nine in ten are in GT's own code there.
+
+    Ops of other libraries keep it, since their kernels may be the user's. Other threads have no profiler.
+    """
+    get, put = sys.getprofile, sys.setprofile
+
+    def unwatched(func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if get() is not profiler or func.namespace != "aten":
+            return dispatch(func, types, args, kwargs)
+        put(None)
+        try:
+            return dispatch(func, types, args, kwargs)
+        finally:
+            put(profiler)
+
+    between.add(id(unwatched.__code__))  # a constant of this function's code
+    return unwatched
 
 
 def _functions_of(code: types.CodeType) -> list[types.FunctionType]:

@@ -1,7 +1,8 @@
 """Output of a recorded call: prints, log records, warnings, writes, changed files and threads, which a replay would not make.
 
-Knows no tensors. Functions that print and write are replaced by name. A call of one under another name is a call of C code,
-which CodeWatch reports.
+Questions to the operating system count too: the clock, random bytes, the state of files. Their answers may decide what a step
+does, and no guard compares them. Knows no tensors. Functions are replaced by name. A call of one under another name is a call
+of C code, which CodeWatch reports.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import _thread
 import atexit
 import builtins
 import contextlib
+import datetime
 import functools
 import io
 import logging
@@ -18,6 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterable
 from types import FrameType, ModuleType
@@ -31,7 +34,7 @@ WARNS = "warns"
 _FILES = (
     "mkdir rmdir remove unlink rename replace link symlink truncate ftruncate chmod chown utime mkfifo mknod open write writev"
 )
-_TABLE: Iterable[tuple[ModuleType, str, str]] = (
+_TABLE: Iterable[tuple[ModuleType | type, str, str]] = (
     (os, _FILES, "changes files"),
     (os, "system fork forkpty kill killpg posix_spawn", "starts or signals a process"),
     (os, "chdir fchdir umask nice setpriority sched_setaffinity", "changes a setting of the process"),
@@ -40,7 +43,14 @@ _TABLE: Iterable[tuple[ModuleType, str, str]] = (
     (atexit, "register unregister", "registers a function for the end of the program"),
     (signal, "setitimer alarm raise_signal", "changes signals"),
     (torch, "set_num_threads set_num_interop_threads set_flush_denormal", "changes a setting of torch"),
-)  # functions in C that have effects
+    (time, "time monotonic perf_counter process_time thread_time", "asks for the time"),
+    (time, "time_ns monotonic_ns perf_counter_ns process_time_ns thread_time_ns", "asks for the time"),
+    (time, "localtime gmtime ctime asctime strftime", "asks for the time"),
+    (datetime.datetime, "now utcnow today", "asks for the time"),
+    (datetime.date, "today", "asks for the time"),
+    (os, "urandom getrandom", "asks the system for random bytes"),
+    (os, "stat lstat access listdir scandir readlink getcwd getloadavg", "asks for the state of files or of the system"),
+)  # functions in C that have effects, or whose answer is another one at each call
 EFFECTS = {getattr(module, name): what for module, names, what in _TABLE for name in names.split() if hasattr(module, name)}
 _WRITERS = (
     ("_csv", "Writer", "writes rows"),

@@ -17,13 +17,17 @@ import torch
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from gt.client.capture.recording import CallRecording
+from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import StateItem, StateSnapshot, is_scalar_like, names_in, unchanged
 from gt.client.capture.watches.scheduler_step import SchedulerStep
 from gt.client.values.learning_rates import LearningRates
 
 AFTER = ", and Python does not run in a replay: step it after the function"
-_CYCLED = ", as OneCycleLR and CyclicLR do unless they get cycle_momentum=False"
+_CYCLED = (
+    ", as OneCycleLR and CyclicLR do unless they get cycle_momentum=False; one program serves all values of torch's SGD, Adam "
+    "and AdamW without fused and foreach"
+)
+_TENSOR_NEXT = ", which is a tensor in the next calls; they can become a program"
 _ASKED = frozenset({"step", "__class__"})  # attributes that anybody may read
 _UNKNOWN = object()
 
@@ -140,10 +144,16 @@ class SchedulerWatch:
             self.obstacle = self.obstacle or "another thread steps a scheduler"
 
     def _note_changes(self, groups: list[dict[str, Any]]) -> None:
-        for old, new in zip(groups, _settings(self.entry.optimizers), strict=True):
-            for name in new:
-                if name != "lr" and not unchanged(old.get(name, _UNKNOWN), new[name]):
-                    self.obstacle = self.obstacle or f"a scheduler changes {name!r} of an optimizer{_CYCLED}"
+        now = [group for optimizer in self.entry.optimizers for group in optimizer.param_groups]
+        for old, group in zip(groups, now, strict=True):
+            for name in group:
+                if name == "lr" or unchanged(old.get(name, _UNKNOWN), group[name]) or self.rates.holds(group, name):
+                    continue
+                what = f"a scheduler changes {name!r} of an optimizer"
+                if self.rates.may_cycle(self.entry.optimizers, group, name):
+                    self.tape.prevents.append(Difference("", what + _TENSOR_NEXT))
+                else:
+                    self.obstacle = self.obstacle or what + _CYCLED
 
     # ---- after the call
 
@@ -187,6 +197,13 @@ def names_beside(state: StateSnapshot) -> set[str]:
     classes = {kind for scheduler in schedulers for kind in type(scheduler).__mro__}
     own = {f.__code__ for kind in classes for f in vars(kind).values() if isinstance(f, types.FunctionType)}
     return set().union(*(names_in(code) for code in state.codes - own))
+
+
+def holds_groups(state: StateSnapshot) -> bool:
+    """True if a function reaches an optimizer's groups by other means than the optimizer."""
+    owners = {id(vars(optimizer)) for optimizer in state.optimizers} | {id(o.param_groups) for o in state.optimizers}
+    groups = {id(part) for o in state.optimizers for part in (o.param_groups, *o.param_groups)}
+    return any(id(item.value) in groups and id(item.holder) not in owners for item in state.items)
 
 
 def steps_differ(a: list[SchedulerStep], b: list[SchedulerStep]) -> bool:

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 import gt
+from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.trace.op_info import info_of
 
 pytestmark = pytest.mark.usefixtures("plain_threads", "one")
 CALLS, CHANGE = 9, 5
@@ -379,3 +381,36 @@ def test_a_class_whose_module_is_a_descriptor_can_be_reached() -> None:
 
     for n in range(4):
         assert step(torch.full((2,), float(n)).to("remote")).tolist() == [2.0 * n] * 2
+
+
+def test_a_recorded_call_is_watched_outside_of_gts_own_code_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profiler within each op costs as much as the op."""
+    training, seen = Training(), []
+    original = RemoteTensor.__torch_dispatch__
+    training.between = lambda h: seen.append(RemoteTensor.__torch_dispatch__)
+    handler = info_of(torch.ops.aten.detach.default).handler
+
+    def noting(*call: Any) -> Any:
+        seen.append(sys.getprofile())
+        return handler(*call)
+
+    monkeypatch.setattr(info_of(torch.ops.aten.detach.default), "handler", noting)
+    gt.compile(training.step)(torch.ones(5, 4))
+    inside, *profilers = seen
+    assert RemoteTensor.__torch_dispatch__ is original and sys.getprofile() is None
+    if sys.version_info < (3, 12):
+        assert inside is not original and profilers and not any(profilers)
+    assert all(p.grad is not None and p.grad.grad_fn is None for p in training.model.parameters())
+
+
+def test_another_threads_ops_are_not_watched() -> None:
+    training, seen = Training(), []
+
+    def between(h: torch.Tensor) -> None:
+        thread = threading.Thread(target=lambda: seen.append((torch.ones(2, device="remote") * 2, sys.getprofile())))
+        thread.start()
+        thread.join()
+
+    training.between = between
+    gt.compile(training.step)(torch.ones(5, 4))
+    assert seen[0][0].tolist() == [2.0, 2.0] and seen[0][1] is None

@@ -1,8 +1,9 @@
-"""Effects of a captured step outside of tensors happen at each call, whatever function of Python has them."""
+"""Effects outside of tensors, and questions to the system, happen at each call, whatever function of Python has them."""
 
 from __future__ import annotations
 
 import csv
+import datetime
 import functools
 import io
 import logging
@@ -13,6 +14,8 @@ import pathlib
 import sqlite3
 import sys
 import threading
+import time
+import uuid
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -126,6 +129,46 @@ def test_an_effect_happens_at_each_call(name: str, tmp_path: pathlib.Path) -> No
         step = calls(effect)
         assert count() == CALLS, step.explain()
     assert "in parts" in step.explain() and "the function" in step.explain()
+
+
+def deadline(_: pathlib.Path) -> tuple[Callable[[], bool], Callable[[], Any]]:
+    ends = [time.monotonic() + 3600]
+    return lambda: time.monotonic() < ends[0], lambda: ends.__setitem__(0, time.monotonic())
+
+
+def stop_file(folder: pathlib.Path) -> tuple[Callable[[], bool], Callable[[], Any]]:
+    path = folder / "stop"
+    return lambda: not path.exists(), path.touch
+
+
+def names(folder: pathlib.Path) -> tuple[Callable[[], bool], Callable[[], Any]]:
+    listed = os.listdir  # held under another name
+    return lambda: not listed(folder), lambda: (folder / "a").touch()
+
+
+@pytest.mark.parametrize("make", [deadline, stop_file, names])
+def test_the_clock_and_files_decide_at_each_call(make: Callable[..., Any], tmp_path: pathlib.Path) -> None:
+    asks, change = make(tmp_path)
+    weight = torch.zeros((), device="remote")
+
+    @gt.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return weight.add_(x if asks() else -x).clone()
+
+    values = []
+    for n in range(2 * CALLS):
+        if n == CALLS:
+            change()
+        values.append(step(torch.ones(())).item())
+    assert values == [*range(1, CALLS + 1), *range(CALLS - 1, -1, -1)], step.explain()
+    assert "in parts" in step.explain() and "the function asks for the" in step.explain()
+
+
+@pytest.mark.parametrize("ask", [time.perf_counter_ns, datetime.datetime.now, uuid.uuid4], ids=["clock", "date", "uuid"])
+def test_an_answer_of_the_system_is_another_one_at_each_call(ask: Callable[[], Any]) -> None:
+    step = gt.compile(lambda x: (x * 2, str(ask())))
+    answers = {step(torch.ones(4))[1] for _ in range(CALLS)}
+    assert len(answers) == CALLS, step.explain()
 
 
 def test_a_setting_of_the_process_is_set_at_each_call() -> None:

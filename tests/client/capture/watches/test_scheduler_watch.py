@@ -24,10 +24,11 @@ def sequence(optimizer: torch.optim.Optimizer) -> Any:
 
 
 class History(lr_scheduler.LRScheduler):
-    """A scheduler of a user, which keeps a list of rates."""
+    """A scheduler of a user, which keeps a list of rates and a flag."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.history: list[float] = []
+        self.keeps = True
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
