@@ -274,9 +274,7 @@ def test_one_program_serves_all_momenta_and_betas(name: str, how: str, one: None
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("name", ["SGD nesterov", "AdamW"])
-def test_momenta_and_betas_split_over_workers(
-    name: str, zero: int, session: Callable[..., None], plain_threads: None
-) -> None:
+def test_momenta_and_betas_split_over_workers(name: str, zero: int, session: Callable[..., None], plain_threads: None) -> None:
     session(SPLIT % zero)
     with gt.signal.context("data"):
         losses, _, step = cycled("remote", name, True)
