@@ -7,18 +7,16 @@ they alone name. The state that such code uses has to be compared too, so it is 
 from __future__ import annotations
 
 import gc
-import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from gt.client import current_session
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.user_code import is_library_code
-from gt.client.capture.watches.output_watch import EFFECTS, OutputWatch
-from gt.client.device.remote_tensor import RemoteTensor
-from gt.client.trace.dispatch import between, dispatch
+from gt.client.capture.watches.call_events import CallEvents, call_events
+from gt.client.capture.watches.output_watch import OutputWatch
 from gt.wire.process_settings import program_froze
 
 UNKNOWN = "runs in this call, and was not compared before it; the next calls can become a program"
@@ -26,7 +24,6 @@ HIDDEN = (
     "runs in each call, and GT finds no function of it to compare the values that it uses: "
     "have the function name what it calls, or do it outside the function"
 )
-_SWITCHES_FAST = sys.version_info < (3, 12)  # later Pythons change the code of functions whenever a profiler comes or goes
 MAX_FUNCTIONS = 64  # of one code, such as closures, that are walked
 
 
@@ -34,12 +31,10 @@ class CodeWatch:
     """The code that runs in recorded calls of one compiled function. As a context manager it notes what runs inside."""
 
     def __init__(self) -> None:
-        self._ran: dict[int, types.CodeType] = {}  # by identity, each kept alive so that identities stay unique
         self._users: list[types.CodeType] = []  # those of the user's
         self._found: list[weakref.ref[types.FunctionType]] = []
         self._searched: set[types.CodeType] = set()
-        self._watches = False
-        self._profiler: Any = None
+        self._events: CallEvents | None = None
         self._package = ""  # of the session's class
         self._output = OutputWatch()
 
@@ -49,38 +44,18 @@ class CodeWatch:
         return self
 
     def __enter__(self) -> CodeWatch:
-        self._ran, self._users = {}, []
+        self._users = []
         # A session is GT's, also a test's own, with the modules beside it
         self._package = f"{type(current_session.current().session).__module__.rpartition('.')[0]}."
-        # A program that is profiled keeps its profiler
-        self._watches = sys.getprofile() is None
-        if self._watches:
-            self._profiler = self._noting()
-            if _SWITCHES_FAST:
-                RemoteTensor.__torch_dispatch__ = staticmethod(_unwatched(self._profiler))  # type: ignore[assignment]
-            sys.setprofile(self._profiler)
+        self._events = call_events(self._add, self._output)
+        if self._events is not None:
+            self._events.begin()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._watches and sys.getprofile() is self._profiler:
-            sys.setprofile(None)
-        if self._watches and _SWITCHES_FAST:
-            RemoteTensor.__torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]
-
-    def _noting(self) -> Callable[[types.FrameType, str, Any], None]:
-        """The profiler. It is called several hundred times for each op, so all that it needs is a variable of its own."""
-        effects, writers, note_call = EFFECTS, self._output.writers, self._output.note_call
-        ran, note_code = self._ran, self._add
-
-        def note(frame: types.FrameType, event: str, function: Any) -> None:
-            if event == "c_call":
-                if function in effects or (writers and type(function.__self__) in writers):
-                    note_call(frame, function)
-            elif event == "call" and id(code := frame.f_code) not in ran:
-                ran[id(code)] = code
-                note_code(frame, code)
-
-        return note
+        events, self._events = self._events, None
+        if events is not None:
+            events.end()
 
     def _add(self, frame: types.FrameType, code: types.CodeType) -> None:
         """Code runs for the first time in this call."""
@@ -102,7 +77,7 @@ class CodeWatch:
         """Prevent a program of a call that ran code which is not among the walked. Looks for the code's functions."""
         known = {id(code) for code in _with_nested(walked)}
         unknown = [code for code in self._users if id(code) not in known]
-        self._ran, self._users = {}, []
+        self._users = []
         hidden = [code for code in unknown if code in self._searched]
         for code in unknown:
             if code not in self._searched:
@@ -124,26 +99,6 @@ class CodeWatch:
                 gc.freeze()
         if len(functions) <= MAX_FUNCTIONS:
             self._found += map(weakref.ref, functions)
-
-
-def _unwatched(profiler: Any) -> Callable[..., Any]:
-    """RemoteTensor.__torch_dispatch__ without this profiler: of the events of a step nine in ten are in GT's own code there.
-
-    Ops of other libraries keep it, since their kernels may be the user's. Other threads have no profiler.
-    """
-    get, put = sys.getprofile, sys.setprofile
-
-    def unwatched(func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if get() is not profiler or func.namespace != "aten":
-            return dispatch(func, types, args, kwargs)
-        put(None)
-        try:
-            return dispatch(func, types, args, kwargs)
-        finally:
-            put(profiler)
-
-    between.add(id(unwatched.__code__))  # a constant of this function's code
-    return unwatched
 
 
 def _functions_of(code: types.CodeType) -> list[types.FunctionType]:

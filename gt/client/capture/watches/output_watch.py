@@ -107,10 +107,9 @@ class OutputWatch:
             setattr(owner, name, noting)
             self._patches.append((owner, name, original, noting))
 
-    def note_call(self, frame: FrameType, function: Any) -> None:
-        """Code of C is called that has an effect: one of EFFECTS, or a method of `writers`."""
+    def note_call(self, frame: FrameType, what: str) -> None:
+        """Code of C is called that has an effect: one of EFFECTS, or a method of `writers`. what: as these have it."""
         if not self.place and threading.get_ident() == self._thread:
-            what = EFFECTS.get(function) or self.writers[type(function.__self__)]
             self._note(frame, what, False)
 
     def _note(self, frame: FrameType | None, what: str, of_libraries: bool) -> None:
