@@ -20,6 +20,13 @@ MAX_SHOWN = 8  # differences in an error
 PART_BYTES = 32 << 20  # bytes of a module's tensors that are read at once, unless
 MAX_PARTS = 64  # parts have less than this share
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta"})
+_MOMENTS_OF: dict[type, frozenset[str]] = {  # names that other optimizers may give to state of any shape
+    torch.optim.Adagrad: frozenset({"sum"}),
+    torch.optim.Adamax: frozenset({"exp_inf"}),
+    torch.optim.ASGD: frozenset({"ax"}),
+    torch.optim.RMSprop: frozenset({"grad_avg"}),
+    torch.optim.Rprop: frozenset({"prev", "step_size"}),
+}
 _KEPT = {  # torch's optimizers whose options others have too: the state of each parameter, and that of an option
     "Adam": ({"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"}),
     "AdamW": ({"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"}),
@@ -295,10 +302,11 @@ def _optimizer_changes(optimizer: torch.optim.Optimizer, state: Any, name: str, 
     if foreign:
         problems.append(f"{name or 'the state'} {foreign}")
         return
+    moments = _MOMENTS.union(*(names for kind, names in _MOMENTS_OF.items() if isinstance(optimizer, kind)))
     for number, parameter in zip(saved, own, strict=True):
         for key, value in (state["state"].get(number) or {}).items():
             # Moments are as their parameter; other state may have any shape
-            moment = isinstance(value, torch.Tensor) and key in _MOMENTS
+            moment = isinstance(value, torch.Tensor) and key in moments
             if moment and value.shape != parameter.shape:
                 problems.append(f"{_join(name, f'state.{number}.{key}')} is {_show(value)}, its parameter {_show(parameter)}")
     before = {"state": optimizer.state, "param_groups": optimizer.param_groups}  # a load replaces both

@@ -622,6 +622,31 @@ def test_the_state_of_another_optimizer_is_refused_before_anything_changes(one, 
     optimizer.step()  # with its own options, as before
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "moment"),
+    [
+        ("Adagrad", {}, "sum"), ("Adamax", {}, "exp_inf"), ("ASGD", {}, "ax"), ("Rprop", {}, "prev"),
+        ("RMSprop", {"centered": True}, "grad_avg"), ("SGD", {"momentum": 0.9}, "momentum_buffer"),
+    ],
+)  # fmt: skip
+def test_moments_of_other_shapes_are_refused_before_anything_changes(one, tmp_path, kind, options, moment):
+    """torch takes them, and fails at the next step."""
+
+    def trained_by(*sizes):
+        model = nn.Linear(*sizes, bias=False).to("remote")
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
+        model(torch.ones(1, sizes[0], device="remote")).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    gt.save({"optimizer": trained_by(3, 2)}, tmp_path / "saved")
+    optimizer = trained_by(2, 3)
+    said = rf"state\.0\.{moment} is float32\[2, 3\], its parameter float32\[3, 2\]"
+    with pytest.raises(gt.CheckpointError, match=said):
+        gt.load(tmp_path / "saved", into={"optimizer": optimizer})
+    optimizer.step()
+
+
 PARAMETERWISE = [
     "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 ]  # fmt: skip
