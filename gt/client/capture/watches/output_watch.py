@@ -30,7 +30,7 @@ import torch
 
 from gt.client.capture.user_code import is_library
 
-WARNS = "warns"
+WARNS, ASKS_TIME = "warns", "asks for the time"
 _FILES = (
     "mkdir rmdir remove unlink rename replace link symlink truncate ftruncate chmod chown utime mkfifo mknod open write writev"
 )
@@ -43,11 +43,11 @@ _TABLE: Iterable[tuple[ModuleType | type, str, str]] = (
     (atexit, "register unregister", "registers a function for the end of the program"),
     (signal, "setitimer alarm raise_signal", "changes signals"),
     (torch, "set_num_threads set_num_interop_threads set_flush_denormal", "changes a setting of torch"),
-    (time, "time monotonic perf_counter process_time thread_time", "asks for the time"),
-    (time, "time_ns monotonic_ns perf_counter_ns process_time_ns thread_time_ns", "asks for the time"),
-    (time, "localtime gmtime ctime asctime strftime", "asks for the time"),
-    (datetime.datetime, "now utcnow today", "asks for the time"),
-    (datetime.date, "today", "asks for the time"),
+    (time, "time monotonic perf_counter process_time thread_time", ASKS_TIME),
+    (time, "time_ns monotonic_ns perf_counter_ns process_time_ns thread_time_ns", ASKS_TIME),
+    (time, "localtime gmtime ctime asctime strftime", ASKS_TIME),
+    (datetime.datetime, "now utcnow today", ASKS_TIME),
+    (datetime.date, "today", ASKS_TIME),
     (os, "urandom getrandom", "asks the system for random bytes"),
     (os, "stat lstat access listdir scandir readlink getcwd getloadavg", "asks for the state of files or of the system"),
 )  # functions in C that have effects, or whose answer is another one at each call
@@ -115,7 +115,7 @@ class OutputWatch:
     def _note(self, frame: FrameType | None, what: str, of_libraries: bool) -> None:
         # Logger.info and others call handle(), Path.write_text calls open(): the first caller outside of them is of interest
         while frame is not None and (top := _top(frame)) in sys.stdlib_module_names:
-            if top in _OF_PYTHON:
+            if top in _OF_PYTHON or (top == "logging" and what == ASKS_TIME):  # a record has the time, and is noted by itself
                 return
             frame = frame.f_back
         if frame is not None and (of_libraries or not is_library(frame.f_globals.get("__name__"))):

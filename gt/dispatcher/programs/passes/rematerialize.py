@@ -2,10 +2,9 @@
 
 Autograd keeps the outputs of GELU, layer norm and casts for the backward pass, beside their inputs. Each is freed after its
 last use before the peak. The same op on the same values computes it again right before its next use. Only values that
-lower the peak are recomputed, within a small part of the step's work. This is rematerialization as in register allocation
-(Briggs et al. 1992), and selective activation recomputation as in training (Chen et al. 2016; Korthikanti et al. 2022).
-The second computation needs the op's input. One that would be freed before is kept, if it is smaller than the value: the
-bf16 input of a norm in place of its fp32 cast.
+lower the peak are recomputed, within a small part of the step's work. This is rematerialization (Briggs et al. 1992), in
+training selective activation recomputation (Chen et al. 2016; Korthikanti et al. 2022). An input that would be freed before is
+kept if it is smaller than the value: the bf16 input of a norm in place of its fp32 cast.
 
 Example, where %2 is freed over the peak at `softmax`:
 

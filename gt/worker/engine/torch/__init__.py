@@ -135,8 +135,7 @@ class TorchEngine:
     def compiler(self, backend: str) -> tuple[Compiler | None, str]:
         """The compiler of segments, and the reason if it is not the one that was asked for."""
         if self._inductor is None:
-            processes = self._lowering or LoweringProcesses(self.device, processes_beside(self.device))
-            self._inductor = Inductor(self, processes)
+            self._inductor = Inductor(self, self._lowering)
         if backend != "cudagraphs" or self.host:
             return self._inductor, "no CUDA device, so inductor" if backend == "cudagraphs" else ""
         if self._graphs is None:

@@ -32,7 +32,7 @@ from gt.worker.engine.torch.compiler import code_cache
 from gt.worker.engine.torch.compiler.compiled_segment import Code, InputSignature, Traced
 from gt.worker.engine.torch.compiler.early_results import early_taps, tap
 from gt.worker.engine.torch.compiler.kernel_builds import Waits, kernel_builds, start_build_processes
-from gt.worker.engine.torch.compiler.lowering import LoweringProcesses
+from gt.worker.engine.torch.compiler.lowering import LoweringProcesses, processes_beside
 from gt.worker.engine.torch.dtypes import DTYPE, NAME
 from gt.worker.engine.torch.gpu import channels_last
 from gt.worker.engine.torch.overloads import OVERLOADS
@@ -61,8 +61,8 @@ class Inductor:
     name = "inductor"
     recorder: DeviceRecorder | None = None
 
-    def __init__(self, engine: Any, processes: LoweringProcesses) -> None:
-        """processes: that lower segments beside this one."""
+    def __init__(self, engine: Any, processes: LoweringProcesses | None = None) -> None:
+        """processes: that lower segments beside this one; None starts as many as fit the device and its host."""
         warnings.filterwarnings("ignore", r"\s*Online softmax is disabled", UserWarning)  # of no use to the user
         code_cache.secure()
         if engine.kind == "cuda":
@@ -72,7 +72,7 @@ class Inductor:
         self.draws = engine.draws
         self._kept: dict[Hashable, CompiledSegment | SegmentRefusal] = {}
         self._fits: dict[str, bool] = {}
-        self._processes = processes
+        self._processes = processes or LoweringProcesses(engine.device, processes_beside(engine.device))
 
     # ---- what can be compiled
 
