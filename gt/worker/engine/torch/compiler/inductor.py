@@ -29,6 +29,7 @@ from gt.worker.engine.base import CompiledSegment, DeviceRecorder, SegmentRefusa
 from gt.worker.engine.codegen import finish, fitting
 from gt.worker.engine.torch.bounds import BOUNDS
 from gt.worker.engine.torch.compiler import code_cache
+from gt.worker.engine.torch.compiler.accumulate import accumulated_products
 from gt.worker.engine.torch.compiler.compiled_segment import Code, InputSignature, Traced
 from gt.worker.engine.torch.compiler.early_results import early_taps, tap
 from gt.worker.engine.torch.compiler.kernel_builds import Waits, kernel_builds, start_build_processes
@@ -69,6 +70,7 @@ class Inductor:
             start_build_processes()
         self._engine = engine
         self.channels_last = engine.kind == "cuda"  # convolutions may have this layout
+        self.accumulates = engine.kind == "cuda"  # products may add to a tensor, whose numbers are then rounded once
         self.draws = engine.draws
         self._kept: dict[Hashable, CompiledSegment | SegmentRefusal] = {}
         self._fits: dict[str, bool] = {}
@@ -168,7 +170,7 @@ class Inductor:
     def _lower(self, request: _Request, key: Hashable) -> Code:
         compile_fx = load_inductor()
         traced = self._trace(request)
-        with early_taps():
+        with early_taps(), accumulated_products() if self.accumulates else nullcontext():
             run = compile_fx(traced.graph, traced.fakes)
         return Code(traced, run, request.signature, request.written, key)
 
