@@ -27,7 +27,7 @@ import native_tp
 GPUS = 2
 NOISE = 2e-2  # relative: what bf16 weights do to the losses of so many steps where kernels differ
 RIVALS = {"dp2": ("ddp", "fsdp2"), "tp2": ("dtensor",), "pp2": ("11:4:1f1b", "12:4:1f1b", "12:8:1f1b")}
-CASES = {"dp2": ("dp2",), "tp2": ("tp2",), "pp2": ("11:4:zb-h1", "12:4:zb-h1", "12:4:1f1b")}
+CASES = {"dp2": ("dp2",), "tp2": ("tp2",), "pp2": ("12:4:zb-h1", "12:4:1f1b")}
 RATE = {"dp2": 1.0, "tp2": 1.1, "pp2": 1.2}  # at least, times that of the best rival
 MEMORY = 1.05  # at most, times that of the best rival
 COLUMNS = {"": -30, "ms": 10, "alone ms": 10, "tokens/s": 11, "first s": 9, "losses off by": 15, "peak MiB": 20}

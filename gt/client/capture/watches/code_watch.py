@@ -7,9 +7,10 @@ they alone name. The state that such code uses has to be compared too, so it is 
 from __future__ import annotations
 
 import gc
+import sys
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gt.client import current_session
@@ -60,7 +61,7 @@ class CodeWatch:
     def _add(self, frame: types.FrameType, code: types.CodeType) -> None:
         """Code runs for the first time in this call."""
         own = str(frame.f_globals.get("__name__", "")).startswith(self._package)
-        if not own and not is_library_code(frame.f_globals):
+        if not own and not is_library_code(frame.f_globals) and not _only_a_traceback(frame.f_globals):
             self._users.append(code)
 
     def roots(self) -> dict[str, types.FunctionType]:
@@ -99,6 +100,11 @@ class CodeWatch:
                 gc.freeze()
         if len(functions) <= MAX_FUNCTIONS:
             self._found += map(weakref.ref, functions)
+
+
+def _only_a_traceback(namespace: Mapping[str, Any]) -> bool:
+    """True for globals of code that Cython 3.1 evaluates for a line of a traceback, in modules for any version of Python."""
+    return namespace.get("getframe") is sys._getframe and namespace.keys() <= {"getframe", "__builtins__"}
 
 
 def _functions_of(code: types.CodeType) -> list[types.FunctionType]:

@@ -414,3 +414,20 @@ def test_another_threads_ops_are_not_watched() -> None:
     training.between = between
     gt.compile(training.step)(torch.ones(5, 4))
     assert seen[0][0].tolist() == [2.0, 2.0] and seen[0][1] is None
+
+
+def test_a_line_of_a_librarys_traceback_is_no_code_of_the_users() -> None:
+    """Cython's modules for any version of Python evaluate such code where they raise an error, also one that they catch."""
+    training = Training()
+    line = compile("getframe()", "library/module.pyx", "eval").replace(co_name="library.module.check")
+
+    def between(h: torch.Tensor) -> torch.Tensor:
+        eval(line, {"getframe": sys._getframe})
+        return h * 1.0
+
+    training.between = between
+    step = gt.compile(training.step)
+    for _ in range(CALLS):
+        step(torch.ones(5, 4))
+    assert step._programs[0].replays, step.explain()
+    assert "library.module.check" not in step.explain()
