@@ -108,6 +108,11 @@ def test_a_program_is_lowered_by_processes_that_started_with_the_recorded_call(t
 
 
 @compiler
+def test_processes_that_have_lowered_a_small_graph_before_lower_segments(tmp_path: Path) -> None:
+    alone(warmed_beside, tmp_path)
+
+
+@compiler
 def test_processes_with_nothing_to_do_end_by_themselves(tmp_path: Path) -> None:
     alone(idle_beside, tmp_path)
 
@@ -159,8 +164,33 @@ def prepared_beside() -> None:
     assert report(got)["compiled"] == 4 and not children()
 
 
+def warmed_beside() -> None:
+    """Each warms up once, whichever is first, and keeps no code of it."""
+    warmed, exchange = list[int](), LoweringProcesses._exchange
+
+    def noted(self: LoweringProcesses, process: Any, line: bytes) -> None:
+        exchange(self, process, line)
+        if line == lowering._WARM_UP:
+            warmed.append(process.pid)
+
+    lowering.gains_from_warm_up = lambda device: True
+    LoweringProcesses._exchange = noted  # type: ignore[method-assign]
+    engine, beside = with_processes()
+    pids = {process.pid for process in beside._processes}
+    beside._lowered(lambda: "no segment")  # waits for a process that is free
+    script, held = segments(3)
+    got, want = script.bench("inductor", dict(held), engine), script.bench("eager", dict(held))
+    for _ in range(2):
+        replay(got)
+        replay(want)
+        same(got, want)
+    assert report(got)["compiled"] == 3 and not children()
+    assert set(warmed) == pids and len(warmed) == 2, (warmed, pids)
+
+
 def idle_beside() -> None:
     lowering.MAX_IDLE_SECONDS = 0.0
+    lowering.gains_from_warm_up = lambda device: True
     beside = LoweringProcesses(torch.device("cpu"), 2)
     wait(beside._starts)
     for process in beside._processes:

@@ -188,6 +188,22 @@ class Inductor:
             for wait in waits if self._engine.host else ():
                 wait()
 
+    def warm_up(self) -> None:
+        """Lower a small graph, and keep no code: what Inductor makes at its first use on a device takes it seconds."""
+        from torch._functorch import config as tracing
+        from torch._inductor import config
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        compile_fx = load_inductor()
+        with _alone, self._engine.guard(), kernel_builds(self._engine.host, build=False):
+            with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True):
+                fakes = [torch.empty(shape, device=self._engine.device) for shape in ((64, 32), (32, 64), (64,))]
+                graph = make_fx(_small_layer)(*fakes)
+            with config.patch(fx_graph_cache=False), tracing.patch(enable_autograd_cache=False):
+                compile_fx(graph, fakes)
+
     def _trace(self, request: _Request) -> Traced:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
@@ -241,6 +257,11 @@ class Inductor:
             raise ValueError("an op changes an input that its schema does not declare as written")
         _, outs, specs = results
         return Traced(graph, fakes, graph_inputs.given, outs, specs, changed)
+
+
+def _small_layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """A product, a function of each element, and a sum: one of each kind that Inductor lowers in its own way."""
+    return torch.nn.functional.gelu(torch.addmm(bias, x, weight)).softmax(-1).sum(0)
 
 
 def load_inductor() -> Callable:

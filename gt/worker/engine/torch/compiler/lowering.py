@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from queue import SimpleQueue
+from time import monotonic
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ MIN_FREE_BYTES = 4 << 30  # of a GPU's memory: each process takes some 0.5 GiB o
 MAX_WAIT_SECONDS = 180.0  # for one segment that a process lowers
 MAX_IDLE_SECONDS = 600.0  # for the first one: the step may turn out to be none that can be captured
 _ROOT = str(Path(__file__).parents[5])
+MIN_FREE_SHARE = 0.5  # of a GPU's memory, for a process to open the device before it has anything to lower
 _DONE = b"\n"  # what a process writes when it has started, and after each request
+_WARM_UP = b"\n"  # a request for no segment
 
 
 def processes_beside(device: torch.device) -> int:
@@ -45,6 +48,14 @@ def processes_beside(device: torch.device) -> int:
     if not cached or config.compile_threads == 1:
         return 0
     return max(0, min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // CORES_EACH - 1, available_bytes() // HOST_BYTES_EACH))
+
+
+def gains_from_warm_up(device: torch.device) -> bool:
+    """True for a GPU with much free memory: the first graph that a process lowers for it takes seconds more than later ones."""
+    if device.type != "cuda":
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    return free >= MIN_FREE_SHARE * total
 
 
 class LoweringProcesses:
@@ -112,17 +123,26 @@ class LoweringProcesses:
         return self._device.type != "cuda" or torch.cuda.mem_get_info(self._device)[0] >= MIN_FREE_BYTES
 
     def _started(self, process: subprocess.Popen[bytes]) -> None:
-        self._free.put(process if process.stdout.read(1) == _DONE else None)  # type: ignore[union-attr]
+        started, threads = process.stdout.read(1) == _DONE, self._threads  # type: ignore[union-attr]
+        if started and threads is not None and gains_from_warm_up(self._device):
+            threads.submit(self._exchange, process, _WARM_UP)
+        else:
+            self._free.put(process if started else None)
 
     def _lowered(self, request: Callable[[], str]) -> None:
         """Have a free process lower a request. If it has died, the caller finds nothing on disk."""
         line = request().encode() + b"\n"  # before a process is taken: a request that fails keeps none
-        process, answer = self._free.get(), b""
+        self._exchange(self._free.get(), line)
+
+    def _exchange(self, process: subprocess.Popen[bytes] | None, line: bytes) -> None:
+        """Wait for a process's answer to a request; then it is free."""
+        start, answer = monotonic(), b""
         if process is not None:
             with contextlib.suppress(OSError):  # it has died
                 process.stdin.write(line)  # type: ignore[union-attr]
                 process.stdin.flush()  # type: ignore[union-attr]
                 answer = process.stdout.read(1)  # type: ignore[union-attr]
+            log.debug("process %d took %.1f s%s", process.pid, monotonic() - start, " to warm up" * (line == _WARM_UP))
         self._free.put(process if answer == _DONE else None)
 
     def end(self) -> None:
@@ -141,7 +161,7 @@ class LoweringProcesses:
 def serve(parent: int, open_engine: Callable[[], Any], idle: float) -> None:
     """Such a process: it lowers what its parent hands to it, and ends with its parent.
 
-    idle: seconds for which it waits for the first request.
+    idle: seconds for which it waits for the first segment.
     """
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
@@ -150,14 +170,17 @@ def serve(parent: int, open_engine: Callable[[], Any], idle: float) -> None:
     import torch._inductor.compile_fx
     import torch._meta_registrations  # noqa: F401
 
-    compiler = None
+    compiler: Any = None
+    wait: float | None = idle
     os.write(answers, _DONE)
-    if not select.select([requests], [], [], idle)[0]:
-        return
-    for request in requests:
+    while select.select([requests], [], [], wait)[0] and (request := requests.readline()):
         try:
             compiler = compiler or open_engine().compiler("inductor")[0]
-            compiler.lower_on_disk(request)
+            if request == _WARM_UP:
+                compiler.warm_up()
+            else:
+                wait = None
+                compiler.lower_on_disk(request)
         except Exception as error:
             log.info("a segment is left to the worker", exc_info=error)
         os.write(answers, _DONE)
