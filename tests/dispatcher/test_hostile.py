@@ -479,6 +479,18 @@ def test_every_worker_is_told_of_a_recording_whose_program_will_be_compiled(benc
     assert [len(bench.to(peer, PrepareCompilation)) for peer in workers] == [told] * len(workers)
 
 
+def test_a_stream_of_recordings_has_each_worker_prepare_once(bench):
+    """One message has room for 60,000, of which each would be a message to every worker."""
+    begins = [RECORD, 1, COMPILED_LATER, 0] * 1000
+    bench.give(b"c", Ops(0, [], [], [*begins, RECORD, 1, 1, 0, *begins, RECORD, 1, 3, 0]))
+    idle = [[m.idle for m in bench.to(b"w%d" % n, PrepareCompilation)] for n in range(2)]
+    assert idle == [[False, True]] * 2
+    bench.feed(PeerLost(b"w1", "killed"))
+    bench.give(b"w1+", hello("worker", info={"name": "w1", "heap_bytes": 1 << 30}))
+    bench.give(b"c", Ops(1, [], [], begins))
+    assert len(bench.to(b"w1+", PrepareCompilation)) == 1 and not bench.to(b"w0", PrepareCompilation)
+
+
 @pytest.mark.parametrize("how", [-1, COMPILED_LATER + 1, 1.0, None, "1"])
 def test_a_recording_in_no_known_way_is_refused(bench, how):
     bench.give(b"c", Ops(0, [], [], [RECORD, 1, how, 0]))

@@ -59,6 +59,7 @@ class Programs:
         self.launches = self.kept = 0  # number of replays; instructions held by all programs
         self.sealed = -1  # op number behind the newest program: ops before it may have made constants of a program
         self._hints: dict[tuple, list[Layout | None]] = {}  # by `_kind`: the layouts that the last call gave its inputs
+        self._prepared: dict[int, tuple[bytes, bool]] = {}  # by worker: peer that was told to prepare, and whether it was idle
 
     @property
     def holds(self) -> bool:
@@ -89,9 +90,16 @@ class Programs:
         self._journal.record(tape.journal, tape.op_layouts)
         self._emitter.kept = tape.defines
         self.deferred.begin(how)
-        # 3. A compiler takes seconds to start: workers start theirs beside the recorded call.
-        for worker in self._cluster.workers if how else ():
-            if not worker.lost:
+        if how:
+            self._prepare_compilation()
+
+    def _prepare_compilation(self) -> None:
+        """Have workers start their compilers beside the recorded call, which takes them seconds. Each process starts one once."""
+        # A stream may begin thousands of recordings, and each worker would get as many messages.
+        for worker in self._cluster.workers:
+            prepared = self._prepared.get(worker.index, ())
+            if not worker.lost and prepared not in ((worker.peer, self.holds), (worker.peer, True)):
+                self._prepared[worker.index] = worker.peer, self.holds
                 self._context.out(worker.peer, PrepareCompilation(self.holds), ())
 
     def drop_copies(self) -> None:
