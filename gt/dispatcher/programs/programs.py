@@ -94,7 +94,7 @@ class Programs:
             self._prepare_compilation()
 
     def _prepare_compilation(self) -> None:
-        """Have workers start their compilers beside the recorded call, which takes them seconds. Each process starts one once."""
+        """Have workers start their compilers beside the recorded call, which takes seconds. Each process is told once."""
         # A stream may begin thousands of recordings, and each worker would get as many messages.
         for worker in self._cluster.workers:
             prepared = self._prepared.get(worker.index, ())

@@ -199,7 +199,10 @@ class Uploads:
                 self._read(upload, index)
 
     def give_up(self, keys: set[int]) -> None:
-        """Await none of these host copies: the instructions that use them are sent, and fail. Clients send the rest for nobody."""
+        """Await none of these host copies: the instructions that use them are sent, and fail.
+
+        The client sends the rest for nobody.
+        """
         for upload in [self.open[key] for key in keys & self.open.keys()]:
             if upload.awaited:
                 self._cancel(upload.key, upload.taken)

@@ -384,11 +384,11 @@ class Liar:
             return self.ops()
         request = rng.choice([rng.randrange(1 << 30), 1, -1])
         kinds: list[Message] = [
-            Fetch(request, self.as_int(self.id()), self.place() if self.shared and rng.random() < 0.5 else -1), Describe(request, [self.id() for _ in range(rng.randrange(3))]),
-            Inspect(request, self.as_int(self.id())), Stats(request), *([self.seal()] if rng.random() < 0.1 else []),
-            self.metrics(), self.roles(), Trace(request, rng.random() < 0.6), Stats(request, -1, True),
-            Interrupt(rng.choice([self.batch, self.batch - 1, -1, 1 << 62])), self.store(request), self.closing(),
-            InspectFragments(request, rng.choice([0, 1, 2, -1])), self.progress(),
+            Fetch(request, self.as_int(self.id()), self.place() if self.shared and rng.random() < 0.5 else -1),
+            Describe(request, [self.id() for _ in range(rng.randrange(3))]), Inspect(request, self.as_int(self.id())),
+            *([self.seal()] if rng.random() < 0.1 else []), Stats(request), Stats(request, -1, True), self.metrics(),
+            self.roles(), Trace(request, rng.random() < 0.6), Interrupt(rng.choice([self.batch, self.batch - 1, -1, 1 << 62])),
+            self.store(request), self.closing(), InspectFragments(request, rng.choice([0, 1, 2, -1])), self.progress(),
         ]  # fmt: skip
         if rng.random() < 0.2:
             return self.offer(), ()
