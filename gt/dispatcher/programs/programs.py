@@ -59,7 +59,7 @@ class Programs:
         self.launches = self.kept = 0  # number of replays; instructions held by all programs
         self.sealed = -1  # op number behind the newest program: ops before it may have made constants of a program
         self._hints: dict[tuple, list[Layout | None]] = {}  # by `_kind`: the layouts that the last call gave its inputs
-        self._prepared: dict[int, tuple[bytes, bool]] = {}  # by worker: peer that was told to prepare, and whether it was idle
+        self._prepared: tuple[tuple, bool] = (), False  # when workers were told to prepare, and whether they were idle
 
     @property
     def holds(self) -> bool:
@@ -94,13 +94,15 @@ class Programs:
             self._prepare_compilation()
 
     def _prepare_compilation(self) -> None:
-        """Have workers start their compilers beside the recorded call, which takes seconds. Each process is told once."""
-        # A stream may begin thousands of recordings, and each worker would get as many messages.
-        for worker in self._cluster.workers:
-            prepared = self._prepared.get(worker.index, ())
-            if not worker.lost and prepared not in ((worker.peer, self.holds), (worker.peer, True)):
-                self._prepared[worker.index] = worker.peer, self.holds
-                self._context.out(worker.peer, PrepareCompilation(self.holds), ())
+        """Have workers start their compilers beside the recorded call, which takes them seconds."""
+        # A stream may begin thousands of recordings without an op, and each worker would get as many messages.
+        living = [worker.peer for worker in self._cluster.workers if not worker.lost]
+        moment, idle = (self._cluster.seq, *living), self.holds
+        if self._prepared in ((moment, idle), (moment, True)):
+            return
+        self._prepared = moment, idle
+        for peer in living:
+            self._context.out(peer, PrepareCompilation(idle), ())
 
     def drop_copies(self) -> None:
         for tensor in self._with_copies():
