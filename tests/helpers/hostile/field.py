@@ -283,7 +283,7 @@ class Field:
     def finish(self) -> None:
         """Everybody hostile leaves: nothing of them is left."""
         for peer in list(self.liars):
-            self.liars.pop(peer)
+            self.liars.pop(peer, None)  # what waited for one that left may put out another
             self.feed(PeerLost(peer, "gone", self.now))
         self.honest_step()
         core = self.core
