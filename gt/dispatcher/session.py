@@ -97,12 +97,14 @@ class ClientSession:
             tensor.sums = None
 
         # 4. Whoever waits is told. What is deferred or held is sent after all: the other workers meet the end of the old
-        # process in it, and not its successor, which knows nothing of this.
+        # process in it, and not its successor, which knows nothing of this. An upload that is not here fails: a worker that
+        # waited for this client would hang for all others.
         self.failures.unreported.append(cause)
         self.fetches.fail_all(cause)
         self.outbox.send_deferred()
         self.uploads.give_up_files()
-        self.outbox.send_held()
+        self.outbox.lose(worker.index)
+        self.send_held()
         self.op_stream.acknowledge()
 
     def issued(self, seqs: set[int]) -> bool:

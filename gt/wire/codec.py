@@ -238,7 +238,7 @@ def check(value: Any, where: str) -> None:
         raise ProtocolError(f"{where} holds a {next(type(item).__name__ for item in value if type(item) not in _NUMBERS)}")
 
     # Level by level. Exact types: a bool or a subclass would pass isinstance.
-    lists, maps = ([value], []) if type(value) is list else ([], [value])
+    lists, maps = ([], [value]) if type(value) is dict else ([value if type(value) is list else [value]], [])
     for _ in range(MAX_DEPTH):
         items = [*chain.from_iterable(lists), *chain.from_iterable(map(dict.values, maps))]
         kinds = {*map(type, items)}

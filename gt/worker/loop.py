@@ -345,8 +345,13 @@ class Loop:
                 self._send_done()
 
     def _prepare(self, message: PrepareCompilation) -> None:
-        if prepare := getattr(self._engine, "prepare_compilation", None):
+        prepare = getattr(self._engine, "prepare_compilation", None)
+        if prepare is None:
+            return
+        try:
             prepare(message.idle)
+        except Exception as error:  # the program that needs the compiler reports it, and is executed without one
+            log.info("a compiler cannot be prepared", exc_info=error)
 
     def _switch(self, message: TorchSettings) -> None:
         """The Runs of another session follow."""

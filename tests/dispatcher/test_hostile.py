@@ -24,7 +24,7 @@ from gt.errors import DispatcherLost, UnsupportedOp
 from gt.ir import check
 from gt.ir.instr import COMPILED_LATER, DISCARD, FREE, PARAM, RECORD
 from gt.ir.spec import Spec
-from gt.wire.link import hello
+from gt.wire.link import MAY_SEND, hello
 from gt.wire.messages import (
     CHUNK,
     MAX_OTHERS,
@@ -79,6 +79,18 @@ def test_thousands_of_lies_harm_nobody(seed):
     assert field.internal < 20  # what nobody thought of is refused too, but is rare
 
 
+def test_every_message_and_code_is_said_as_a_peer_would_say_it():
+    """Liars who are put out for all that they say of a kind test nothing behind its first check."""
+    codes = ("FREE", "PARAM", "SHARDED", "STATE", "GRAD", "FRAGMENT", "DISCARD", "LAUNCH", "DROP")
+    want = {("client", code) for code in (*codes, *(f"RECORD {way}" for way in range(COMPILED_LATER + 1)))}
+    want |= {(role, cls.__name__) for role, (said, _) in MAY_SEND.items() for cls in said}
+    for seed in range(20):
+        want -= rounds(seed, 1000).taken.keys()
+        if not want:
+            return
+    raise AssertionError(f"never said, or never taken: {sorted(want)}")
+
+
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=10, deadline=None)
 def test_lies_from_any_seed_harm_nobody(seed):
@@ -116,6 +128,8 @@ def test_a_mutated_template_is_one_or_a_value_error(seed):
     [
         (Ops(5, [], [], []), "Ops.seq is 5, want 0"),
         (Ops(0, [[3, NEG]], [], []), "numbers from 16"),
+        (Ops(0, [[16, "x"]], [], []), "Ops.templates: template 16: 'x' is not a template"),
+        (Ops(0, [[16, 0.5]], [], []), "Ops.templates: template 16: 0.5 is not a template"),
         (Ops(0, [[16, row("aten.neg.default", nested(30), [], [])]], [], []), "Ops.templates is nested more than 24 deep"),
         (Ops(0, [[16, row("os.system.default", [], [], [])]], [], []), "os.system.default is not an op of the table"),
         (Ops(0, [[16, [*NEG[:3], [[[1 << 62, 4], [4, 1], 0, "float32"]], *NEG[4:]]]], [], []), "more than any memory holds"),
@@ -477,6 +491,44 @@ def test_every_worker_is_told_of_a_recording_whose_program_will_be_compiled(benc
     bench.give(b"c", Ops(0, [[17, NEG]], [[1, "f", 1, "", False, -1]], [RECORD, 1, how, 0, DISCARD]))
     workers = [worker.peer for worker in bench.core.cluster.workers]
     assert [len(bench.to(peer, PrepareCompilation)) for peer in workers] == [told] * len(workers)
+
+
+def test_a_stream_of_recordings_without_ops_has_each_worker_prepare_once(bench):
+    """One message has room for 60,000, of which each would be a message to every worker."""
+    begins = [RECORD, 1, COMPILED_LATER, 0] * 1000
+    bench.give(b"c", Ops(0, [], [], [*begins, RECORD, 1, 1, 0, *begins, RECORD, 1, 3, 0]))
+    idle = [[m.idle for m in bench.to(b"w%d" % n, PrepareCompilation)] for n in range(2)]
+    assert idle == [[False, True]] * 2
+    bench.feed(PeerLost(b"w1", "killed"))
+    bench.give(b"w1+", hello("worker", info={"name": "w1", "heap_bytes": 1 << 30}))
+    bench.give(b"c", Ops(1, [], [], begins))
+    assert [len(bench.to(peer, PrepareCompilation)) for peer in (b"w0", b"w1+")] == [1, 1]
+
+
+def test_no_worker_waits_for_a_client_when_another_is_lost(bench):
+    """A client that never sends an upload would hang the other workers for all sessions, once an op ends one of them."""
+    bench.client(b"d")
+    origins = [[1, "f", 1, "b", False, -1], [2, "f", 1, "a", False, -1]]
+    code = [16, 1, 0, 1, 17, 1, 1, 2, 16, 2, -1, 3, 17, 2, 3, 4]  # the first upload is here; the second one is asked for
+    bench.give(b"c", Ops(0, [[16, UPLOAD], [17, NEG]], origins, code), (bytes(64),))
+    (need,) = bench.to(b"c", UploadRequest)
+    bench.feed(PeerLost(b"w1", "killed"))
+    (run,) = bench.to(b"w0", Run)
+    assert need.key in run.code and [m.key for m in bench.to(b"w0", Data) if m.total == -1] == [need.key]
+    bench.give(b"w0", UploadProgress(need.key, 0))  # said before it knew
+    bench.give(b"c", UploadChunk(need.key, 0, 64), (bytes(64),))
+    assert not bench.to(b"w0", Data) and {b"c", b"d"} <= set(bench.core.sessions) and b"w0" in bench.core.workers
+
+
+def test_what_only_others_have_to_do_waits_on_for_its_upload_when_a_worker_is_lost(bench):
+    origins = [[1, "f", 1, "b", False, -1], [2, "f", 1, "a", False, -1]]
+    bench.give(b"c", Ops(0, [[16, UPLOAD], [17, NEG]], origins, [16, 1, 0, 1, 17, 1, 1, 2]), (bytes(64),))
+    bench.give(b"c", Ops(1, [], [], [16, 2, -1, 3, 17, 2, 3, 4]))
+    (need,) = bench.to(b"c", UploadRequest)
+    bench.feed(PeerLost(b"w1", "killed"))
+    assert not any(need.key in run.code for run in bench.to(b"w0", Run)) and not bench.to(b"w0", Data)
+    bench.give(b"c", UploadChunk(need.key, 0, 64), (bytes(64),))
+    assert [need.key in run.code for run in bench.to(b"w0", Run)] == [True]
 
 
 @pytest.mark.parametrize("how", [-1, COMPILED_LATER + 1, 1.0, None, "1"])

@@ -143,6 +143,18 @@ def test_a_compiler_is_prepared_for_before_the_next_run(dispatcher, worker, monk
     assert prepared == [True]
 
 
+def test_a_worker_outlives_a_compiler_that_cannot_be_prepared(dispatcher, worker, monkeypatch):
+    def prepare(self, idle):
+        raise ImportError("no inductor here")
+
+    monkeypatch.setattr(TorchEngine, "prepare_compilation", prepare)
+    dispatcher.greet()
+    dispatcher.send(PrepareCompilation(True))
+    dispatcher.send(Run(0, 10, [UPLOAD], [17, 0, 1, 5]))
+    dispatcher.send(Data(5, 0, 8), (bytes(8),))
+    assert dispatcher.next(Done)[0].seq == 0
+
+
 def test_a_worker_says_hello_and_carries_out(dispatcher, worker):
     hello = dispatcher.greet()
     assert (hello.role, hello.info["name"], hello.info["backend"]) == ("worker", "mine", "torch")

@@ -279,7 +279,8 @@ def ctc_loss(
 def one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """one_hot, which torch computes here by its rule for meta tensors: that compares with each class, and checks nothing.
 
-    The arguments are checked as on the CPU, and values where they are read anyway: for the number of classes.
+    The arguments are checked as on the CPU, and values where they are read anyway: for the number of classes. CPU workers check
+    the others by looking them up. A GPU that looks for what is not there ends its process.
     """
     if index.dtype is not torch.int64:
         raise RuntimeError(f"one_hot is only applicable to index tensor of type LongTensor, got {index.dtype}; try .long()")
@@ -290,6 +291,13 @@ def one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         if index.min().item() < 0:
             raise RuntimeError("Class values must be non-negative.")
         num_classes = int(index.max().item()) + 1
+        return _compare(index, num_classes)
     elif num_classes < 1:
         raise RuntimeError("Class values must be smaller than num_classes.")
-    return torch.eq(index.unsqueeze(-1), torch.arange(num_classes, device=index.device)).to(torch.int64)
+    elif not current_session.current().gpus:
+        index = torch.embedding(torch.arange(num_classes, device=index.device).unsqueeze(1), index).squeeze(-1)
+    return _compare(index, num_classes)
+
+
+def _compare(index: torch.Tensor, classes: int) -> torch.Tensor:
+    return torch.eq(index.unsqueeze(-1), torch.arange(classes, device=index.device)).to(torch.int64)

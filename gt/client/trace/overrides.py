@@ -159,6 +159,12 @@ def factory(overload: Any) -> Callable:
     return handler
 
 
+def permutation(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    """randperm, of a dtype that has all of its numbers."""
+    refusals.check_order(args[0], kwargs["out"].dtype, current().gpus)
+    return factory(aten.randperm.default)(info, args, kwargs)
+
+
 def arange(start: Any, end: Any, step: Any, *, dtype: torch.dtype | None = None, layout: Any = None, **rest: Any) -> Any:
     """torch.arange as one op. torch's own kernel makes an empty tensor first, to which it then gives other memory."""
     if layout not in (None, torch.strided):
@@ -257,7 +263,7 @@ def ignore(info: OpInfo, args: tuple, kwargs: dict) -> None:
 _WITH_RANGES = frozenset({
     "aten.random_.from", "aten.random_.to", "aten.random_.default", "aten.uniform_.default", "aten.normal_.default",
     "aten.bernoulli_.float", "aten.exponential_.default", "aten.geometric_.default", "aten.log_normal_.default",
-    "aten.cauchy_.default", "aten.normal.Tensor_float",
+    "aten.cauchy_.default", "aten.normal.Tensor_float", "aten.native_dropout.default",
 })  # fmt: skip
 _accepted: dict[str, set[tuple]] = {}  # by op: metas and numbers that were checked
 current_session.on_clear.append(_accepted.clear)
@@ -319,8 +325,8 @@ _ROWS: dict[str, Handler | None] = {
     **{f"aten.{name}.{kinds}": host_ops.ends for name in ("linspace", "logspace") for kinds in ENDS},
     "aten.eye.out": factory(aten.eye.default),
     "aten.eye.m_out": factory(aten.eye.m),
-    "aten.randperm.out": factory(aten.randperm.default),
-    "aten.randperm.generator_out": factory(aten.randperm.default),
+    "aten.randperm.out": permutation,
+    "aten.randperm.generator_out": permutation,
     **fused_steps.HANDLERS,
 }
 

@@ -22,6 +22,7 @@ from gt.errors import UnsupportedOp
 MAX_ELEMENTS_ON_CPU = 1 << 20  # of all operands together: the CPU executes smaller ops to get torch's error
 MAX_ACCEPTED = 1024  # sets of numbers that are remembered as checked, for each kind of call
 MAX_TRIED_ELEMENTS = 1 << 12  # of operands and results together: the CPU tries such a new kind of call, in about 10 us
+MAX_TRIED_ORDER = 1 << 17  # numbers of a random order: more than dtypes of two bytes have
 # Ops whose meta kernels accept shapes or arguments that the real ones refuse, without their namespace and overload
 _MORE_THAN_META = frozenset({
     "_ctc_loss", "add", "addbmm", "addcdiv", "addmm", "addmv", "argmax", "argmin", "as_strided_scatter", "baddbmm",
@@ -50,7 +51,7 @@ _CHECKED = frozenset({
 # Ops that refuse some numbers: as divisors or exponents of integers, as limits, as values of tensors
 _OF_DIVISORS = frozenset({"pow", "floor_divide", "fmod", "remainder", "div"})
 _OF_LIMITS = frozenset({"celu", "smooth_l1_loss"})
-_FILLS = frozenset({"fill", "masked_fill", "index_fill", "clamp", "clamp_min", "clamp_max", "where", "threshold"})
+_FILLS = frozenset({"fill", "masked_fill", "index_fill", "clamp", "clamp_min", "clamp_max", "where", "threshold", "scatter"})
 _FACTORIES = frozenset({"full", "full_like", "new_full"})
 _BROADER_HERE = frozenset({"histc"})  # workers take more dtypes than the CPU's kernel, as GPUs do
 # With the pointwise ops, those whose arguments name no sizes: large operands are tried with dims of 2 elements
@@ -244,6 +245,17 @@ def _try_numbers(
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             func(*tried, **named)
+    except _ERRORS as error:
+        if not (gpus and _about_dtypes(error)):
+            raise error.with_traceback(None) from None
+
+
+@functools.lru_cache(256)
+def check_order(n: int, dtype: torch.dtype, gpus: bool) -> None:
+    """Raise the CPU's error for a random order of n numbers that a dtype lacks."""
+    # A dtype that lacks numbers lacks some of the first ones, but for int32, whose order nobody would try
+    try:
+        torch.randperm(min(n, MAX_TRIED_ORDER), dtype=dtype, generator=_generator(), device="cpu")
     except _ERRORS as error:
         if not (gpus and _about_dtypes(error)):
             raise error.with_traceback(None) from None

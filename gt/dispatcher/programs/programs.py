@@ -59,6 +59,7 @@ class Programs:
         self.launches = self.kept = 0  # number of replays; instructions held by all programs
         self.sealed = -1  # op number behind the newest program: ops before it may have made constants of a program
         self._hints: dict[tuple, list[Layout | None]] = {}  # by `_kind`: the layouts that the last call gave its inputs
+        self._prepared: tuple[tuple, bool] = (), False  # when workers were told to prepare, and whether they were idle
 
     @property
     def holds(self) -> bool:
@@ -89,10 +90,19 @@ class Programs:
         self._journal.record(tape.journal, tape.op_layouts)
         self._emitter.kept = tape.defines
         self.deferred.begin(how)
-        # 3. A compiler takes seconds to start: workers start theirs beside the recorded call.
-        for worker in self._cluster.workers if how else ():
-            if not worker.lost:
-                self._context.out(worker.peer, PrepareCompilation(self.holds), ())
+        if how:
+            self._prepare_compilation()
+
+    def _prepare_compilation(self) -> None:
+        """Have workers start their compilers beside the recorded call, which takes them seconds."""
+        # A stream may begin thousands of recordings without an op, and each worker would get as many messages.
+        living = [worker.peer for worker in self._cluster.workers if not worker.lost]
+        moment, idle = (self._cluster.seq, *living), self.holds
+        if self._prepared in ((moment, idle), (moment, True)):
+            return
+        self._prepared = moment, idle
+        for peer in living:
+            self._context.out(peer, PrepareCompilation(idle), ())
 
     def drop_copies(self) -> None:
         for tensor in self._with_copies():

@@ -181,6 +181,17 @@ class Outbox:
         for buffered in held:
             self.dispatch(buffered)
 
+    def lose(self, index: int) -> None:
+        """Send what is held of a lost worker's last instructions and before, without uploads that are not here.
+
+        The other workers meet the end of the old process in it. What only they have to do waits on for its uploads.
+        """
+        last = max((n for n, held in enumerate(self.held) if any(w.index == index for w, *_ in held.rows)), default=-1)
+        sent, self.held = self.held[: last + 1], self.held[last + 1 :]
+        self._uploads.give_up({key for buffered in sent for key, _ in buffered.uploads})
+        for buffered in sent:
+            self.dispatch(buffered)
+
     def discard(self) -> None:
         """Send nothing of what this event has written: it would be half of what workers do together."""
         self.joined = []

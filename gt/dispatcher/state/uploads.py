@@ -39,7 +39,10 @@ WINDOW_BYTES = 2 * CHUNK  # bytes of one session between its client and the work
 # down, and the dispatcher's memory does not fill up.
 @dataclass(slots=True)
 class Upload:
-    """One region of a host copy. granted, received: by and from the client; taken: by each worker it is for."""
+    """One region of a host copy. granted, received: by and from the client; taken: by each worker it is for.
+
+    given_up: its bytes are passed on no more.
+    """
 
     key: int
     total: int
@@ -47,6 +50,12 @@ class Upload:
     granted: int = 0
     received: int = 0
     empty_came: bool = False
+    given_up: bool = False
+
+    @property
+    def awaited(self) -> bool:
+        """True if no instruction that uses it is sent before it has arrived."""
+        return not (self.arrived or self.given_up)
 
     @property
     def done(self) -> int:
@@ -185,9 +194,30 @@ class Uploads:
     def give_up_files(self) -> None:
         """Await no tensor in a file: the instructions that use it are sent, and fail where it is not read."""
         for upload in [upload for upload in self.reads.values() if upload.awaited]:
+            self._cancel(upload.key, upload.workers)
             for index in list(upload.workers):
-                self._context.out(self._cluster.workers[index].peer, Data(upload.key, 0, -1), ())
                 self._read(upload, index)
+
+    def give_up(self, keys: set[int]) -> None:
+        """Await none of these host copies: the instructions that use them are sent, and fail.
+
+        The client sends the rest for nobody.
+        """
+        for upload in [self.open[key] for key in keys & self.open.keys()]:
+            if upload.awaited:
+                self._cancel(upload.key, upload.taken)
+                upload.taken, upload.given_up = {}, True
+                self.awaited -= 1
+        for read in [read for read in self._undecided if read.key in keys]:
+            self._cancel(read.key, read.workers)
+            self._undecided.remove(read)
+            self.awaited -= 1
+            self._end_read(read.tensor)
+        self.pump()
+
+    def _cancel(self, key: int, workers: Iterable[int]) -> None:
+        for index in workers:
+            self._context.out(self._cluster.workers[index].peer, Data(key, 0, -1), ())
 
     @property
     def files(self) -> dict[str, set[int]]:
@@ -257,7 +287,7 @@ class Uploads:
             for index in upload.taken:
                 self._context.out(self._cluster.workers[index].peer, Data(message.key, 0, UNREADABLE), ())
             del self.open[message.key]
-            self.awaited -= 1
+            self.awaited -= upload.awaited
             self.moved = self._cluster.now
             self.pump()
             return
@@ -269,6 +299,7 @@ class Uploads:
                 f"want {upload.received}, up to {upload.granted} at most"
             )
 
+        awaited = upload.awaited
         upload.received += size
         self.moved = self._cluster.now
         upload.empty_came = True
@@ -280,7 +311,7 @@ class Uploads:
         if upload.total <= SMALL_BYTES:
             upload.taken.clear()
         if upload.arrived:
-            self.awaited -= 1
+            self.awaited -= awaited
             self._drop_if_done(upload)
         # Also before its end: if all its workers are lost, its bytes are done on arrival, which makes room at once.
         self.pump()
@@ -298,6 +329,8 @@ class Uploads:
 
         # Bytes in messages are confirmed in steps.
         upload = self.open[key]
+        if upload.given_up:  # said before the worker knew
+            return
         if index not in upload.taken or not upload.taken[index] <= upto <= upload.received:
             raise ProtocolError(f"UploadProgress.upto is {upto} of upload {key}, of which {upload.received} bytes were sent")
         upload.taken[index] = upto
@@ -329,7 +362,7 @@ class Uploads:
     def check(self) -> None:
         """No upload stands still while there is room for it: nobody else would have it go on."""
         files = sum(upload.awaited for upload in self.reads.values())
-        assert self.awaited == sum(not upload.arrived for upload in self.open.values()) + len(self._undecided) + files
+        assert self.awaited == sum(upload.awaited for upload in self.open.values()) + len(self._undecided) + files
         assert all(self._arenas.undecided(upload.place, upload.workers) for upload in self._undecided)
         assert all(upload.workers and self._readers[upload.tensor] for upload in self.reads.values())
         assert self._room() <= 0 or all(upload.granted == upload.total for upload in self.open.values())

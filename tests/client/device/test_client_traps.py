@@ -775,6 +775,12 @@ def test_one_hot_infers_and_refuses_as_on_the_cpu(name: str, inference: bool, in
     assert seen[1] == seen[0]
 
 
+@pytest.mark.parametrize("values", [[0, 3], [[-1], [2]]])
+def test_one_hot_of_what_is_no_class_fails(values: list, inline: InlineSession) -> None:  # noqa: F811
+    with pytest.raises(IndexError, match="out of range"):
+        nn.functional.one_hot(torch.tensor(values).to("remote"), 3).cpu()
+
+
 @pytest.mark.parametrize("made_inside", [False, True])
 def test_a_module_moves_in_inference_mode(made_inside: bool, inline: InlineSession) -> None:  # noqa: F811
     model = nn.Linear(3, 2)

@@ -54,6 +54,13 @@ class Ops:
         return self.made[name, size]
 
 
+class Large(Ops):
+    """As Ops, of 2**62 bytes each."""
+
+    def __call__(self, name: str, size: int = 1) -> Define:
+        return super().__call__(name, size << 50)
+
+
 def planned_op(seq: int, define: Define) -> Any:
     """As the journal has it."""
     op, tensors = define.payload["op"], define.payload["tensors"]
@@ -200,6 +207,12 @@ def test_a_value_that_the_backward_pass_reads_again_is_recomputed(compiled: bool
     copies = [row for row in tape.code[0] if row.operands[-1] >= FAR]
     assert [row.define.payload["op"] for row in copies] == ["aten.mul.Tensor"] * 5
     assert {row.seq for row in copies} <= {row.seq for row in rows}  # an error names the op that it is
+
+
+def test_tensors_beyond_any_memory_are_declared_by_liars_alone() -> None:
+    """Their bytes together have no int64, and ended in an internal error."""
+    rows = step_rows(Large(), 6, False)
+    assert recomputed(rows, {2}, False)[1][0][0] == 5
 
 
 def test_segments_for_a_compiler_are_left_as_they_are() -> None:

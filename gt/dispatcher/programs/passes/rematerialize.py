@@ -239,7 +239,8 @@ class Rematerializer:
     def choose(self) -> None:
         """Take the best value that is not used at the peak, until none lowers the peak."""
         memory = self.memory
-        alive, left = np.array(memory.alive, np.int64), self.bounds.share * self._total
+        # Floats: a client may declare tensors of more bytes than an int64 has, and bytes of real ones are exact in both
+        alive, left = np.array(memory.alive, np.float64), self.bounds.share * self._total
         best = int(alive.max(initial=0))
         candidates, useful = self._candidates(best), 0
         steps: list[Recomputation] = []
