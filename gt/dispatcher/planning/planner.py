@@ -348,14 +348,14 @@ class Planner:
     def _settle_parameters(
         self, known: OpSchema, ins: list[Tensor], wants: Sequence[tuple[Placement, ...]], mesh: Mesh
     ) -> None:
-        """The first use in a group decides a parameter's layout; a vector that is whole on these workers is split for good.
+        """The first use in a group decides a parameter's layout; a vector that is whole on these workers may be split by tp.
 
         Anything larger, but the weight of a matmul, might be an activation that was declared a leaf, as checkpoints do.
         """
         for index, (t, want) in enumerate(zip(ins, wants, strict=True)):
             if t.storage.param and t.storage.undecided and index not in known.template.writes:
                 if t.may_choose(mesh) and len(t.spec.shape) == 1:
-                    self._redistributor.relayout(t.storage, root_layout(t, Layout(mesh, want)))
+                    self._redistributor.relayout(t.storage, zero.used(root_layout(t, Layout(mesh, want))))
                 t.storage.undecided = False
 
     def _terms_stay(self, known: OpSchema, ins: list[Tensor]) -> bool:
