@@ -8,6 +8,7 @@ its copy is gathered before the first use. The stages of ZeRO differ in how long
     2       until its parameter is written           as soon as autograd has accumulated them
     3       until more bytes are gathered than fit   as soon as autograd has accumulated them
 
+Copies of gradients and state, as an optimizer that multiplies matrices reads them, live as those of stage 3 in each stage.
 Copies of small parameters live as in stage 2, while they are together no larger than the largest parameter. Otherwise values
 computed from them could not be recomputed in backward. With a schedule all do: one micro-batch would end another one's copy.
 """
@@ -132,8 +133,7 @@ class ShardedParameters:
                     self._largest, self._largest_now = self._largest_now, 0
             elif storage.sharded and storage.rest is None and uses and index not in writes:
                 self._first_use(storage)
-        if self._ends_copies:
-            self._evict(ins)
+        self._evict(ins)
 
     def _first_use(self, storage: Storage) -> None:
         """A parameter that was whole when it was declared rests from now on, unless no group has used it."""
@@ -159,7 +159,7 @@ class ShardedParameters:
     def _evict(self, ins: Sequence[Tensor]) -> None:
         """Note the copies that an op has used, and end the oldest while there are too many bytes."""
         for t in ins:
-            if t.storage.rest is not None and t.copies:
+            if t.storage.rest is not None and t.copies and (self._ends_copies or not t.storage.sharded):
                 self._note_copy(t.storage, _root(t.storage).spec.nbytes)
         # The dict is in the order of last uses. One copy stays in any case: that of the op which is planned.
         room = KEPT_PARAMETERS * self._largest
