@@ -8,7 +8,6 @@ its copy is gathered before the first use. The stages of ZeRO differ in how long
     2       until its parameter is written           as soon as autograd has accumulated them
     3       until more bytes are gathered than fit   as soon as autograd has accumulated them
 
-Copies of gradients and state, as an optimizer that multiplies matrices reads them, live as those of stage 3 in each stage.
 Copies of small parameters live as in stage 2, while they are together no larger than the largest parameter. Otherwise values
 computed from them could not be recomputed in backward. With a schedule all do: one micro-batch would end another one's copy.
 """
@@ -157,7 +156,10 @@ class ShardedParameters:
         self._small.pop(storage, None)
 
     def _evict(self, ins: Sequence[Tensor]) -> None:
-        """Note the copies that an op has used, and end the oldest while there are too many bytes."""
+        """Note the copies that an op has used, and end the oldest while there are too many bytes.
+
+        In stages 1 and 2 these are copies of gradients and state, as an optimizer that multiplies matrices reads them.
+        """
         for t in ins:
             if t.storage.rest is not None and t.copies and (self._ends_copies or not t.storage.sharded):
                 self._note_copy(t.storage, _root(t.storage).spec.nbytes)
