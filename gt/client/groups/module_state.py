@@ -28,7 +28,6 @@ class ModuleState:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._declared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._hooks: list[Any] = []
         self._state: weakref.WeakSet[Any] = weakref.WeakSet()  # references to tensors that were declared
         if Current.declares_modules:
@@ -50,10 +49,12 @@ class ModuleState:
                     self._recorder.code.extend((STATE, value._ref.id))
 
     def _declare(self, module: torch.nn.Module, args: Any) -> None:
-        """At a module's first call, declare its own buffers and frozen parameters."""
-        if Current.recorder is not self._recorder or module in self._declared:
+        """At a module's call, declare its own buffers and frozen parameters that have not been: they may be new.
+
+        So they are after `.to("remote")` of a module that was called on the CPU, or after a stay there between two calls.
+        """
+        if Current.recorder is not self._recorder:
             return
-        self._declared.add(module)
         for buffer in module._buffers.values():
             if isinstance(buffer, RemoteTensor):
                 declare_buffer(buffer)

@@ -103,7 +103,7 @@ class Planner:
         if self._emitter.scribe is not None:
             self._emitter.scribe.received(known, origin, [t.id for t in ins])
         grouped = origin.meaning not in (None, self._context.groups.everywhere)
-        if not self._casts_weight(known, origin, ins) and self._materializer.can_defer(known, ins, grouped):
+        if not self._uses_parameter(known, origin, ins) and self._materializer.can_defer(known, ins, grouped):
             self._materializer.defer(known, ins, values, outs, self._uploads.source(known, values, outs))
             if self._casts.active and self._casts.casts(known, ins):
                 self._table.rows[outs[0]].storage.note_cast(ins[0].storage)
@@ -114,11 +114,20 @@ class Planner:
             self._planned(known, origin, ins, values, outs, plan)
         self._after(known, origin, ins, outs)
 
-    def _casts_weight(self, known: OpSchema, origin: Origin, ins: list[Tensor]) -> bool:
-        """True for the cast of a parameter by the config, in a group: it places the parameter, and casts the pieces."""
-        if known.name != "_to_copy" or self._context.config.precision.compute == "fp32":
+    def _uses_parameter(self, known: OpSchema, origin: Origin, ins: list[Tensor]) -> bool:
+        """True for an op that places a parameter: a copy of its values, where the op's group is the parameter's own.
+
+        A parameter without a place would get its gradient, and an optimizer's state, in other layouts than its own. Ops of
+        `data_parallel` beside other groups may come before the parameter's group, as a copy of the model does.
+        """
+        meaning, groups = origin.meaning, self._context.groups
+        if meaning is None or known.name in VIEWS:
             return False
-        return origin.meaning is not None and ins[0].storage.param
+        if known.name == "_to_copy" and self._context.config.precision.compute != "fp32":
+            return ins[0].storage.param  # by the config: the pieces are cast
+        if meaning is groups.everywhere and groups.partial:
+            return False
+        return any(t.storage.param for index, t in enumerate(ins) if index not in known.template.writes)
 
     # Stages of `_planned`:
     # 1. Before a plan can be looked up or made: places of targets, and ops that are executed as several.
@@ -348,14 +357,14 @@ class Planner:
     def _settle_parameters(
         self, known: OpSchema, ins: list[Tensor], wants: Sequence[tuple[Placement, ...]], mesh: Mesh
     ) -> None:
-        """The first use in a group decides a parameter's layout; a vector that is whole on these workers is split for good.
+        """The first use in a group decides a parameter's layout; a vector that is whole on these workers may be split by tp.
 
         Anything larger, but the weight of a matmul, might be an activation that was declared a leaf, as checkpoints do.
         """
         for index, (t, want) in enumerate(zip(ins, wants, strict=True)):
             if t.storage.param and t.storage.undecided and index not in known.template.writes:
                 if t.may_choose(mesh) and len(t.spec.shape) == 1:
-                    self._redistributor.relayout(t.storage, root_layout(t, Layout(mesh, want)))
+                    self._redistributor.relayout(t.storage, zero.used(root_layout(t, Layout(mesh, want))))
                 t.storage.undecided = False
 
     def _terms_stay(self, known: OpSchema, ins: list[Tensor]) -> bool:

@@ -37,7 +37,9 @@ class Redistributor:
     def redistribute(self, tensor: Tensor, want: Layout) -> int:
         """Id that names `tensor` in layout `want`: the tensor itself, a kept copy, or a new one."""
         if tensor.layout is None:
-            self.place(tensor.storage, root_layout(tensor, want), decided=False)
+            # An op on a piece of a parameter is no reason to split it for good over workers that share a batch
+            home = root_layout(tensor, want)
+            self.place(tensor.storage, zero.used(home) if tensor.storage.param else home, decided=False)
             tensor.storage.note_placed(self._context.origin.meaning is not None)
         assert tensor.layout is not None
         if tensor.layout == want:

@@ -132,8 +132,7 @@ class ShardedParameters:
                     self._largest, self._largest_now = self._largest_now, 0
             elif storage.sharded and storage.rest is None and uses and index not in writes:
                 self._first_use(storage)
-        if self._ends_copies:
-            self._evict(ins)
+        self._evict(ins)
 
     def _first_use(self, storage: Storage) -> None:
         """A parameter that was whole when it was declared rests from now on, unless no group has used it."""
@@ -157,9 +156,12 @@ class ShardedParameters:
         self._small.pop(storage, None)
 
     def _evict(self, ins: Sequence[Tensor]) -> None:
-        """Note the copies that an op has used, and end the oldest while there are too many bytes."""
+        """Note the copies that an op has used, and end the oldest while there are too many bytes.
+
+        In stages 1 and 2 these are copies of gradients and state, as an optimizer that multiplies matrices reads them.
+        """
         for t in ins:
-            if t.storage.rest is not None and t.copies:
+            if t.storage.rest is not None and t.copies and (self._ends_copies or not t.storage.sharded):
                 self._note_copy(t.storage, _root(t.storage).spec.nbytes)
         # The dict is in the order of last uses. One copy stays in any case: that of the op which is planned.
         room = KEPT_PARAMETERS * self._largest
