@@ -17,10 +17,11 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from gt.client.capture.recording import CallRecording
-from gt.client.capture.state_walk import StateSnapshot, tensor_identity
+from gt.client.capture.state_walk import TENSOR_FIELDS, StateSnapshot, tensor_identity
 from gt.client.device.remote_tensor import RemoteTensor, is_leaf, memory_id
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of
+from gt.client.values.fingerprints import comparable, is_scalar_like
 
 aten = torch.ops.aten
 _COPY, _CLONE, _VIEW = info_of(aten.copy_.default), info_of(aten.clone.default), info_of(aten.as_strided.default)
@@ -113,19 +114,50 @@ def sharing_arguments(leaves: list, memory: CallMemory) -> set[int]:
     return {place for place, number in of.items() if number in changed or place in memory.rebound}
 
 
-def written_inputs(leaves: list, inputs: dict[int, RemoteTensor], memory: CallMemory) -> tuple[int, ...]:
-    """The remote arguments of which the call has changed the copy."""
-    return tuple(k for k in inputs if k in memory.arguments and isinstance(leaves[k], RemoteTensor))
+def written_inputs(inputs: dict[int, RemoteTensor], memory: CallMemory) -> tuple[int, ...]:
+    """The arguments of which the call has changed the copy."""
+    return tuple(k for k in inputs if k in memory.arguments)
 
 
 def write_back(leaves: list, inputs: dict[int, RemoteTensor], written: Iterable[int], required: Iterable[int]) -> None:
-    """Give the caller's tensors the values that the call wrote into their copies, and requires_grad with a gradient."""
+    """Give the caller's tensors the values that the call wrote into their copies, and requires_grad with a gradient.
+
+    Waits where one of them is on the CPU.
+    """
     for place in written:
-        call(_COPY, (leaves[place], inputs[place]))
+        if isinstance(leaves[place], RemoteTensor):
+            call(_COPY, (leaves[place], inputs[place]))
+        else:
+            _write_to_host(leaves[place], inputs[place])
     for place in required:
         if place in inputs and isinstance(leaves[place], RemoteTensor):
             grad = inputs[place].grad
             leaves[place].requires_grad_().grad = None if grad is None else call(_CLONE, (grad,))
+
+
+def write_uploaded_back(leaves: list, prepared: list) -> None:
+    """Give the caller's CPU tensors the values that a call which was not recorded wrote into their uploaded copies."""
+    for leaf, got in zip(leaves, prepared, strict=True):
+        if isinstance(got, RemoteTensor) and not isinstance(leaf, RemoteTensor) and got._version:
+            _write_to_host(leaf, got)
+
+
+def _write_to_host(host: torch.Tensor, copy: RemoteTensor) -> None:
+    with torch.inference_mode(host.is_inference()), torch.no_grad():
+        host.copy_(copy)
+
+
+def attribute_names(tensor: torch.Tensor) -> Iterable[str]:
+    """Names of what the program has given a tensor, as x.scale = 0.5."""
+    own = tensor.__dict__
+    return sorted(own.keys() - TENSOR_FIELDS) if len(own) > isinstance(tensor, RemoteTensor) else ()
+
+
+def attribute_values(tensor: torch.Tensor) -> Iterable[tuple[str, Any]]:
+    """Those names, each with its value, or with the identity of an object."""
+    for name in attribute_names(tensor):
+        value = tensor.__dict__[name]
+        yield name, comparable(value) if is_scalar_like(value) else id(value)
 
 
 def flatten_call(args: tuple, kwargs: dict) -> tuple[list, TreeSpec]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +22,8 @@ from gt.client.capture.aliasing import (
     CallMemory,
     ContainerArgument,
     Containers,
+    attribute_names,
+    attribute_values,
     mutable_containers,
     one_of,
     sharing_arguments,
@@ -31,14 +33,10 @@ from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import (
     NODE_HOOKS,
-    TENSOR_FIELDS,
     StateItem,
     StateSnapshot,
-    comparable,
-    is_scalar_like,
     snapshot,
     tensor_identity,
-    unchanged,
 )
 from gt.client.capture.user_code import module_of
 from gt.client.capture.watches.node_hooks import comparable_hooks
@@ -47,6 +45,7 @@ from gt.client.groups.group_context import stack
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of
 from gt.client.trace.uploads import upload
+from gt.client.values.fingerprints import comparable, is_scalar_like, unchanged
 
 INSIDE = ", and a program's have none: call backward() in the function"
 OUTSIDE = ", and Python does not run in a replay: do it outside the function"
@@ -78,6 +77,7 @@ class RecordedCall:
     draws: HostDraws | None  # random numbers drawn on the CPU, where earlier calls drew some
     memory: CallMemory
     whole: dict[int, Any] = field(default_factory=dict)  # containers that it returns as they are, see returned_objects
+    apart: bool = False  # whether arguments that it moves to the device are copies, see MovedArguments
     made: frozenset[str] = frozenset()  # places where it has left new state
     rebound: frozenset[str] = frozenset()  # paths of tensors that it gave new memory
     kind: tuple = ()  # of the state before it: see StateSnapshot.kind
@@ -143,24 +143,11 @@ def key_of(leaf: Any) -> Any:
     A storage offset does not count: a program fills a copy of an argument, or knows the very tensor that it reads in place.
     """
     if isinstance(leaf, RemoteTensor):
-        return (leaf._ref.meta.without_offset(), leaf.requires_grad, *_attributes(leaf))
+        return (leaf._ref.meta.without_offset(), leaf.requires_grad, *attribute_values(leaf))
     if isinstance(leaf, torch.Tensor):
-        return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, *_attributes(leaf))
+        return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, *attribute_values(leaf))
     # Any other object counts by identity alone: its content is compared by the program's guard
     return (type(leaf), comparable(leaf)) if is_scalar_like(leaf) else id(leaf)
-
-
-def _attribute_names(tensor: torch.Tensor) -> Iterable[str]:
-    """Names of what the program has given a tensor, as x.scale = 0.5."""
-    own = tensor.__dict__
-    return sorted(own.keys() - TENSOR_FIELDS) if len(own) > isinstance(tensor, RemoteTensor) else ()
-
-
-def _attributes(tensor: torch.Tensor) -> Iterable[tuple[str, Any]]:
-    """Those names, each with its value, or with the identity of an object."""
-    for name in _attribute_names(tensor):
-        value = tensor.__dict__[name]
-        yield name, comparable(value) if is_scalar_like(value) else id(value)
 
 
 def modes() -> tuple:
@@ -268,9 +255,10 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
                 continue
             inputs[place] = prepared[place] = call(info_of(aten.clone.default), (leaf,))
         elif not leaf.requires_grad:
-            inputs[place] = prepared[place] = upload(leaf)
+            with torch.inference_mode(False):  # an inference tensor has no count of the writes to it
+                inputs[place] = prepared[place] = upload(leaf)
     for place, copy in inputs.items():
-        for name in _attribute_names(leaves[place]):
+        for name in attribute_names(leaves[place]):
             setattr(copy, name, leaves[place].__dict__[name])
     return prepared, inputs
 
@@ -286,7 +274,10 @@ def detached(results: Any, tape: CallRecording | None = None, whole: Mapping[int
             return result
         if tape is not None:
             tape.detaches = True
-        return result.detach()
+        plain = result.detach()
+        for name in attribute_names(result):
+            setattr(plain, name, result.__dict__[name])
+        return plain
 
     return tree_map(detach, results, is_leaf=one_of(whole))
 
@@ -296,6 +287,9 @@ def recorded_results(results: Any, tape: CallRecording, whole: Mapping[int, Any]
 
     leaves: the arguments, to which a graph may lead; first: whether the call can be no program.
     """
+    for result in tree_leaves(results, is_leaf=one_of(whole)):
+        if isinstance(result, RemoteTensor) and result._ref.id >= tape.first and (names := list(attribute_names(result))):
+            tape.refuse_program(f"the function gives a result the attribute {names[0]!r}: return its value beside the result")
     without_graph, given = detached(results, tape, whole), grad_arguments(leaves)
     if not given:
         return without_graph

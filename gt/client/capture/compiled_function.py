@@ -27,6 +27,7 @@ from gt.client.capture.aliasing import (
     identities,
     in_arguments,
     write_back,
+    write_uploaded_back,
     written_inputs,
 )
 from gt.client.capture.boundary import (
@@ -68,6 +69,7 @@ from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.capture.watches.code_watch import CodeWatch
 from gt.client.capture.watches.function_caches import held_on_cpu, name_cached
+from gt.client.capture.watches.moved_arguments import MovedArguments
 from gt.client.capture.watches.output_watch import WARNS, OutputWatch
 from gt.client.capture.watches.scheduler_watch import SchedulerWatch, holds_groups, may_make_schedulers, names_beside
 from gt.client.device import random
@@ -82,6 +84,9 @@ from gt.ir.instr import BACKENDS, COMPILED_LATER, DISCARD, FREE, RECORD
 from gt.ir.schedules import asked
 from gt.wire.process_settings import cycles_collected
 
+WRITTEN_ON_HOST = (
+    "is a CPU tensor that the function changes, so each call waits until it has the new values: change a clone() of it"
+)
 CHANGED = "the function changes a list, dictionary or object that it gets"
 OTHER_ARGUMENTS = "no earlier call that was recorded had the same kind of arguments; the last differed in "
 BESIDE = "a call of another thread was recorded or run in parts at that time: that is done to one call at a time"
@@ -261,10 +266,12 @@ class CompiledFunction(Generic[P, R]):
         if not own:
             self._reasons.add(BESIDE)
         try:
-            results = self.fn(*containers.args, **containers.kwargs)
+            with MovedArguments(leaves, prepared, True):
+                results = self.fn(*containers.args, **containers.kwargs)
             return containers.originals(results if own else self._without_graph(results, leaves, containers))
         finally:
             containers.give_back()
+            write_uploaded_back(leaves, prepared)
 
     def _run_in_fragments(self, recorder: Recorder, leaves: list, tree: TreeSpec, given: tuple) -> Any:
         """Call the function. Runs of its ops become programs; the rest of it is as in an eager call."""
@@ -280,12 +287,14 @@ class CompiledFunction(Generic[P, R]):
             try:
                 with recorder.turns:
                     recorder.tape = tape
-                results = self.fn(*containers.args, **containers.kwargs)
+                with MovedArguments(leaves, prepared, True):
+                    results = self.fn(*containers.args, **containers.kwargs)
                 return containers.originals(self._without_graph(results, leaves, containers))
             finally:
                 end_fragments(recorder, containers)
         finally:  # Ctrl-C may end a call at its first line, but prevents no assignment
             recorder.ended_tape, recorder.tape = recorder.tape, None
+            write_uploaded_back(leaves, prepared)
 
     def _without_graph(self, results: Any, leaves: list, containers: Containers) -> Any:
         """Results of a call that is not recorded, detached where no graph leads to the caller and they may be copied."""
@@ -317,7 +326,7 @@ class CompiledFunction(Generic[P, R]):
                 recorder.tape = tape
             schedulers = SchedulerWatch(entry, tape, self._rates)
             with cycles_collected(), self._watched(tape, draws):
-                with schedulers:
+                with schedulers, MovedArguments(leaves, prepared, last is None or last.apart) as moved:
                     results = self.fn(*containers.args, **containers.kwargs)
                 whole = returned_objects(results, entry, roots, containers, tape)
                 results = recorded_results(results, tape, whole, leaves, last is None)
@@ -329,13 +338,13 @@ class CompiledFunction(Generic[P, R]):
             recorder.tape = None
             # Two calls that agree make a program; a first one is kept for the comparison with the next
             now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry), draws, memory, whole)
+            now.apart = moved.settle(tape, memory, last is None)
             leaving = self._snapshot(roots)
             self._end_watches(schedulers, tape, entry, leaving)
             name_cached(tape, names, entry, leaving)
             now.compare_states(entry, leaving)
             program = self._seal(last, now, entry, leaving, results, rng)
-            kept = program is not None
-            self._note_outcome(now, kept)
+            self._note_outcome(now, kept := program is not None)
         except Exception:  # what the call has changed until here stays
             recorder.flush()
             memory = memory or call_memory(tape, entry, prepared, before)
@@ -349,7 +358,7 @@ class CompiledFunction(Generic[P, R]):
             if freed := tape.take_deferred():
                 recorder.code.extend((FREE, len(freed), *freed))
             if memory is not None:
-                write_back(leaves, inputs, written_inputs(leaves, inputs, memory), memory.required)
+                write_back(leaves, inputs, written_inputs(inputs, memory), memory.required)
         if program is not None:
             return program.copy_results(leaves, given)
         return containers.originals(in_arguments(results, leaves, inputs, memory, whole))
@@ -364,6 +373,9 @@ class CompiledFunction(Generic[P, R]):
 
     def _note_outcome(self, now: RecordedCall, kept: bool) -> None:
         """A recorded call is over: it waits for another one, and a pause may begin. kept: it gave a program."""
+        for place in sorted(written_inputs(now.inputs, now.memory)):
+            if not isinstance(now.leaves[place], RemoteTensor):
+                self._reasons.warn(f"argument {place} {WRITTEN_ON_HOST}")
         if not kept and not now.tape.cut:
             self._waiting.add(now.kept())
         newest = self._programs[:MAX_FUTILE_CALLS]

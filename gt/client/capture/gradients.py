@@ -22,11 +22,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gt.client.capture.state_walk import StateItem, StateSnapshot, is_scalar_like, tensor_identity
+from gt.client.capture.state_walk import StateItem, StateSnapshot, tensor_identity
 from gt.client.device.remote_tensor import Alias, Ref, RemoteTensor, is_leaf, make, memory_id, rebind
 from gt.client.device.sparse_tensor import RemoteSparse
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of
+from gt.client.values.fingerprints import is_scalar_like
 
 _COPY, _CLONE = info_of(torch.ops.aten.copy_.default), info_of(torch.ops.aten.clone.default)
 VIEWED = "the program holds a view or a detached alias of"

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from gt.client.capture.state_walk import NODE_HOOKS, StateItem, StateSnapshot, fingerprint, is_scalar_like, unchanged
+from gt.client.capture.state_walk import NODE_HOOKS, StateItem, StateSnapshot
 from gt.client.capture.watches.node_hooks import comparable_hooks, hooks_of_nodes
+from gt.client.values.fingerprints import fingerprint, is_scalar_like, unchanged
 
 # No hook of a tensor that is not differentiated is ever called
 _OF_OTHERS = (attrgetter("_ref.id"), attrgetter("requires_grad"))

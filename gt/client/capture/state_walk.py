@@ -6,20 +6,21 @@ are compared by value, objects are walked into, and of tensors only the identity
 
 from __future__ import annotations
 
-import datetime
+import builtins
 import dis
 import functools
+import logging
 import mmap
-import pathlib
+import operator
 import queue
-import random
 import socket
 import sys
 import types
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextvars import ContextVar
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -40,18 +41,14 @@ from gt.client.capture.user_code import (
     module_of,
 )
 from gt.client.capture.watches.node_hooks import hooks_of_nodes, next_serial
-from gt.client.device.remote_tensor import RemoteTensor, Shown, is_leaf
+from gt.client.device.remote_tensor import RemoteTensor, is_leaf
 from gt.client.device.sparse_tensor import RemoteSparse
+from gt.client.values.code_names import names_in, operands, texts
 from gt.client.values.counters import counted, may_count
+from gt.client.values.fingerprints import MAX_COMPARED_BYTES, fingerprint, is_scalar_like
 
-_UNSET = object()  # value of a context variable without one
 NODE_HOOKS = "hooks of autograd nodes"
 MAX_ITEMS = 200_000  # values that one snapshot compares
-MAX_COMPARED_BYTES = 1 << 16  # largest array or CPU tensor that is compared by value
-_SCALAR_TYPES = frozenset({
-    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(...), slice, range,
-    datetime.date, datetime.datetime, datetime.timedelta, pathlib.PosixPath,
-})  # fmt: skip
 _CLASS_BOOKKEEPING = frozenset(
     {"__module__", "__dict__", "__weakref__", "__doc__", "__annotations__", "__qualname__", "__slots__"}
 )
@@ -59,6 +56,10 @@ _CLASS_BOOKKEEPING = frozenset(
 _DYNAMIC_ACCESS = frozenset(
     {"asdict", "astuple", "getattr", "setattr", "vars", "__dict__", "attrgetter", "__getattr__", "__getattribute__"}
 )
+_GETTERS = (operator.attrgetter, operator.methodcaller)
+_IMPORTS = (frozenset({"import_module"}), frozenset({"__import__"}), frozenset({"sys", "modules"}))  # by a name that is a text
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_OF_MEMBERS = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})  # attributes of any member of an enumeration
 _ENVIRONMENT = frozenset({"environ", "getenv"})  # names with which user code reads it
 _GLOBAL_HOOKS = [
     (f"{module.__name__}.{name}", value)
@@ -77,18 +78,8 @@ TENSOR_FIELDS = frozenset({"_ref", "_is_param"})  # attributes that GT and torch
 _HOOK_FIELDS = frozenset(key for key in torch.nn.Module().__dict__ if key.startswith("_")) - _CHILD_FIELDS
 
 
-def is_scalar_like(value: Any) -> bool:
-    """True if a value is compared as a whole: it has no parts that change and no user code."""
-    return type(value) in _SCALAR_TYPES or isinstance(value, (Enum, np.generic))
-
-
 def _is_plain(value: Any) -> bool:
     return all(map(is_scalar_like, value)) if type(value) in (list, tuple) else is_scalar_like(value)
-
-
-def comparable(value: Any) -> Any:
-    """A form in which equal scalar-like values compare equal: the sign of zero counts, and all NaNs are equal."""
-    return repr(value) if isinstance(value, (float, complex, np.generic)) else value
 
 
 @dataclass(slots=True)
@@ -196,7 +187,7 @@ def snapshot(roots: dict[str, Any], followed: tuple[set[str], set[str]] | None =
         state.names = walker.names
         # Code with getattr() and the like may read any attribute, so all of them count
         if walker.names & _DYNAMIC_ACCESS:
-            state = StateWalker(roots, None, walker.stores).run()
+            state = StateWalker(roots, None, walker.stores, walker.names).run()
             state.names = walker.names
             return state
         if walker.names <= used:
@@ -208,10 +199,17 @@ def snapshot(roots: dict[str, Any], followed: tuple[set[str], set[str]] | None =
 
 
 class StateWalker:
-    """One breadth-first walk. used: attributes of objects that user code names, None for all. stored: those that it assigns."""
+    """One breadth-first walk. used: attributes of objects that user code names, None for all. stored: those that it assigns.
 
-    def __init__(self, roots: dict[str, Any], used: set[str] | None, stored: set[str]) -> None:
+    named: those that it names, where `used` is None.
+    """
+
+    def __init__(
+        self, roots: dict[str, Any], used: set[str] | None, stored: set[str], named: AbstractSet[str] = frozenset()
+    ) -> None:
         self.snapshot, self.used, self._stored = StateSnapshot(), used, stored
+        self._of_libraries = stored | (named if used is None else used) | {"forward"}  # names that are compared in libraries
+        self._builtins: set[str] = set()  # names of builtins that code uses
         self.names: set[str] = set()  # that functions on the walk use
         self.stores: set[str] = set()  # attributes that they assign
         self._seen: dict[int, Any] = {}  # by identity
@@ -304,6 +302,14 @@ class StateWalker:
             self._visit_module(path, node)
         elif isinstance(node, weakref.ref):
             self._queue.append((path, node()))
+        elif isinstance(node, _VIEWS):
+            self._queue.append((path, node.mapping))  # type: ignore[attr-defined]
+        elif isinstance(node, _GETTERS):
+            make, given, *_ = tuple(node.__reduce__())
+            if isinstance(make, functools.partial):  # a methodcaller with keywords
+                given = (*make.args, *make.keywords.values())
+            self.names |= {part for text in given if isinstance(text, str) for part in text.split(".")}
+            self._queue.append((path, given))
         else:
             return False
         return True
@@ -312,6 +318,10 @@ class StateWalker:
         kind = type(node)
         if not isinstance(node, RemoteTensor) and fingerprint(node) is not None:
             self._add_fingerprint(path, node)
+            if is_library(module_of(kind)):
+                self._add_stored(path, getattr(node, "__dict__", {}))
+            else:  # a subclass of the user's, which may have attributes
+                self._visit_object(path, node)
         elif hasattr(kind, "__next__") and is_library(module_of(kind)):
             self.snapshot.opaque.append(f"{path} is an iterator ({kind.__name__}), whose position cannot be compared")
         elif isinstance(node, _CHANNELS):
@@ -359,9 +369,17 @@ class StateWalker:
                 self._add_item(f"{path}'s part {n}", value.parts, n, False, part)  # type: ignore[attr-defined]
         elif isinstance(value, Enum):
             self._queue.append((type(value).__name__, type(value)))
+            self._visit_member(path, value)
         elif not is_scalar_like(value):
             self._queue.append((path, value))
         self.snapshot.items.append(StateItem(path, holder, key, attribute, value))
+
+    def _visit_member(self, path: str, member: Enum) -> None:
+        if id(member) not in self._seen:
+            self._seen[id(member)] = member
+            own = vars(member)
+            for name in own.keys() - _OF_MEMBERS:
+                self._add_item(f"{path}.{name}", own, name, False, own[name])
 
     def _add_tensor(self, path: str, tensor: RemoteTensor) -> None:
         if id(tensor) in self._visited_tensors:
@@ -414,26 +432,39 @@ class StateWalker:
         # Globals that the code names, and the names for later walks
         names = names_in(function.__code__)
         self.names |= names
-        self.stores |= _operands(function.__code__, _STORE_OPS)
+        self.stores |= operands(function.__code__, _STORE_OPS)
         if names & _DYNAMIC_ACCESS:
-            self.stores |= _texts(function.__code__)
+            self.stores |= texts(function.__code__)
         self.snapshot.codes.add(function.__code__)
         if names & _ENVIRONMENT:
             self._queue.append(("os.environ", env.every_variable()))
-        # First the cheap test by names, which include attributes; disassembly then tells which names are globals
-        named = names & function.__globals__.keys()
-        for name in sorted(named & _operands(function.__code__, _GLOBAL_OPS) if named else ()):
-            self._add_item(name, function.__globals__, name, False, function.__globals__[name])
-            self._note_integer(name)
+        if "warn" in names:
+            self._add_fingerprint("warnings.filters", warnings)
+        self._visit_globals(function, names)
         self._visit_imported(function, names)
+
+    def _visit_globals(self, function: types.FunctionType, names: set[str]) -> None:
+        """Globals and builtins that a user's function names."""
+        every = function.__globals__
+        named = operands(function.__code__, _GLOBAL_OPS)
+        if "globals" in named:  # code may read any
+            named |= {name for name in every if not name.startswith("__")}
+        for name in sorted(named & every.keys()):
+            self._add_item(name, every, name, False, every[name])
+            self._note_integer(name)
+        for name in sorted(named.intersection(vars(builtins)) - every.keys() - self._builtins):
+            self.snapshot.items.append(StateItem(name, vars(builtins), name, False, getattr(builtins, name)))
+            self._builtins.add(name)
 
     def _visit_imported(self, function: types.FunctionType, names: set[str]) -> None:
         """Those users' modules that a function's own code imports."""
+        if any(needed <= names for needed in _IMPORTS):  # by a text that code may put together
+            self._queue.extend((name, module) for name, module in list(sys.modules.items()) if not is_library(name))
         package = function.__globals__.get("__package__") or ""
         loaded = {name: sys.modules.get(name) or sys.modules.get(f"{package}.{name}") for name in names}
         modules = {name: module for name, module in loaded.items() if module and not is_library(module.__name__)}
         # A function of another origin may have the name of a module that somebody has imported, such as train()
-        for name in sorted(modules.keys() & _operands(function.__code__, _IMPORT_OPS) if modules else ()):
+        for name in sorted(modules.keys() & operands(function.__code__, _IMPORT_OPS) if modules else ()):
             self._queue.append((name, modules[name]))
 
     def _visit_module(self, path: str, module: types.ModuleType) -> None:
@@ -445,17 +476,32 @@ class StateWalker:
                     self._add_item(f"{path}.{name}", module.__dict__, name, False, value)
                     self._note_integer(name)
         else:
-            self._add_stored(path, module.__dict__)
+            self._add_replaceable(path, module.__dict__)
+            if module is logging:
+                self._add_fingerprint("logging.root", logging.root)
 
     def _add_stored(self, path: str, own: Any) -> None:
-        """Those attributes of a library's module, class or object that user code assigns. They are not walked into."""
+        """Those attributes of a library's object that user code assigns. They are not walked into."""
         for name in sorted(self._stored & own.keys()):
             self.snapshot.items.append(StateItem(f"{path}.{name}", own, name, False, own[name]))
 
+    def _add_replaceable(self, path: str, own: Any) -> None:
+        """Those attributes of a library's module or class that user code names, and the method of modules that torch calls.
+
+        Any code of the program may replace them. Only a function of the user's is walked into.
+        """
+        for name in sorted(self._of_libraries & own.keys()):
+            value = own[name]
+            self.snapshot.items.append(StateItem(f"{path}.{name}", own, name, False, value))
+            if isinstance(value, types.FunctionType) and not is_library_code(value.__globals__):
+                self._queue.append((f"{path}.{name}", value))
+
     def _visit_class(self, path: str, cls: type) -> None:
         if is_library(module_of(cls)):
-            self._add_stored(path, vars(cls))
+            self._add_replaceable(path, vars(cls))
             return
+        for member in cls.__members__.values() if issubclass(cls, Enum) else ():
+            self._visit_member(f"{path}.{member.name}", member)
         every = self.used is None or has_library_base(cls)
         for name, value in list(vars(cls).items()):
             if every or name in self.used or (name.startswith("__") and name not in _CLASS_BOOKKEEPING):  # type: ignore[operator]
@@ -466,7 +512,7 @@ class StateWalker:
                 # The functions in classmethod, property, cached_property and wrappers: descriptors hide them from the walk
                 for part in ("__func__", "fget", "fset", "func", "__wrapped__"):
                     inner = getattr(value, part, None) if not isinstance(value, (type, types.FunctionType)) else None
-                    if isinstance(inner, types.FunctionType):
+                    if isinstance(inner, (types.FunctionType, *_GETTERS)):
                         self._queue.append((f"{path}.{name}", inner))
                 if not is_scalar_like(value) and not isinstance(value, (classmethod, staticmethod, property, torch.Tensor)):
                     self._queue.append((f"{path}.{name}", value))
@@ -517,68 +563,7 @@ class StateWalker:
                     self._note_integer(name)
 
 
-def names_in(code: types.CodeType) -> set[str]:
-    """Globals and attributes that code names, nested functions included."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= names_in(constant)
-        elif isinstance(constant, tuple):  # attribute names of a class pattern
-            names |= {name for name in constant if isinstance(name, str)}
-    return names
-
-
-@functools.lru_cache(maxsize=4096)
-def _texts(code: types.CodeType) -> frozenset[str]:
-    """Texts in code, which may be names of attributes for setattr(), nested functions included."""
-    own = {constant for constant in code.co_consts if isinstance(constant, str)}
-    return frozenset(own.union(*(_texts(part) for part in code.co_consts if isinstance(part, types.CodeType))))
-
-
-@functools.lru_cache(maxsize=4096)
-def _operands(code: types.CodeType, ops: frozenset[str]) -> frozenset[str]:
-    """Names that code uses by some instructions, nested functions included: `model.x` does not read a global `x`."""
-    own = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in ops}
-    return frozenset(own.union(*(_operands(part, ops) for part in code.co_consts if isinstance(part, types.CodeType))))
-
-
-def fingerprint(node: Any) -> Any:
-    """The comparable value of an object that changes in place; None for objects that have no such value."""
-    if isinstance(node, np.ndarray):
-        return (node.shape, node.dtype.str, node.tobytes() if node.nbytes <= MAX_COMPARED_BYTES else b"")
-    if isinstance(node, torch.Tensor):
-        if node.device.type != "cpu" or node.layout is not torch.strided or node.nbytes > MAX_COMPARED_BYTES:
-            # Not compared by value: torch counts writes in a version. An inference tensor has none
-            return (node.shape, 0 if node.is_inference() else node._version)
-        return (node.shape, node.dtype, bytes(node.detach().contiguous().view(-1).view(torch.uint8).numpy()))
-    if isinstance(node, (set, frozenset)):
-        return frozenset((type(e), comparable(e)) if is_scalar_like(e) else id(e) for e in node)
-    if isinstance(node, random.Random):
-        return node.getstate()
-    if isinstance(node, torch.Generator):
-        return bytes(node.get_state().numpy()) if node.device.type in ("cpu", *Shown.types) else None
-    if isinstance(node, (np.random.Generator, np.random.RandomState)):
-        bits = node.bit_generator if isinstance(node, np.random.Generator) else node._bit_generator  # type: ignore[attr-defined]
-        return repr(bits.state)
-    if isinstance(node, ContextVar):
-        value = node.get(_UNSET)
-        return type(value), comparable(value) if is_scalar_like(value) else id(value)
-    if isinstance(node, (bytearray, memoryview)) or module_of(type(node)) in ("array", "ctypes", "_ctypes"):
-        try:
-            return bytes(memoryview(node))
-        except TypeError:
-            return None
-    return None
-
-
 def tensor_identity(tensor: RemoteTensor) -> tuple:
     """The part of a tensor that decides which ops follow: its memory, requires_grad, and the number of its hooks."""
     hooks = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
     return (tensor._ref.id, tensor.requires_grad, len(hooks[0] or ()), len(hooks[1] or ()))
-
-
-def unchanged(old: Any, new: Any) -> bool:
-    """True for the same object, and for equal scalars of one type."""
-    if old is new:
-        return True
-    return type(old) is type(new) and is_scalar_like(old) and bool(comparable(old) == comparable(new))

@@ -189,6 +189,9 @@ def _lacks(device: torch.device) -> bool:
         return device.type not in ("cpu", "meta")
 
 
+moves: dict[int, Callable[[RemoteTensor], RemoteTensor]] = {}  # memory -> what `.to("remote")` returns of a tensor in it
+
+
 class RemoteTensor(torch.Tensor):
     """A tensor on the `remote` device."""
 
@@ -234,7 +237,8 @@ class RemoteTensor(torch.Tensor):
                     raise
                 raise RuntimeError(NO_DEVICE.format(device.type, Shown.device.type, str(error).partition("\n")[0])) from None
         if dtype in (None, self.dtype) and memory_format is None:
-            return self.clone() if duplicate else self
+            move = moves.get(memory_id(self)) if moves and device is not None else None
+            return self.clone() if duplicate else self if move is None else move(self)
         return _base.to(
             self, dtype or self.dtype, non_blocking, duplicate, memory_format=memory_format or torch.preserve_format
         )

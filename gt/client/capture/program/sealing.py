@@ -138,7 +138,7 @@ def captured_program(
         argument_reads=tape.argument_reads,
         why=sealed.why,
         answer=sealed.answer,
-        written=written_inputs(now.leaves, now.inputs, now.memory),
+        written=written_inputs(now.inputs, now.memory),
         memory=now.memory,
         keep=[*(find_memory(t) or t for t in keep), *(entry.rebindable[key] for key in replaced)],
     )

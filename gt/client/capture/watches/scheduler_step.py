@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from gt.client.capture.state_walk import unchanged
+from gt.client.values.fingerprints import unchanged
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,10 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from gt.client.capture.recording import CallRecording, Difference
-from gt.client.capture.state_walk import StateItem, StateSnapshot, is_scalar_like, names_in, unchanged
+from gt.client.capture.state_walk import StateItem, StateSnapshot
 from gt.client.capture.watches.scheduler_step import SchedulerStep
+from gt.client.values.code_names import names_in
+from gt.client.values.fingerprints import is_scalar_like, unchanged
 from gt.client.values.learning_rates import LearningRates
 
 AFTER = ", and Python does not run in a replay: step it after the function"
