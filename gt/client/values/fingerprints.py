@@ -80,7 +80,7 @@ def _with_parents(logger: logging.Logger) -> Iterator[logging.Logger]:
 
 
 def _log_settings(logger: logging.Logger) -> tuple:
-    """What decides whether a logger's record is shown."""
+    """Settings that decide whether a logger's record is shown."""
     handlers = tuple((id(handler), handler.level, len(handler.filters)) for handler in logger.handlers)
     return logger.level, logger.disabled, logger.propagate, len(logger.filters), handlers
 
