@@ -161,12 +161,13 @@ def own_address(host: str = "") -> str:
 
 
 def _own_gpu(at: JobPlace) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for one of several processes on a host that all see all GPUs."""
+    """CUDA_VISIBLE_DEVICES for the workers of one of several processes on a host that all see all GPUs."""
     # torchrun and mpirun show all GPUs to each process, of which each takes its own. srun may have divided them already.
     gpus = machine.gpus()
     if at.local_size == 1 or len(gpus) < 2:
         return {}
-    return {"CUDA_VISIBLE_DEVICES": gpus[at.local_rank] if at.local_rank < len(gpus) else ""}
+    count = workers_of(at)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[at.local_rank * count : (at.local_rank + 1) * count])}
 
 
 def _order(token: str, workers: int, **more: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ HAND = "RANK, WORLD_SIZE and MASTER_ADDR"
 class Launcher:
     """Names of a launcher's variables; the first of a row that is set counts. sign: is set by this launcher alone.
 
-    workers: how many workers each process starts, where the launcher says so.
+    workers: how many workers each process starts, where the launcher says so. pods: each process has a host of its own.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Launcher:
     host: tuple[str, ...] = ("MASTER_ADDR",)
     port: tuple[str, ...] = ("MASTER_PORT",)
     workers: tuple[str, ...] = ()
+    pods: bool = False
 
     def variables(self) -> Iterator[str]:
         rows = (self.rank, self.size, self.local_rank, self.local_size, self.host, self.port, self.workers)
@@ -48,9 +49,9 @@ LAUNCHERS = (
     Launcher(HAND, "RANK", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
     Launcher(
         "Kubeflow", "PET_NODE_RANK", ("PET_NODE_RANK",), ("PET_NNODES",), host=("PET_MASTER_ADDR", "MASTER_ADDR"),
-        port=("PET_MASTER_PORT", "MASTER_PORT"), workers=("PET_NPROC_PER_NODE",),
+        port=("PET_MASTER_PORT", "MASTER_PORT"), workers=("PET_NPROC_PER_NODE",), pods=True,
     ),
-    Launcher("an indexed Kubernetes job", "JOB_COMPLETION_INDEX", ("JOB_COMPLETION_INDEX",), ("WORLD_SIZE",)),
+    Launcher("an indexed Kubernetes job", "JOB_COMPLETION_INDEX", ("JOB_COMPLETION_INDEX",), ("WORLD_SIZE",), pods=True),
     Launcher("srun", "SLURM_PROCID", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",)),
     Launcher(
         "mpirun of Open MPI", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",),
@@ -111,7 +112,7 @@ def place(found: Mapping[str, str]) -> JobPlace | None:
     rank = _number(found, launcher.rank, 0, size - 1)
     if launcher.name == "srun":
         return _srun(found, rank, size)
-    local_size = _number(found, launcher.local_size, 1, size, 1 if size == 1 else 0)
+    local_size = _number(found, launcher.local_size, 1, size, 1 if launcher.pods or size == 1 else 0)
     local_rank = _number(found, launcher.local_rank, 0, max(local_size - 1, 0) if local_size else size - 1, 0)
     workers = _workers(found, launcher)
     host = _first(found, launcher.host) or (LOOPBACK if local_size == size else "")

@@ -87,6 +87,8 @@ def script(folder: Path, text: str, name: str = "program.py") -> Path:
     (5, 6, "", 1, ""),  # more processes than GPUs
     (0, 0, "", 1, "4"),  # unknown
     (0, 1, "2", 2, None),
+    (1, 2, "2", 2, "6,7"),  # several workers of each process
+    (0, 0, "4", 4, "4,5,6,7"),
 ])  # fmt: skip
 def test_gpus_and_workers_of_a_process(
     local_rank: int, local_size: int, variable: str, workers: int, gpu: str | None, monkeypatch: pytest.MonkeyPatch

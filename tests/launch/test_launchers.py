@@ -40,11 +40,11 @@ CASES = {
     "TrainJob": (
         {"PET_NODE_RANK": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "t-0",
          "PET_MASTER_PORT": "29400"},
-        JobPlace("Kubeflow", 1, 2, 0, 0, "t-0", 29400, None, 4),
+        JobPlace("Kubeflow", 1, 2, 0, 1, "t-0", 29400, None, 4),
     ),
     "JobSet": (
         {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "gt-hosts-0-0.gt", "MASTER_PORT": "12345"},
-        JobPlace("an indexed Kubernetes job", 2, 3, 0, 0, "gt-hosts-0-0.gt", 12345),
+        JobPlace("an indexed Kubernetes job", 2, 3, 0, 1, "gt-hosts-0-0.gt", 12345),
     ),
     "srun": (SRUN, JobPlace("srun", 2, 3, 0, 1, "h07", 20000 + 70 * 16 + 2)),
     "srun on one node": (
