@@ -30,6 +30,7 @@ from gt.errors import ConfigError, ProgramError, SystemFailure
 from gt.ir.text import size
 from gt.launch import machine
 from gt.logs import private_file
+from gt.wire.messages import MAX_STALL_SECONDS
 from gt.wire.process_settings import available_bytes
 from gt.wire.signals import uninterrupted
 from gt.wire.socket import server_of_environment
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
     device: torch.device  # by __getattr__
 log = logging.getLogger("gt")
-MAX_STALL_SECONDS = 1e9
 MAX_WORKERS = 1 << 16
 LEAST_WORKER_BYTES = 64 << 20  # of memory that a worker takes for itself: torch alone needs more
 AUTO_SHARD = "gt: {data_parallel: null}"  # the config of GT_AUTO_SHARD

@@ -17,9 +17,8 @@ from gt.dispatcher.server import Server
 from gt.errors import GTError, Refused
 from gt.wire.access.auth import Access
 from gt.wire.process_settings import collect_less, keep_freed, more_descriptors, take_turns
-from gt.wire.socket import PORT, port, positive, written
+from gt.wire.socket import PAGE_PORT, PORT, port, positive, written
 
-PAGE_PORT = 9471  # default port of the dashboard's page
 STOP_SECONDS = 5.0  # for a process beside the server to end
 
 

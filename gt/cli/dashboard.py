@@ -16,9 +16,8 @@ from gt.observe.dashboard.feed import Feed
 from gt.observe.dashboard.page_server import PageServer
 from gt.observe.record_stream import RecordStream
 from gt.wire.process_settings import die_with_parent
-from gt.wire.socket import PORT, port, server_of_environment
+from gt.wire.socket import PAGE_PORT, PORT, port, server_of_environment
 
-PAGE_PORT = 9471
 CONNECT_SECONDS = 5.0  # for an attempt; the page says so, and there is another
 OPEN = "gt dashboard: the page on {host} is not encrypted: who sees the traffic sees the page; `ssh -L` is safer\n"
 

@@ -31,6 +31,7 @@ LINGER_SECONDS = 1.0  # seconds that close() waits for queued messages
 HANDSHAKE_SECONDS = 10.0  # seconds that a handshake may take
 SEALED_BYTES = 64  # upper bound of the bytes that encryption adds to a frame
 PORT = 12345  # default port of a server that is started by hand
+PAGE_PORT = 9471  # default port of the page that shows a server
 ADDRESS = f"host:port, such as localhost:{PORT} or [::1]:{PORT}, with a port of 1 to 65535"
 _ADDRESS = re.compile(r"(?:tcp://)?(?:\[([^\s\[\]/]+)\]|([^\s\[\]:/]+)):(\d{1,5})", re.ASCII)
 SMALL_BYTES = 1 << 12  # bytes of a part whose copy costs less than libzmq's object for a part that is not copied

@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gt.wire.arena import BLOCK_BYTES, HEADER_BYTES, OwnArena, place
-from gt.wire.messages import CloseArenas, Message, OfferFile
+from gt.wire.messages import MAX_ARENAS, CloseArenas, Message, OfferFile
 
 log = logging.getLogger("gt.client")
 
 ARENA_BYTES = 64 << 20  # size of an arena, unless a larger tensor needs one of its own
-MAX_ARENAS = 1024  # arenas of one session; a server takes no more
 KEPT_BYTES = 256 << 20  # in arenas without blocks, which the next blocks will use
 IN_FLIGHT_BYTES = 256 << 20  # in blocks, or three of the largest, after which uploads wait for workers to read
 

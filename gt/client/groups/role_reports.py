@@ -12,13 +12,12 @@ import torch
 from gt.client.groups import tensor_roles
 from gt.client.trace.recorder import Recorder
 from gt.wire.codec import MAX_LIST_BYTES
-from gt.wire.messages import MAX_ROLES
+from gt.wire.messages import MAX_ROLE_CHARACTERS, MAX_ROLES
 
 log = logging.getLogger("gt.client")
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.5, 60.0  # between two reports; each is twice as long as the one before
 IDLE_SHARE = 400  # times as long as a report takes, until the next,
 QUICK_REPORTS = 5  # but for the first ones: a program may be at the beginning
-MAX_NAME_CHARACTERS = 200
 ROW_BYTES = 24  # bytes of a row in a message, at most, but for the name
 ORDER = ("weights", "optimizer", "gradients")  # weights first: they have the names
 
@@ -62,7 +61,7 @@ def roles(first: int) -> list[list]:
                 role_of.setdefault(number, (kind, name))
     for number, kind, name in tensor_roles.gradients(called):
         role_of.setdefault(number, (kind, name))
-    rows = [[number, kind, name[:MAX_NAME_CHARACTERS]] for number, (kind, name) in role_of.items() if number >= first]
+    rows = [[number, kind, name[:MAX_ROLE_CHARACTERS]] for number, (kind, name) in role_of.items() if number >= first]
     return fitting(sorted(rows, key=lambda row: (ORDER.index(row[1]), row[0]))[:MAX_ROLES])
 
 

@@ -15,12 +15,11 @@ from gt.dispatcher.cluster.links import described, home
 from gt.dispatcher.cluster.peer_info import client_info
 from gt.dispatcher.cluster.workers import Cluster, Worker
 from gt.errors import ConfigError, ProtocolError, Refused
-from gt.wire.messages import Hello
+from gt.wire.messages import MAX_STALL_SECONDS, Hello
 
 MAX_CONFIG_CHARACTERS = 32 << 10
 SHORT_CONFIG_CHARACTERS = 8 << 10  # a longer one takes up to 0.1 s to read, and is read beside the loop
 MAX_WAITING_CLIENTS = 1024
-MAX_STALL_SECONDS = 1e9  # seconds
 PRECISIONS = frozenset({"highest", "high", "medium"})
 
 

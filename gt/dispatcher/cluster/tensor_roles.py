@@ -16,11 +16,10 @@ from gt.errors import ProtocolError
 from gt.ir.layout import Layout, boxes, volume
 from gt.ir.spec import Spec
 from gt.logs import plain
-from gt.wire.messages import MAX_ROLES
+from gt.wire.messages import MAX_ROLE_CHARACTERS, MAX_ROLES
 from gt.wire.records import GRADIENTS, OPTIMIZER, USES, WEIGHTS, LayoutRecord
 
 KINDS = frozenset(USES[:3])
-MAX_NAME_CHARACTERS = 200
 MAX_SHOWN_TENSORS, MAX_SHOWN_BOXES = 8192, 16384  # tensors and boxes in one LayoutRecord
 MAX_SPLITS = 32768  # pieces that are computed at once: a tensor beyond them is left out
 RENEWAL_SECONDS = 10.0  # a tensor may have moved
@@ -163,7 +162,7 @@ def _fit(rows: list) -> bool:
     ids, kinds, names = ([row[place] for row in rows] for place in range(3))
     types = [{*map(type, column)} for column in (ids, kinds, names)]
     plain_types = all(found <= {want} for found, want in zip(types, (int, str, str), strict=True))
-    return plain_types and KINDS.issuperset(kinds) and max(map(len, names), default=0) <= MAX_NAME_CHARACTERS
+    return plain_types and KINDS.issuperset(kinds) and max(map(len, names), default=0) <= MAX_ROLE_CHARACTERS
 
 
 def _split_row(spec: Spec, layout: Layout, workers: list[Worker], pieces: list[tuple[int, int, list]]) -> list[Any]:

@@ -14,9 +14,8 @@ from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.state.context import SessionContext
 from gt.errors import ProtocolError
 from gt.wire.arena import BLOCK_BYTES, HEADER_BYTES, MAX_ARENA_BYTES, NONCE_BYTES, owner_proof, parse_place
-from gt.wire.messages import ArenaOpened, CloseArenas, Fetch, Message, OfferArena, OfferFile, Store
+from gt.wire.messages import MAX_ARENAS, ArenaOpened, CloseArenas, Fetch, Message, OfferArena, OfferFile, Store
 
-MAX_ARENAS = 1024  # arenas of one session
 MAX_HOME_CHARACTERS = MAX_NAME_CHARACTERS = 255
 _NONCE = re.compile(f"[0-9a-f]{{{2 * NONCE_BYTES}}}")
 

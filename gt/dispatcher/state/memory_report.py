@@ -15,9 +15,9 @@ from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.records import Origin
 from gt.ir.dataflow import decode, makes
 from gt.ir.text import size
+from gt.wire.messages import MAX_HOLDERS
 
 MAX_SHOWN_IDS = 8  # tensors that share memory, of those that are named
-MAX_HOLDERS = 1 << 13
 LINES = 5  # lines of the program in a report: those that hold most
 COUNTS = ("limit", "session_limit", "used", "session", "others")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from gt.errors import UnsupportedOp
 from gt.ir.instr import BASE_BITS
-from gt.wire.messages import MAX_OTHERS, OpError
+from gt.wire.messages import MAX_HOLDERS, MAX_OTHERS, OpError
 from gt.worker.plane.base import PeerGone
 from gt.worker.process.memory_budget import Budget
 from gt.worker.uploads import Cancelled
@@ -19,7 +19,6 @@ MAX_TEXT_CHARS = 4000
 # Failures of a Run that are reported one by one: for want of memory or of a tensor, and others
 MAX_CONSEQUENCES, MAX_FAILURES = 4, 64
 MEMORY_REPORT_PAUSE = 50  # times as long as a report of memory takes, until the next one
-MAX_HOLDERS = 1 << 13  # tensors of a session that one answer names
 MAX_NAMED_TENSORS = 256  # tensors in a report: those with most bytes
 # Texts of errors for want of memory that have no class of their own: torch's, C++'s, oneDNN's
 OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "out of memory", "bad_alloc", "bad allocation", "could not create a memory")
