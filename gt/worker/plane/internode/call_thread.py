@@ -20,9 +20,10 @@ class CallThread:
     def submit(self, call: Callable[[], Any]) -> Future:
         """The result or exception of a call that follows all calls before it."""
         if self._calls is None:
-            self._calls = queue.SimpleQueue()
-            self._thread = threading.Thread(target=_serve, args=(self._calls,), name=self._name, daemon=True)
-            self._thread.start()
+            calls: queue.SimpleQueue = queue.SimpleQueue()
+            thread = threading.Thread(target=_serve, args=(calls,), name=self._name, daemon=True)
+            thread.start()  # if the system has no thread left, the next call tries again
+            self._calls, self._thread = calls, thread
         future: Future = Future()
         self._calls.put((future, call))
         return future
