@@ -16,7 +16,8 @@ def test_a_call_without_a_thread_fails_and_the_next_one_begins_it(monkeypatch):
     calls = CallThread("gt-test-calls")
     with monkeypatch.context() as few:
         few.setattr(threading.Thread, "start", no_thread)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            calls.submit(lambda: 1)
+        failed = calls.submit(lambda: 1)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        failed.result(0)
     assert calls.submit(lambda: 2).result(limit(20)) == 2
     calls.close(limit(20))
