@@ -131,7 +131,7 @@ def _reason(error: OSError) -> str:
 
 
 def _told(error: Exception) -> str:
-    """Why a thread of files gives up, to be told to its session, which waits. An error that no file explains is logged."""
+    """The reason for which a thread of files gives up, told to its session. An error that no file explains is logged."""
     if isinstance(error, OSError):
         return _reason(error)
     if not isinstance(error, (MemoryError, ValueError, OverflowError)):
