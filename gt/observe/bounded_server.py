@@ -7,7 +7,6 @@ requests. Knows no page and no metric.
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import logging
 import socket
@@ -19,6 +18,8 @@ from http.client import HTTPMessage
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase
 from typing import Any
+
+from gt.wire import tcp
 
 log = logging.getLogger("gt.observe")
 MAX_CONNECTIONS = 64
@@ -66,14 +67,14 @@ class BoundedServer(ThreadingHTTPServer):
             greedy = owner if owned[owner] > MAX_OWNED else owned.most_common(1)[0][0]
             oldest = next(one for one, of in self._admitted.items() if of == greedy)
             del self._admitted[oldest]
-            _end(oldest)
+            tcp.shut_down(oldest)
 
     def close(self) -> None:
         self.shutdown()
         self._thread.join()
         with self._lock:
             for connection in (*self._asking, *self._admitted):
-                _end(connection)
+                tcp.shut_down(connection)
         self.server_close()
 
     # ---- called by the base classes
@@ -86,7 +87,7 @@ class BoundedServer(ThreadingHTTPServer):
             oldest = next(iter(self._asking), None)
             if full and oldest is not None:
                 del self._asking[oldest]
-                _end(oldest)
+                tcp.shut_down(oldest)
             if not full or oldest is not None:
                 self._asking[request] = time.monotonic()
         # All are admitted: there is none to make room, and the new one is refused.
@@ -101,7 +102,7 @@ class BoundedServer(ThreadingHTTPServer):
         with self._lock:
             for connection in [sock for sock, began in self._asking.items() if now - began > REQUEST_SECONDS]:
                 del self._asking[connection]
-                _end(connection)
+                tcp.shut_down(connection)
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
@@ -157,12 +158,6 @@ class BoundedHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are not logged: a path may have a key."""
-
-
-def _end(connection: socket.socket) -> None:
-    """End a connection: the thread that serves it closes it."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def names_this(host: str, asked: str) -> bool:

@@ -50,12 +50,18 @@ def duplicate(fd: int) -> int:
         return -1
 
 
+def shut_down(sock: socket.socket) -> None:
+    """End a connection in both directions. The thread that reads it sees the end, and closes it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
 def end(fd: int) -> None:
-    """End a connection in both directions. Its reader sees the end."""
+    """As `shut_down`, by a connection's descriptor."""
     with contextlib.suppress(OSError):
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=fd)
         try:
-            sock.shutdown(socket.SHUT_RDWR)
+            shut_down(sock)
         finally:
             sock.detach()
 

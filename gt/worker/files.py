@@ -130,6 +130,15 @@ def _reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
+def _told(error: Exception) -> str:
+    """The reason for which a thread of files gives up, told to its session. An error that no file explains is logged."""
+    if isinstance(error, OSError):
+        return _reason(error)
+    if not isinstance(error, (MemoryError, ValueError, OverflowError)):
+        log.error("a file of a client", exc_info=error)
+    return str(error) or type(error).__name__
+
+
 def _write(fd: int, data: memoryview, offset: int) -> None:
     at = 0
     while at < len(data):
@@ -216,18 +225,23 @@ class WorkerFiles:
         budget.reclaim = self._spare.clear
 
     def open(self, owner: OfferArena, message: OfferFile) -> None:
-        """Have a file opened, which is answered then. OSError if too many files of ended sessions do not answer."""
+        """Have a file opened, which is answered then. OSError if no thread is left for it, or too many do not come back."""
         thread = self.threads.of(message.owner, message.write)
         with self._lock:
             self._of[message.arena] = thread
         thread.add_file()
-        thread.put(partial(self._open, thread, owner, message), partial(self._refuse, thread, message.arena))
+        try:
+            thread.put(partial(self._open, thread, owner, message), partial(self._refuse, thread, message.arena))
+        except OSError:
+            thread.no_file()
+            self.close(message.arena)
+            raise
 
     def _open(self, thread: FileThread, owner: OfferArena, message: OfferFile) -> None:
         try:
             file = PeerFile(owner, message, thread.close)
-        except (OSError, ValueError, OverflowError) as error:
-            log.info("file %d is not used: %s", message.arena, error)
+        except Exception as error:
+            log.info("file %d is not used: %s", message.arena, _told(error))
             self._refuse(thread, message.arena)
             return
         with self._lock:
@@ -262,7 +276,8 @@ class WorkerFiles:
                 self._uploads.deliver(block.key, block.read())
                 with self._lock:
                     self.bytes_read += block.nbytes
-        except (OSError, MemoryError, ValueError) as error:
+        except Exception as error:
+            _told(error)
             self._uploads.fail(block.key, error)
         self._send(UploadProgress(block.key, block.nbytes))
 
@@ -280,9 +295,9 @@ class WorkerFiles:
         # Three ways. With room: copy now, write later, and the step goes on. Not `later`: write from the tensor, which nobody
         # changes meanwhile. Else no room: wait here, part by part.
         if block.later and self._has_room(nbytes):
+            copied = data if packed is not source else self._copy(data, block)
             with self._lock:
                 self._waiting_bytes += nbytes
-            copied = data if packed is not source else self._copy(data, block)
             block.thread.put(partial(self._write_copy, block, copied, seq), partial(self._begun, nbytes))
             return
         pending = PendingWrite(block, data, seq)
@@ -333,8 +348,8 @@ class WorkerFiles:
     def _write(self, pending: PendingWrite) -> None:
         try:
             written = pending.write()
-        except OSError as error:
-            self._send(OpError(pending.seq, "op", _reason(error)))
+        except Exception as error:
+            self._fail(pending.seq, error)
             return
         finally:
             self.forget_write(pending.block.key)
@@ -348,12 +363,16 @@ class WorkerFiles:
         self._begun(block.nbytes)
         try:
             block.write_uncached(data)
-        except OSError as error:
-            self._send(OpError(seq, "op", _reason(error)))
+            if isinstance(data.base, np.ndarray):  # else it is memory of the engine
+                self._keep(data)
+        except Exception as error:
+            self._fail(seq, error)
             return
-        if isinstance(data.base, np.ndarray):  # else it is memory of the engine
-            self._keep(data)
         self._answer(block)
+
+    def _fail(self, seq: int, error: Exception) -> None:
+        """A piece cannot be written."""
+        self._send(OpError(seq, "memory" if isinstance(error, MemoryError) else "op", _told(error)))
 
     def _answer(self, block: FileBlock) -> None:
         with self._lock:

@@ -56,7 +56,8 @@ class UploadBuffers:
             return
         part = self._arriving.get(message.key)
         if part is None:
-            if message.key in self._cancelled:
+            # Frames come in order: without the first one its upload has failed, and the rest would never be whole.
+            if message.key in self._cancelled or message.offset:
                 return
             try:
                 self.admit(message.total)
@@ -132,7 +133,7 @@ class UploadBuffers:
                     return self._arriving.pop(key).buffer
                 if key in self._cancelled:
                     raise self._cancelled.pop(key)
-                if part is None and key <= self._forgotten:
+                if part is None and key <= self._forgotten and key not in self._expected:
                     raise Cancelled("the upload was cancelled, as were many after it")
                 # All uploads were cancelled after the Run arrived: its bytes will not come. A later Run's may.
                 if epoch < self.epoch:

@@ -55,6 +55,11 @@ def wait_until(done: Callable[[], Any], seconds: float = 20.0) -> bool:
     return True
 
 
+def no_thread(thread: threading.Thread) -> None:
+    """In place of Thread.start: the system has no thread left."""
+    raise RuntimeError("can't start new thread")
+
+
 def children(pid: int) -> list[int]:
     """Children of a process, whichever of its threads forked them; [] if the process is gone."""
     return sorted(int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in read(file).split())

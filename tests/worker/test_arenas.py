@@ -18,7 +18,7 @@ from gt.worker import arenas, files
 from gt.worker.arenas import WorkerArenas
 from gt.worker.process import file_threads
 from tests.helpers.limits import limit
-from tests.helpers.processes import wait_until
+from tests.helpers.processes import no_thread, wait_until
 
 SESSION = 3
 
@@ -100,3 +100,15 @@ def test_threads_that_do_not_come_back_are_counted_and_no_more_are_begun(monkeyp
         assert wait_until(lambda: not worker.part.files.threads.abandoned)
         assert worker.answers.get(timeout=limit(20)), "of the first, which nobody waits for any more"
         assert worker.offer(OfferFile(12, owned[1].arena, file.fileno(), 4, False))
+
+
+def test_a_file_that_no_thread_can_open_is_not_used_and_the_next_one_is(monkeypatch, worker, owned, tmp_path):
+    """The error ended the worker's link, and with it all sessions' tensors."""
+    (tmp_path / "file").write_bytes(b"data")
+    with open(tmp_path / "file", "rb") as file:
+        assert worker.offer(owned[0])
+        with monkeypatch.context() as few:
+            few.setattr(threading.Thread, "start", no_thread)
+            assert not worker.offer(OfferFile(10, owned[0].arena, file.fileno(), 4, False))
+        assert worker.offer(OfferFile(11, owned[0].arena, file.fileno(), 4, False))
+    assert worker.part.files.threads.files == 1

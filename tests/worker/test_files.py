@@ -23,7 +23,7 @@ from gt.worker.process.file_threads import WRITER_NICENESS, FileThread, FileThre
 from gt.worker.process.memory_budget import Budget
 from gt.worker.uploads import Cancelled, UploadBuffers
 from tests.helpers.limits import limit
-from tests.helpers.processes import wait_until
+from tests.helpers.processes import no_thread, wait_until
 
 
 def drawn_layout(rng: random.Random, shape: tuple[int, ...]) -> Layout:
@@ -236,3 +236,76 @@ def test_the_end_waits_for_a_file_that_is_about_to_close(monkeypatch, caplog):
     answers.set()
     join(thread, limit(10))
     assert not thread.is_alive() and "do not answer" not in caplog.text
+
+
+class Site:
+    """A worker's part for files, with one writable file of a session, and its answers."""
+
+    def __init__(self, file) -> None:
+        self.answers: queue.SimpleQueue = queue.SimpleQueue()
+        engine = SimpleNamespace(spec=lambda t: t, packed=lambda t: t, view=lambda t: t.view(np.uint8).data)
+        self.uploads = UploadBuffers()
+        self.held = WorkerFiles(lambda message, *_: self.answers.put(message), engine, Budget(), self.uploads)
+        self._file = file
+
+    def block(self, key: int, later: bool) -> FileBlock:
+        lent = SimpleNamespace(fd=self._file.fileno(), uncached=-1)
+        return FileBlock(key, 0, lent, 0, (64,), 1, [((0, 64),)], later, self.held.threads.of(1, True))
+
+    def answer(self):
+        return self.answers.get(timeout=limit(20))
+
+
+@pytest.fixture
+def site():
+    with tempfile.TemporaryFile() as file:
+        file.truncate(64)
+        made = Site(file)
+        yield made
+        made.held.end()
+
+
+def failing(error: Exception):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("error, kind", [(MemoryError("no room"), "memory"), (AssertionError("no room"), "op")])
+def test_any_error_of_a_write_is_told_to_its_session(site, monkeypatch, later, error, kind):
+    """Else a save waits for ever."""
+    monkeypatch.setattr(FileBlock, "write_uncached", failing(error))
+    monkeypatch.setattr(PendingWrite, "write", failing(error))
+    site.held.write(site.block(3, later), np.zeros(64, np.uint8), 7)
+    said = site.answer()
+    assert (said.seq, said.kind, said.message) == (7, kind, "no room")
+    assert not site.held._pending and not site.held._waiting_bytes
+    monkeypatch.undo()
+    site.held.write(site.block(4, later), np.zeros(64, np.uint8), 8)  # its thread goes on
+    assert site.answer().key == 4
+
+
+def test_any_error_of_a_read_is_told_to_its_session(site, monkeypatch):
+    monkeypatch.setattr(FileBlock, "read", failing(AssertionError("odd")))
+    site.held.begin_read(site.block(5, False))
+    assert site.answer().key == 5
+    with pytest.raises(AssertionError, match="odd"):
+        site.uploads.take(5, 0)
+
+
+def test_a_copy_that_has_no_room_does_not_count_as_one_that_waits(site, monkeypatch):
+    block = site.block(3, True)
+    monkeypatch.setattr(files.np, "empty", failing(MemoryError("no room")))
+    with pytest.raises(MemoryError):
+        site.held.write(block, np.zeros(64, np.uint8), 7)
+    assert not site.held._waiting_bytes
+
+
+def test_a_file_is_refused_if_its_thread_cannot_begin(site, monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    offer = SimpleNamespace(arena=9, owner=1, write=False)
+    with pytest.raises(OSError, match="can't start new thread"):
+        site.held.open(SimpleNamespace(), offer)
+    assert not site.held.threads.files and not site.held._of

@@ -232,8 +232,8 @@ def test_a_fetch_streams_chunks_that_later_writes_do_not_change():
 def test_an_upload_keeps_the_buffer_that_frames_were_put_into():
     bench, array = Bench(), np.arange(12, dtype=np.float32)
     raw, uploads = array.tobytes(), bench.executor.uploads
-    uploads.receive(Data(9, 20, 48), raw[20:])
     uploads.receive(Data(9, 0, 48), raw[:20])
+    uploads.receive(Data(9, 20, 48), raw[20:])
     address = uploads._arriving[9].buffer.ctypes.data
     bench.do("upload", {"shape": [3, 4], "stride": [4, 1], "dtype": "float32"}, 1, 9)
     assert bench[1].data_ptr() == address and torch.equal(bench[1], torch.arange(12.0).view(3, 4))
@@ -274,6 +274,35 @@ def test_an_upload_fails_its_wait_also_if_thousands_were_cancelled_after_it():
         thread.start()
         thread.join(limit(5))
     assert len(failures) == 3 and len(uploads._cancelled) <= MAX_CANCELLED_UPLOADS
+
+
+def test_the_rest_of_an_upload_that_had_no_room_is_not_kept():
+    """A shared worker kept a buffer of all its bytes, which never came."""
+    uploads = UploadBuffers()
+
+    def full(nbytes: int) -> None:
+        raise MemoryError("full")
+
+    uploads.admit = full
+    uploads.receive(Data(1, 0, 3), b"x")
+    with pytest.raises(MemoryError, match="no room for an upload of 3 bytes: full"):
+        uploads.take(1, 0)
+    uploads.admit = lambda nbytes: None  # there is room again
+    uploads.receive(Data(1, 1, 3), b"y")
+    uploads.receive(Data(1, 2, 3), b"z")
+    assert not uploads._arriving
+    uploads.receive(Data(2, 0, 2), b"a")
+    uploads.receive(Data(2, 1, 2), b"b")
+    assert bytes(uploads.take(2, 0)) == b"ab"
+
+
+def test_a_file_is_still_awaited_after_thousands_of_later_uploads_were_cancelled():
+    uploads = UploadBuffers()
+    uploads.expect(0)
+    for key in range(1, 2 * MAX_CANCELLED_UPLOADS):
+        uploads.receive(Data(key, 0, -1), None)
+    uploads._ready.wait = lambda: uploads.deliver(0, np.ones(1, np.uint8))  # its thread has read it
+    assert bytes(uploads.take(0, 0)) == b"\1"
 
 
 def test_a_cancel_does_not_touch_uploads_of_runs_that_come_after_it():

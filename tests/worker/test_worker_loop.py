@@ -51,6 +51,7 @@ from gt.worker.engine.torch import TorchEngine
 from gt.worker.engine.torch.gpu.cuda import MAX_NOTES, Events
 from gt.worker.executor import Executor
 from tests.helpers.limits import limit
+from tests.helpers.processes import no_thread, wait_until
 from tests.helpers.worker_parts import new, op
 
 
@@ -162,8 +163,8 @@ def test_a_worker_says_hello_and_carries_out(dispatcher, worker):
     dispatcher.send(TorchSettings({"threads": threads, "matmul_precision": "highest", "deterministic": False}))
     dispatcher.send(Run(0, 10, [FETCH, UPLOAD, ADD], [17, 0, 1, 5, 18, 1, 1, 1, 2, 16, 2, 2, 6]))
     data = torch.tensor([1.5, -2.0])
-    dispatcher.send(Data(5, 4, 8), (data.numpy().tobytes()[4:],))
     dispatcher.send(Data(5, 0, 8), (data.numpy().tobytes()[:4],))
+    dispatcher.send(Data(5, 4, 8), (data.numpy().tobytes()[4:],))
     done, frames = dispatcher.next(Done)
     assert (done.seq, done.pieces) == (0, [6]) and bytes(frames[0]) == (2 * data).numpy().tobytes()
     dispatcher.send(Query(3))
@@ -388,6 +389,18 @@ def test_a_question_for_a_devices_progress_does_not_wait_for_the_device():
     while not progress.completed():
         assert time.monotonic() < end
     assert progress.completed() == 1
+
+
+def test_progress_without_a_thread_is_looked_at_again(monkeypatch):
+    class Mark:
+        def synchronize(self): ...
+
+    progress = Events(Mark)
+    progress.note()
+    with monkeypatch.context() as few:
+        few.setattr(threading.Thread, "start", no_thread)
+        assert progress.completed() == 0
+    assert wait_until(lambda: progress.completed() == 1)
 
 
 def test_progress_of_a_device_takes_no_more_room_the_longer_nobody_asks():

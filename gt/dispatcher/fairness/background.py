@@ -87,8 +87,12 @@ class Background(Inline):
         while self._later and len(self._legs) < MAX_THREADS:
             leg = self._later.popleft()
             leg.thread = threading.Thread(target=self._main, args=(leg,), name="gt-pass", daemon=True)
+            try:
+                leg.thread.start()
+            except RuntimeError:  # the system has no thread left: others wait for the loop, which does it
+                leg.call()
+                continue
             self._legs[leg] = None
-            leg.thread.start()
             self._hand_over(leg)
 
     def _hand_over(self, leg: _Leg) -> None:

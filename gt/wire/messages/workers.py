@@ -46,7 +46,8 @@ class Run(Message):
 class Data(Message):
     """Dispatcher -> worker: a frame of upload `key`, at byte `offset` of `total`. Answered by UploadProgress.
 
-    An upload with total 0 has no frame; total -1 cancels it. All frames precede the Run that uses the upload.
+    An upload with total 0 has no frame; total -1 cancels it. Its frames are sent in order, before the Run that
+    uses it.
     """
 
     key: int

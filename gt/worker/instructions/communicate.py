@@ -19,6 +19,7 @@ from gt.worker.context import ExecutionContext
 from gt.worker.engine.base import Combine, Moves, Tensor
 from gt.worker.instructions.pieces import as_boxes, extent, index, leading, local, part_of, shared
 from gt.worker.instructions.step import Step
+from gt.worker.plane.batch import unused
 
 # Every step below has the same form. What can fail locally is done first. If it fails, the step still takes part, with NOTHING,
 # so that peers' sequences of exchanges stay equal to this worker's; only then it raises. `finish` is called by the plane, once
@@ -38,10 +39,6 @@ def _declined(decline: Callable, *args: Any) -> None:
     """Take part with no bytes; the caller raises the reason."""
     with suppress(Exception):
         decline(*args)
-
-
-def _never(dst: memoryview, src: memoryview) -> None:
-    raise AssertionError("nothing to add")
 
 
 def _combines(engine: Moves) -> Any:
@@ -65,7 +62,7 @@ def all_reduce(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
             # avg is a sum and one division at the end; dividing by steps would round each time.
             combine: Combine = combines("sum" if op == "avg" else op, engine.dtype(target))
         except Exception:
-            _declined(plane.all_reduce, team, NOTHING, _never)
+            _declined(plane.all_reduce, team, NOTHING, unused)
             raise
 
         def finish() -> None:
@@ -144,7 +141,7 @@ def reduce_scatter(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
             out = engine.staging(own, dtype)
             view, combine = engine.view(out), combines(op, dtype)
         except Exception:
-            _declined(plane.reduce_scatter, team, [NOTHING] * len(ranks), NOTHING, _never)
+            _declined(plane.reduce_scatter, team, [NOTHING] * len(ranks), NOTHING, unused)
             raise
         target = code[at + 1]
 

@@ -6,15 +6,12 @@ tensor waits for it. Knows neither devices nor file systems.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from gt.ir.instr import BASE_BITS
 from gt.worker.engine.base import HostCopy
-
-log = logging.getLogger("gt.worker")
 
 
 class Resting(Protocol):

@@ -14,16 +14,6 @@ from gt.ir.heap import TeamRegion
 from gt.worker.plane.heap import Heap, OwnHeap
 
 
-class Member(Protocol):
-    """A peer of the plane."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def heap(self) -> Heap: ...
-    def check(self) -> None: ...
-
-
 class Waiter(Protocol):
     """The plane."""
 

@@ -45,10 +45,15 @@ class Completions(Generic[M]):
             return
         row = Pending(message, op, fence)
         self._pending.append(row)
-        self._queue.put(row)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="gt-completions", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._serve, name="gt-completions", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no thread left: this one waits
+                self._finish(row)
+                return
+            self._thread = thread
+        self._queue.put(row)
 
     def first(self) -> Pending[M] | None:
         """The oldest message that is not sent yet."""
@@ -64,11 +69,16 @@ class Completions(Generic[M]):
         self._queue.put(None)
 
     def _serve(self) -> None:
-        while (row := self._queue.get()) is not None:
-            if row.fence is not None:
-                row.fence()
-            with self._sending:
-                if self._closed:
-                    return
-                self._send(row.message)
-            self._pending.popleft()  # only now: until then `add` must not overtake it
+        while (row := self._queue.get()) is not None and self._finish(row):
+            pass
+
+    def _finish(self, row: Pending[M]) -> bool:
+        """Wait for the device, and send the message, which is the oldest; False once nothing more is sent."""
+        if row.fence is not None:
+            row.fence()
+        with self._sending:
+            if self._closed:
+                return False
+            self._send(row.message)
+        self._pending.popleft()  # only now: until then `add` must not overtake it
+        return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from threading import Lock
 from typing import Any, NamedTuple
 
 from gt.worker.engine.base import DeviceTimes
@@ -38,6 +39,7 @@ class DeviceTrace:
         self._spare: list[Any] = []  # marks that nobody needs any more
         self._places = {COMPUTE: 0}  # by name of a stream
         self.count = 0
+        self._lock = Lock()  # several threads note their work
 
     @property
     def streams(self) -> list[str]:
@@ -71,14 +73,15 @@ class DeviceTrace:
         """Work of an instruction on a stream, by the thread that issued it."""
         if first is None or last is None:
             return
-        places = self._places
-        if stream not in places and len(places) >= MAX_STREAMS:
-            stream = OTHERS
-        self._slices.append(DeviceSlice(number, seq, places.setdefault(stream, len(places)), first, last))
-        self.count += 1
-        if len(self._slices) > MAX_SLICES:
-            old = self._slices.popleft()
-            self._spare += [old.first, old.last]
+        with self._lock:
+            places = self._places
+            if stream not in places and len(places) >= MAX_STREAMS:
+                stream = OTHERS
+            self._slices.append(DeviceSlice(number, seq, places.setdefault(stream, len(places)), first, last))
+            self.count += 1
+            if len(self._slices) > MAX_SLICES:
+                old = self._slices.popleft()
+                self._spare += [old.first, old.last]
 
     def rows(self) -> list[tuple[int, int, float, float, int]]:
         """Number, seq, start, end and stream of each slice that the device has completed. It is asked, which may take long."""

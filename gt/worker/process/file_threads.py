@@ -58,10 +58,13 @@ class FileThread(threading.Thread):
             threading.stack_size(before)
 
     def put(self, run: Callable[[], None], drop: Callable[[], None] = lambda: None) -> None:
-        """Have it do something after all that it was given before. By any thread."""
+        """Have it do something after all that it was given before. By any thread. OSError if the system has no thread left."""
         with self._lock:
             if not self.is_alive() and not self._ended:
-                self.start()
+                try:
+                    self.start()
+                except RuntimeError as error:
+                    raise OSError(f"a thread for files: {error}") from error
         self._jobs.put(Job(run, drop))
         if self._ended:
             self._drop()
@@ -72,7 +75,7 @@ class FileThread(threading.Thread):
             self.files += 1
 
     def no_file(self) -> None:
-        """One file less. In this thread."""
+        """One file less."""
         with self._lock:
             self.files -= 1
 

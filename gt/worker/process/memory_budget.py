@@ -51,8 +51,9 @@ if _mallinfo is not None:
 
 
 class Budget:
-    """Budget of one worker. Without a limit it costs nothing. `admit` is for any thread, the rest for the executing thread.
+    """Budget of one worker. Without a limit it costs nothing.
 
+    `admit`, `used` and `spares` are for any thread, the rest for the executing thread.
     held: bytes of a session's tensors, by its number.
     """
 

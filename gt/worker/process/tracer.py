@@ -11,10 +11,11 @@ from math import prod
 from time import monotonic
 from typing import Any, NamedTuple
 
-from gt.ir.instr import COLLECTIVES, FIRST, PROGRAMS, Define
+from gt.ir.instr import FIRST, PROGRAMS, Define
 from gt.ir.spec import DTYPES, Spec
 from gt.wire.messages import TraceRows
 from gt.worker.engine.base import DeviceTimes
+from gt.worker.instructions.communicate import peers
 from gt.worker.instructions.step import Row, Step, StepOfRows, Steps
 from gt.worker.process.device_trace import DeviceTrace
 
@@ -155,15 +156,7 @@ def _name(number: int, bound: Any) -> list:
     if define.kind == "op":
         made = [Spec.from_wire(out[1]).nbytes for out in payload["outs"] if out[0] == "new" and out[1] is not None]
         return [number, "op", payload["op"], sum(made), []]
-    return [number, define.kind, payload.get("op") or "", _moved(define), _peers(define)]
-
-
-def _peers(define: Define) -> list[int]:
-    payload = define.payload
-    if define.kind in COLLECTIVES:
-        return list(payload["team"]["workers"])
-    channels = [payload["channel"]] if "channel" in payload else [channel for channel, _ in payload.get("parts", ())]
-    return [channel["peer"] for channel in channels]
+    return [number, define.kind, payload.get("op") or "", _moved(define), list(peers(payload))]
 
 
 def _moved(define: Define) -> int:

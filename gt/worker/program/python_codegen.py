@@ -6,6 +6,7 @@ executed as instructions. Knows no engine.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Container, Sequence
 from itertools import count
@@ -21,6 +22,8 @@ from gt.worker.program.overlap import group_collectives
 from gt.worker.program.partition import runs
 from gt.worker.program.program import Actions
 from gt.worker.program.runner import ProgramRunner
+
+log = logging.getLogger("gt.worker")
 
 # Rows of one function: fewer gain nothing; a failed or stuck row is looked for in all of them
 MIN_ROWS, MAX_ROWS = 4, 256
@@ -87,7 +90,8 @@ class CodeGenerator:
         t, v, o = ([f"{{{kind}{n}}}" for n in range(number)] for kind, number in (("t", tensors), ("v", values), ("o", outs)))
         try:
             return "\n".join(self._source(define.payload).statements(t, v, o, self.scope))
-        except Exception:  # the step of the definition raises the error
+        except Exception:  # the step of the definition raises the error, if it is the program's
+            log.debug("no code is generated for %s", define.payload["op"], exc_info=True)
             return ""
 
     def function(self, lines: list[str], places: list[int]) -> Callable[[list], None]:

@@ -15,6 +15,7 @@ from gt.wire.link import hello
 from gt.wire.messages import FinishCapture, Inspect, Ops, Report
 from tests.helpers.hostile import TEMPLATES
 from tests.helpers.limits import limit
+from tests.helpers.processes import no_thread
 
 UPLOAD, NEG = TEMPLATES[0], TEMPLATES[3]
 
@@ -195,6 +196,22 @@ def test_what_is_apart_when_the_server_ends_ends_with_it():
     go.set()
     background.close()
     assert not after
+
+
+def test_a_call_that_has_no_thread_is_done_by_the_loop(monkeypatch):
+    background, done = Background(lambda: None), []
+
+    def call() -> None:
+        with background.apart(lambda: False):
+            done.append(threading.current_thread())
+
+    with monkeypatch.context() as few:
+        few.setattr(threading.Thread, "start", no_thread)
+        for _ in range(MAX_THREADS + 1):
+            background.begin(call)
+    assert done == [threading.current_thread()] * (MAX_THREADS + 1)
+    assert not background._legs and not background.pending
+    background.close()
 
 
 def test_without_threads_a_call_is_done_at_once():

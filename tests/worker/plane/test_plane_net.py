@@ -20,7 +20,7 @@ from gt.worker.plane.net import chain, collectives, handshake, lane, network, pe
 from gt.worker.plane.net.peer_connection import DATA, HEADER, PeerConnection
 from gt.worker.plane.net.plane import NetPlane
 from tests.helpers.limits import limit
-from tests.helpers.processes import wait_until
+from tests.helpers.processes import no_thread, wait_until
 from tests.worker.plane import planes
 
 KEY = "00ff" * 16
@@ -493,6 +493,15 @@ def test_strangers_leave_descriptors_for_what_a_worker_opens(monkeypatch):
     for pair in pairs:
         for sock in pair:
             sock.close()
+
+
+def test_a_connection_that_no_thread_can_greet_is_closed_and_the_end_leaves_none_open(monkeypatch):
+    with hosts(1) as (plane,):
+        with monkeypatch.context() as few:
+            few.setattr(threading.Thread, "start", no_thread)
+            with connect(plane) as sock:
+                assert sock.recv(1) == b""
+        assert not plane.network._threads
 
 
 def test_early_frames_are_counted_by_bytes_and_number(monkeypatch):

@@ -14,7 +14,7 @@ from gt.worker.engine.torch import TorchEngine
 from gt.worker.engine.torch.gpu.cuda import Events
 from gt.worker.process.completions import Completions
 from tests.helpers.limits import limit
-from tests.helpers.processes import wait_until
+from tests.helpers.processes import no_thread, wait_until
 from tests.worker.test_worker_loop import ADD, FETCH, UPLOAD, Dispatcher
 
 
@@ -236,3 +236,20 @@ def test_dones_without_a_wait_never_pass_one_that_waits():
         assert last.wait(limit(10)) and wait_until(lambda completions=completions: completions.first() is None)
         completions.close()
         assert told == list(range(21))
+
+
+def test_without_a_thread_the_caller_waits_and_nothing_is_left_unsent(monkeypatch):
+    """A message that had no thread to wait for the device stayed, and so did all after it."""
+    told, fences = [], []
+    completions = Completions(lambda done: told.append(done.seq))
+    with monkeypatch.context() as few:
+        few.setattr(threading.Thread, "start", no_thread)
+        completions.add(Done(0, {}), fence=lambda: fences.append(0))
+        assert (told, fences, completions.first()) == ([0], [0], None)
+    came = threading.Event()
+    completions.add(Done(1, {}), fence=lambda: came.wait(limit(20)))
+    assert completions.first() is not None and told == [0]
+    came.set()
+    assert wait_until(lambda: told == [0, 1])
+    completions.close()
+    assert wait_until(lambda: not waiters())

@@ -5,7 +5,7 @@ From `add` follow `add_`, `add.out` and `_foreach_add`, from `index_add_` follow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from gt.errors import UnsupportedOp
@@ -55,18 +55,6 @@ def resolve(name: str, place: list | None) -> Function:
         if function is not None:
             return function
     raise UnsupportedOp(f"the numpy engine lacks {name}: run with GT_BACKEND=torch")
-
-
-def supported(names: Iterable[str]) -> list[str]:
-    """Those of the ops that can be resolved."""
-    found = []
-    for name in names:
-        try:
-            resolve(name, None)
-        except UnsupportedOp:
-            continue
-        found.append(name)
-    return found
 
 
 # ---- what follows from a row

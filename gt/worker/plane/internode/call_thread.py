@@ -19,11 +19,16 @@ class CallThread:
 
     def submit(self, call: Callable[[], Any]) -> Future:
         """The result or exception of a call that follows all calls before it."""
-        if self._calls is None:
-            self._calls = queue.SimpleQueue()
-            self._thread = threading.Thread(target=_serve, args=(self._calls,), name=self._name, daemon=True)
-            self._thread.start()
         future: Future = Future()
+        if self._calls is None:
+            calls: queue.SimpleQueue = queue.SimpleQueue()
+            thread = threading.Thread(target=_serve, args=(calls,), name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no thread left: this call fails, and the next one tries again
+                future.set_exception(error)
+                return future
+            self._calls, self._thread = calls, thread
         self._calls.put((future, call))
         return future
 

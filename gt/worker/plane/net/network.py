@@ -139,8 +139,8 @@ class Network:
         known = pair in self._connections or pair in self._connecting or route.index in self._gone or self._closing
         # Of each pair the lower index connects, or both would, and one connection would have to be given up.
         if self.own < route.index and not known:
-            self._connecting.add(pair)
             self._start(self._connect, route)
+            self._connecting.add(pair)
 
     def lane(self, index: int, epoch: int) -> Lane:
         """The lane of a pair; a frame may be here before this worker knows of the epoch."""
@@ -190,8 +190,7 @@ class Network:
         with self._lock:
             self._closing = True
             for sock in self._greetings:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+                tcp.shut_down(sock)
             self._strangers.end()
             for connection in self._connections.values():
                 connection.end()
@@ -364,8 +363,8 @@ class Network:
                     self._threads.discard(thread)
 
         thread = threading.Thread(target=run, name="gt-net-meet", daemon=True)
-        self._threads.add(thread)
         thread.start()
+        self._threads.add(thread)  # only now: `close` joins it. It cannot end before, for want of the lock
 
     def _connect(self, route: Route) -> None:
         """Connect. A process that answers and is busy, or does not know this world yet, is asked again: its link is whole."""

@@ -11,6 +11,8 @@ import socket
 import threading
 from collections.abc import Iterator
 
+from gt.wire import tcp
+
 MAX_STRANGERS = 256  # fewer where descriptors are few: others of this worker need them too
 MAX_EARLY_GREETINGS = 64  # that wait at a time for their world
 
@@ -31,7 +33,7 @@ class Strangers:
             if len(self._socks) >= self._most:
                 oldest = next(iter(self._socks))
                 del self._socks[oldest]
-                _end(oldest)
+                tcp.shut_down(oldest)
             self._socks[sock] = None
 
     def remove(self, sock: socket.socket) -> bool:
@@ -55,9 +57,4 @@ class Strangers:
         """End all."""
         with self._lock:
             for sock in self._socks:
-                _end(sock)
-
-
-def _end(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+                tcp.shut_down(sock)

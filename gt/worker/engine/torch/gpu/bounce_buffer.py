@@ -9,17 +9,9 @@ from collections.abc import Callable
 
 import torch
 
-from gt.worker.engine.torch.gpu.times import beside
+from gt.worker.engine.torch.gpu.times import beside, stream_of
 
-_streams: dict[tuple[int, bool], torch.cuda.Stream] = {}  # by device and direction; those of offload are others
-
-
-def _copy_stream(device: torch.device, to_host: bool) -> torch.cuda.Stream:
-    """The stream of a device's copies in one direction."""
-    key = device.index or 0, to_host
-    if key not in _streams:
-        _streams[key] = torch.cuda.Stream(device)
-    return _streams[key]
+TO_OTHERS, FROM_OTHERS = "to other hosts", "from other hosts"  # names of streams, other ones than offload's
 
 
 class BounceBuffer:
@@ -37,7 +29,7 @@ class BounceBuffer:
             target.copy_(source)
             return _nothing
         stream = self._stream(to_host=True)
-        with beside(stream, "to other hosts"):
+        with beside(stream, TO_OTHERS):
             target.copy_(source, non_blocking=True)
             done = stream.record_event(torch.cuda.Event(blocking=True))
         source.record_stream(stream)  # its memory is given to nobody before it is copied
@@ -49,14 +41,14 @@ class BounceBuffer:
             target.copy_(source)
             return
         stream = self._stream(to_host=False)
-        with beside(stream, "from other hosts"):
+        with beside(stream, FROM_OTHERS):
             target.copy_(source, non_blocking=True)
         target.record_stream(stream)
         torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def _stream(self, to_host: bool) -> torch.cuda.Stream:
         """The direction's stream, after the work that was issued before this buffer's first copy."""
-        stream = _copy_stream(self._device, to_host)
+        stream = stream_of(self._device, TO_OTHERS if to_host else FROM_OTHERS)
         if to_host not in self._ordered:
             self._ordered.add(to_host)
             stream.wait_stream(torch.cuda.current_stream(self._device))

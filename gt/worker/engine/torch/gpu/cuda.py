@@ -46,7 +46,10 @@ class Events:
     def completed(self) -> int:
         # At most one waiting thread: it holds the lock until its notes are done, and a Query never blocks here.
         if self._notes and self._waiting.acquire(blocking=False):
-            threading.Thread(target=self._wait_for_notes, name="gt-progress", daemon=True).start()
+            try:
+                threading.Thread(target=self._wait_for_notes, name="gt-progress", daemon=True).start()
+            except RuntimeError:  # the system has no thread left: the next Query tries again
+                self._waiting.release()
         return self._completed
 
     def fence(self) -> Callable[[], None]:

@@ -21,7 +21,7 @@ class GpuHostLane:
     """A gt.worker.engine.base.HostLane. host: an engine of the CPU. The device may be a CPU too, as in tests."""
 
     def __init__(self, device: torch.device, host: Any) -> None:
-        self.device, self._host = device, host
+        self.device = device
         self._thread = ThreadPoolExecutor(1, "gt.host_lane")
         self.bind, self.in_memory, self.shared = host.bind, host.in_memory, host.shared
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from gt.ir.layout import Box
 from gt.worker.engine.philox import MASK, Words
-from gt.worker.instructions.pieces import as_boxes, index, local
+from gt.worker.instructions.pieces import as_boxes, extent, index, local
 
 BLOCK = 512  # Philox blocks of one kernel program, of four words each
 MAX_DIMS = 3  # of a box that one launch draws
@@ -173,7 +173,7 @@ def draw(
         raise ValueError(f"a random tensor of shape {tuple(out.shape)} was planned as {size} of {whole}")
     pieces = [piece for box, place in zip(boxes, places, strict=True) for piece in _pieces(whole, box, place)]
     for box, place in pieces:
-        strides = None if _extent(box) == whole else _strides(whole, box)
+        strides = None if extent(box) == whole else _strides(whole, box)
         if len(pieces) == 1:
             _launch(key, relative, tensors, numbers, kind, strides)
             continue
@@ -214,14 +214,10 @@ def _launch(
         _piece[(triton.cdiv(count, BLOCK),)](*tensors, key.memory, relative, count, *numbers, *strides, *kind, BLOCK)
 
 
-def _extent(box: Box) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)
-
-
 def _dims(whole: tuple[int, ...], box: Box) -> list[list[int]]:
     """[extent, step in the whole] of a box, the outermost first: neighbours of which the inner one is whole are one."""
     dims: list[list[int]] = []
-    for at, (n, size) in enumerate(zip(_extent(box), whole, strict=True)):
+    for at, (n, size) in enumerate(zip(extent(box), whole, strict=True)):
         step = prod(whole[at + 1 :])
         if dims and dims[-1][1] == step * size and n == size:
             dims[-1] = [dims[-1][0] * n, step]

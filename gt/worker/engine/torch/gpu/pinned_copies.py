@@ -6,20 +6,14 @@ from concurrent.futures import Future
 
 import torch
 
-from gt.worker.engine.torch.gpu.times import beside
+from gt.worker.engine.torch.gpu.times import beside, stream_of
 
 TO_HOST, FROM_HOST = "offload to the host", "offload from the host"  # names of streams in traces
-_streams: dict[tuple[int, bool], torch.cuda.Stream] = {}  # by device and direction
 
 
 def copy_stream(device: torch.device, to_host: bool) -> torch.cuda.Stream | None:
     """The stream of a device's copies in one direction; None for a CPU, which stands for a GPU in tests."""
-    if device.type == "cpu":
-        return None
-    key = device.index or 0, to_host
-    if key not in _streams:
-        _streams[key] = torch.cuda.Stream(device)
-    return _streams[key]
+    return None if device.type == "cpu" else stream_of(device, TO_HOST if to_host else FROM_HOST)
 
 
 def pinned_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

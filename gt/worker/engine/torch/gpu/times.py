@@ -19,6 +19,7 @@ MIN_SECONDS = 0.1  # between two looks that tell how fast the clocks go
 Listening = tuple[Listener | None, Marker | None]
 
 _listening: dict[int, Listening] = {}  # by device, while an instruction is traced
+_streams: dict[tuple[int, str], torch.cuda.Stream] = {}  # by device and name
 _names: dict[int, dict[tuple[str, int], str]] = {}  # by device, of streams that were used in traces
 
 
@@ -90,6 +91,14 @@ def on_the_host(marks: Sequence[Any], began: Moment | None, now: Moment) -> list
 
 
 # ---- other streams
+
+
+def stream_of(device: torch.device, name: str) -> torch.cuda.Stream:
+    """A device's stream for one kind of copies."""
+    key = device.index or 0, name
+    if key not in _streams:
+        _streams[key] = torch.cuda.Stream(device)
+    return _streams[key]
 
 
 def listening(device: int) -> Listening:
