@@ -11,6 +11,7 @@ import pytest
 
 from gt.client.capture.fragment_tape import FragmentTape
 from gt.client.trace import recorder as recorder_module
+from gt.client.trace.provenance import Origins
 from gt.client.trace.recorder import MAX_BUSY_LOOKS, MAX_HELD_CALLS, Recorder
 from gt.ir.instr import FIRST, FRAGMENT
 from gt.ir.spec import contiguous
@@ -251,3 +252,21 @@ def test_two_threads_that_meet_new_lines_get_two_origins(monkeypatch: pytest.Mon
     other = Meanwhile(lambda: recorder.new_origin("b.py", 2, "stage1", False, -1))
     monkeypatch.setattr(recorder_module, "sendable", lambda text, most: other() or text)
     assert recorder.new_origin("a.py", 1, "stage0", False, -1) != other.result
+
+
+def test_a_line_that_two_threads_meet_has_a_backward_origin_in_both() -> None:
+    """One that found the line half noted took its forward origin for a backward one."""
+    origins = Origins(Recorder(ready_session()[0], lambda: None))
+
+    def back() -> int:
+        return origins._back(origins._intern("a.py", 1, "stage0", -1, False), None)
+
+    other = Meanwhile(back)
+
+    class Slow(dict):
+        def __setitem__(self, key: Any, value: Any) -> None:
+            other()
+            super().__setitem__(key, value)
+
+    origins._forward = Slow()
+    assert origins.is_backward(back()) and origins.is_backward(other.result)
