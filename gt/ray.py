@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
-import logging
 import os
 import threading
 import time
@@ -21,7 +20,6 @@ from gt.errors import ConfigError, SystemFailure
 from gt.wire.access import auth
 from gt.wire.socket import written
 
-log = logging.getLogger("gt.ray")
 STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
 MAX_RESTARTS = -1  # as often as it takes
 WAIT_SECONDS = 300.0  # for resources, and for workers to import torch

@@ -33,21 +33,11 @@ def main(args: list[str], text: str) -> int:
         with RecordStream(address, token) as stream:  # an address or token that is wrong is an error now
             observing.tell_delay("gt dashboard", stream)
             stream.next()
-        feed = Feed(lambda log: RecordStream(address, token, given.interval, CONNECT_SECONDS, log), given.always)
-        try:
-            server = PageServer(feed, given.host, given.port, _tell)
-        except OSError as error:
-            feed.close()
-            sys.stderr.write(f"gt dashboard: {given.host}:{given.port} cannot be served: {error.strerror}; try --port 0\n")
-            return 1
-        if given.host not in LOOPBACK:
-            sys.stderr.write(OPEN.format(host=given.host))
-        _wait()
-        feed.close()
-        server.close()
-        return 0
+        return _serve(given, address, token)
     except KeyboardInterrupt:
         return 0
+    except BrokenPipeError:  # of the output: gt.cli.main ends it in silence
+        raise
     except (GTError, ValueError) as error:
         sys.stderr.write(f"gt dashboard: {error}\n")
     except OSError as error:
@@ -55,16 +45,32 @@ def main(args: list[str], text: str) -> int:
     return 1
 
 
-def _tell(link: str) -> None:
-    print(f"gt dashboard: {link} opens the page once, then the browser has a cookie", flush=True)
-
-
-def _wait() -> None:
-    """Until Ctrl-C or SIGTERM."""
+def _serve(given: argparse.Namespace, address: str, token: str) -> int:
+    """Serve the page until Ctrl-C or SIGTERM; the exit code. Its threads end with it, also after an error."""
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda got, frame: ended.set())
-    ended.wait()
+    feed = Feed(lambda log: RecordStream(address, token, given.interval, CONNECT_SECONDS, log), given.always)
+    server: PageServer | None = None
+    try:
+        server = PageServer(feed, given.host, given.port, _tell)
+        if given.host not in LOOPBACK:
+            sys.stderr.write(OPEN.format(host=given.host))
+        ended.wait()
+        return 0
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        sys.stderr.write(f"gt dashboard: {given.host}:{given.port} cannot be served: {error.strerror}; try --port 0\n")
+        return 1
+    finally:
+        feed.close()  # first: threads of the server wait for its events
+        if server is not None:
+            server.close()
+
+
+def _tell(link: str) -> None:
+    print(f"gt dashboard: {link} opens the page once, then the browser has a cookie", flush=True)
 
 
 def _parser(text: str) -> argparse.ArgumentParser:

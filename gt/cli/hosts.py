@@ -11,8 +11,10 @@ import contextlib
 import ipaddress
 import itertools
 import json
+import os
 import re
 import secrets
+import select
 import subprocess
 import sys
 import tempfile
@@ -31,9 +33,10 @@ Row = tuple[str, str, str]  # mark, name, text
 Pairs = Mapping[tuple[int, int], Sequence[Mapping[str, Any]]]  # (from, to) -> an attempt for each address
 OK, NOTE, FAILS = "ok", "note", "fails"
 ANSWER_SECONDS, WORK_SECONDS = 60.0, 540.0
+WORDS_SECONDS = 1.0  # for the last words of a process whose stderr another may hold, as ssh's master of ControlPersist
 CLOCK_SECONDS = 5.0
 MAX_ADDRESSES = 8  # addresses of one host that another host tries
-MIB, GIB = 1 << 20, 1 << 30
+GIB = 1 << 30
 MEETING = "/doctor"  # the key of its port, behind the job's
 ROUTED = (2, 30)  # the first NCCL whose subnet-aware routing pairs the right devices of a mesh
 USED = re.compile(r"via (NET/\S+|P2P\S*|SHM\S*)|Loaded net plugin (.*)|(NET/Plugin: Could not find.*)")
@@ -44,6 +47,7 @@ class Agent:
 
     def __init__(self, name: str, orders: IO[str], answers: IO[str]) -> None:
         self.name, self._orders, self._answers = name, orders, answers
+        self._received = b""  # of its answers, behind the last whole line
 
     def tell(self, **order: Any) -> None:
         with contextlib.suppress(ConnectionError):  # its end has a reason, which `ask` says
@@ -51,17 +55,32 @@ class Agent:
             self._orders.flush()
 
     def ask(self, **order: Any) -> dict[str, Any]:
-        """The answer to one order. SystemFailure if the process has ended."""
+        """The answer to one order. SystemFailure if the process has ended, or hangs."""
         self.tell(**order)
-        with contextlib.suppress(OSError):
-            while line := self._answers.readline():
-                if line.startswith("{"):  # not a greeting of the login shell
+        until, why = time.monotonic() + ANSWER_SECONDS, ""
+        try:
+            while line := self._line(until):
+                if line.startswith(b"{"):  # not a greeting of the login shell
                     return json.loads(line)
-        raise SystemFailure(f"{self.name} does not answer: {self._words() or 'no reason given'}")
+        except TimeoutError:
+            why = f"none within {ANSWER_SECONDS:g} s to {order['do']!r}; "
+        except OSError:  # its end has a reason, which follows
+            pass
+        raise SystemFailure(f"{self.name} does not answer: {why}{self._words(bool(why)) or 'no reason given'}")
 
-    def _words(self) -> str:
+    def _line(self, until: float) -> bytes:
+        """The next line of its answers, b"" at their end. TimeoutError if it is not there in time."""
+        while b"\n" not in self._received:
+            data = _read(self._answers.fileno(), until)
+            if not data:
+                return b""
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
+        return line + b"\n"
+
+    def _words(self, hangs: bool) -> str:
         """Its last words."""
-        return "its connection ended"
+        return "its connection is there, look at its output" if hangs else "its connection ended"
 
     def close(self) -> None:
         for stream in (self._orders, self._answers):
@@ -79,9 +98,13 @@ class StartedAgent(Agent):
         assert self._process.stdin is not None and self._process.stdout is not None
         super().__init__(host.name, self._process.stdin, self._process.stdout)
 
-    def _words(self) -> str:
+    def _words(self, hangs: bool) -> str:
         assert self._process.stderr is not None
-        return " | ".join(self._process.stderr.read().strip().splitlines()[-4:])
+        data, until = b"", time.monotonic() + WORDS_SECONDS
+        with contextlib.suppress(TimeoutError):
+            while more := _read(self._process.stderr.fileno(), until):
+                data += more
+        return " | ".join(data.decode(errors="replace").strip().splitlines()[-4:])
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -95,6 +118,16 @@ class StartedAgent(Agent):
         for stream in (self._process.stdout, self._process.stderr):
             assert stream is not None
             stream.close()
+
+
+def _read(fd: int, until: float) -> bytes:
+    """Bytes of a pipe or socket, b"" at its end. TimeoutError if there are none in time."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    left = until - time.monotonic()
+    if left <= 0 or not poll.poll(left * 1000):
+        raise TimeoutError
+    return os.read(fd, 1 << 16)
 
 
 class Checklist:
@@ -217,7 +250,7 @@ def asked(agent: Agent) -> Facts:
 def examine(report: Checklist, agents: Sequence[Agent], known: Sequence[Facts], here: str = "") -> None:
     """Show all that facts and measurements say. here: this host's address for the others, "" for that of their ssh."""
     names = [agent.name for agent in agents]
-    report.show(*compare(names, known), *judge_links(names, known, measured(agents, known)), *judge_network(names, known))
+    report.show(*compare(names, known), *judge_links(names, measured(agents, known)), *judge_network(names, known))
     report.show(judge_server(names, way_back(agents, here)))
 
 
@@ -299,7 +332,7 @@ def _same(what: str, names: Sequence[str], values: Sequence[str], todo: str, mar
     return mark, what, f"{usual} on most, {other}: {todo}"
 
 
-def judge_links(names: Sequence[str], known: Sequence[Facts], pairs: Pairs) -> Iterator[Row]:
+def judge_links(names: Sequence[str], pairs: Pairs) -> Iterator[Row]:
     """A row for each pair of hosts, and the cure where TCP does not get through."""
     good = {pair for pair, attempts in pairs.items() if any("rate" in attempt for attempt in attempts)}
     for a, b in itertools.combinations(range(len(names)), 2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import time
 from collections.abc import Iterator
@@ -39,7 +38,7 @@ def main(args: list[str], text: str) -> int:
 
 def _serve(stream: RecordStream, given: argparse.Namespace) -> int:
     """Serve the newest state until it is interrupted. A link that ends is made again: servers are restarted."""
-    collector = StateCollector()
+    collector, losses = StateCollector(), Losses()
     collector.take(stream.next())
     try:
         server = BoundedServer(given.host, given.port, _handler(collector, given.host), "gt-metrics-http")
@@ -51,24 +50,42 @@ def _serve(stream: RecordStream, given: argparse.Namespace) -> int:
             try:
                 while True:
                     collector.take(stream.next())
+                    losses.end()
             except GTError as error:
-                why = str(error) if collector.lose() else ""
+                collector.lose()
+                why = str(error)
             stream.close()
-            stream = _again(stream.address, given, why)
+            stream = _again(stream.address, given, why, losses)
     finally:
         stream.close()
         server.close()
 
 
-def _again(address: str, given: argparse.Namespace, why: str) -> RecordStream:
-    """A stream of the server at this address, once there is one. why: the last ended, "" if that was said."""
+def _again(address: str, given: argparse.Namespace, why: str, losses: Losses) -> RecordStream:
+    """A stream of the server at this address, once there is one. why: the last ended."""
     while True:
         time.sleep(RETRY_SECONDS)  # the end of the server's own process ends this one meanwhile
-        if why:
-            sys.stderr.write(f"gt metrics: {why}; it tries again, and serves gt_server_up 0 meanwhile\n")
-            why = ""
-        with contextlib.suppress(GTError, OSError):
+        losses.tell(why)
+        try:
             return RecordStream(address, observing.token(given.token_file), INTERVAL_SECONDS)
+        except (GTError, OSError) as error:
+            why = str(error)
+
+
+class Losses:
+    """Tells why the server cannot be observed, each reason that differs from the last one."""
+
+    def __init__(self) -> None:
+        self._told = ""
+
+    def tell(self, why: str) -> None:
+        if why != self._told:
+            sys.stderr.write(f"gt metrics: {why}; it tries again, and serves gt_server_up 0 meanwhile\n")
+            self._told = why
+
+    def end(self) -> None:
+        """The server has answered."""
+        self._told = ""
 
 
 def _handler(collector: StateCollector, host: str) -> type[BoundedHandler]:
@@ -108,11 +125,9 @@ class StateCollector:
         self._view = LiveView()
         self._state: dict[str, Any] = {}
 
-    def lose(self) -> bool:
-        """The server does not answer. True if it did before."""
-        had = bool(self._state)
+    def lose(self) -> None:
+        """The server does not answer."""
         self._view, self._state = LiveView(), {}
-        return had
 
     def take(self, records: list[Record]) -> None:
         self._state = self._view.update(records)

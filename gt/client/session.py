@@ -272,7 +272,7 @@ class Session:
         return {**body, "client": mine}
 
     def begin_trace(self) -> dict[str, Any]:
-        """Have workers and dispatcher record what this session does. Answer: see `trace_answer`. Waits."""
+        """Have workers and dispatcher record what this session does. Answer: see `_timed_ask`. Waits."""
         self._trace_rows.clear()
         return self._timed_ask(lambda request: Trace(request, True))
 

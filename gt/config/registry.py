@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from gt.config.files import read
 from gt.config.load import LOADER, load
 from gt.errors import ConfigError
 
-log = logging.getLogger("gt")
 Workers = Sequence[int] | Sequence[Sequence[int]]
 Given = str | os.PathLike[str] | Mapping[str, Any]  # a path, YAML text or the mapping
 _registered: dict[str, dict[str, Any]] = {}  # groups by name

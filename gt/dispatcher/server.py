@@ -121,8 +121,8 @@ class Server:
 
     @property
     def worker_names(self) -> list[str]:
-        """Names of the workers that are connected."""
-        return sorted(self._names[peer] for peer in self._workers)
+        """Names of the workers that are connected. Any thread may ask: one that has just gone has no name any more."""
+        return sorted(name for peer in self._workers if (name := self._names.get(peer)))
 
     def stop(self, reason: str = "it was told to stop") -> None:
         self._reason = self._reason or reason

@@ -29,7 +29,6 @@ DTYPES: dict[str, tuple[int, str]] = {
 }
 MAX_DIMS = 64  # torch's limit for a tensor
 LARGEST = 1 << 63
-LONG_NAMES = {short: name for name, (_, short) in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)

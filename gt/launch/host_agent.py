@@ -83,13 +83,6 @@ def _plugin() -> dict[str, Any]:
     return {"path": path, "plugin": b"ncclNetPlugin" in data or b"ncclNet_v" in data, "verbs": b"ibv_" in data}
 
 
-def _text(path: str | Path) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
-
-
 # ---- links
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import socket
 import sys
@@ -26,7 +25,6 @@ from gt.launch.launchers import JobPlace
 from gt.wire.access import auth
 from gt.wire.socket import host_and_port, resolve
 
-log = logging.getLogger("gt.launch")
 START_SECONDS = 600.0  # until all ranks are there: images are pulled, and torch is imported from a cold disk
 HEARTBEAT_SECONDS = 10.0
 LONGEST_COUNT = 9  # digits of a number of workers

@@ -5,7 +5,6 @@ Each end proves that it has the job's token, which is never sent.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import socket
@@ -89,7 +88,7 @@ class Meeting:
 def answer(host: str, port: Callable[[], int], rank: int, token: str, seconds: float = MEET_SECONDS) -> bool:
     """Another rank's end: answer rank 0's orders until it ends. True if this process is to be a worker of the job then.
 
-    SystemFailure if rank 0 is not there in time, or has another token.
+    SystemFailure if rank 0 is not there in time, has another token, or if the connection to it is cut.
     """
     until = time.monotonic() + seconds
     while True:
@@ -104,9 +103,13 @@ def answer(host: str, port: Callable[[], int], rank: int, token: str, seconds: f
                 why = f"{error.strerror or error}; start it on that host too"
                 raise SystemFailure(f"`gt doctor` of rank 0 does not answer at {host}: {why}") from None
             time.sleep(AGAIN_SECONDS)
-    with sock, sock.makefile("r") as orders, sock.makefile("w") as answers, contextlib.suppress(OSError):
-        return host_agent.serve(orders, answers)
-    return False
+    try:
+        with sock, sock.makefile("r") as orders, sock.makefile("w") as answers:
+            return host_agent.serve(orders, answers)
+    # Rank 0 ends in order by closing a connection of which it has read all: that is no error here.
+    except OSError as error:
+        why = f"{error.strerror or error}; look at its output, and at the network between"
+        raise SystemFailure(f"the connection to `gt doctor` of rank 0 at {host} was cut: {why}") from None
 
 
 def _offer(host: str, port: int, rank: int, token: bytes) -> socket.socket:

@@ -13,6 +13,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ MAX_ATTEMPTS, ATTEMPTS_SECONDS = 3, 60.0  # attempts to reach a lost host again,
 MAX_SLOTS = 1 << 12
 KEPT_LINES = 8  # lines of a host's stderr that are kept for its error
 PROBE_SECONDS = 60.0
+PIPE_SECONDS = 1.0  # that the ends of a process's pipes may come after its own
 ROOT = str(Path(__file__).parents[2])
 
 
@@ -111,7 +113,7 @@ def with_slots(hosts: Sequence[HostEntry], ssh: Sequence[str], python: str = "")
     try:
         for name, process in asked.items():
             try:
-                out, err = process.communicate(timeout=PROBE_SECONDS)
+                out, err = said(process, PROBE_SECONDS)
             except subprocess.TimeoutExpired:
                 raise SystemFailure(f"{name} did not answer by ssh within {PROBE_SECONDS:g} s: try `ssh {name} true`") from None
             if process.returncode or not out.strip().isdecimal():
@@ -120,8 +122,28 @@ def with_slots(hosts: Sequence[HostEntry], ssh: Sequence[str], python: str = "")
     finally:
         for process in asked.values():
             process.kill()
-            process.communicate()
+            process.wait()
+            for stream in (process.stdout, process.stderr):
+                assert stream is not None
+                stream.close()
     return [HostEntry(host.name, host.slots or slots[host.name]) for host in hosts]
+
+
+def said(process: subprocess.Popen, seconds: float) -> list[str]:
+    """The stdout and stderr of a process until it ends. TimeoutExpired if that takes longer.
+
+    Another process may hold its pipes open for hours, as ssh's master of ControlPersist does: it is not waited for.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        ended = process.poll() is not None
+        try:
+            return list(process.communicate(timeout=PIPE_SECONDS))
+        except subprocess.TimeoutExpired as error:
+            if ended:
+                return [(data or b"").decode(errors="replace") for data in (error.output, error.stderr)]
+            if time.monotonic() >= until:
+                raise
 
 
 def _failed(name: str, code: int, words: Iterable[str]) -> str:

@@ -79,7 +79,7 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
         **({"offload": str(dry.state.planner.offload.choice)} if dry.state.planner.offload.active else {}),
     }  # fmt: skip
     _scheduled(body, pipe, dry, step)
-    body["warnings"] = _warnings(dry, step, body)
+    body["warnings"] = _warnings(dry, body)
     body["time"] = _times(body)
     return body
 
@@ -225,7 +225,7 @@ def _scheduled(body: dict[str, Any], pipe: dict[str, Any], dry: Dry, step: Plann
                 row["peak_scheduled"] = row["activations_scheduled"] + sum(row[k] for k in (WEIGHTS, GRADIENTS, OPTIMIZER))
 
 
-def _warnings(dry: Dry, step: PlannedStep, body: dict[str, Any]) -> list[str]:
+def _warnings(dry: Dry, body: dict[str, Any]) -> list[str]:
     warnings = []
     # 1. Gathers of activations, by the line that causes them.
     gathers: dict[str, list[dict[str, Any]]] = {}

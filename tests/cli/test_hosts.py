@@ -8,18 +8,20 @@ import io
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gt.cli import hosts
 from gt.errors import SystemFailure
-from gt.launch import host_agent, job_agents
+from gt.launch import host_agent, job_agents, ssh
 from gt.worker.plane.net.strangers import MAX_STRANGERS
 from tests.helpers import ROOT
 from tests.helpers.limits import limit
@@ -103,7 +105,7 @@ def test_subnets_in_common() -> None:
 ])  # fmt: skip
 def test_a_pair_of_hosts(forth: list, back: list, mark: str, says: str) -> None:
     other = {(0, 2): [attempt("a")], (2, 0): [attempt("a")], (1, 2): [attempt("a")], (2, 1): [attempt("a")]}
-    rows = list(hosts.judge_links(["h0", "h1", "h2"], MESH, {**other, (0, 1): forth, (1, 0): back}))
+    rows = list(hosts.judge_links(["h0", "h1", "h2"], {**other, (0, 1): forth, (1, 0): back}))
     assert len(rows) == 3 and rows[0][0] == mark and f"{rows[0][1]}: {rows[0][2]}".startswith(says), rows[0]
 
 
@@ -141,7 +143,7 @@ def test_the_way_back_to_a_server_here() -> None:
 
 
 def test_hosts_that_nothing_joins() -> None:
-    (row,) = hosts.judge_links(["h0", "h1"], MESH[:2], {(0, 1): [attempt("a", False, **UNREACHABLE)], (1, 0): []})
+    (row,) = hosts.judge_links(["h0", "h1"], {(0, 1): [attempt("a", False, **UNREACHABLE)], (1, 0): []})
     assert row[0] == "fails" and "no host that reaches both (Network is unreachable): add a link, or a route" in row[2]
 
 
@@ -243,6 +245,45 @@ def test_a_stranger_who_says_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyP
         with members.result(limit(60))[1]:
             pass
         assert other.result(limit(30)) is False and stranger.recv(100)[job_agents.NONCE_BYTES :] == b""
+
+
+def test_a_connection_to_rank_0_that_is_cut_is_told() -> None:
+    """The others ended as if rank 0 had ended in order: exit code 0, and no word."""
+    meeting = job_agents.Meeting("127.0.0.1", 0, TOKEN)
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(job_agents.answer, "127.0.0.1", lambda: meeting.port, 1, TOKEN)
+        with meeting.members(2)[1] as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+        with pytest.raises(SystemFailure, match=r"rank 0 at 127\.0\.0\.1 was cut: Connection reset"):
+            other.result(limit(30))
+
+
+def test_an_agent_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was waited for without end."""
+    monkeypatch.setattr(hosts, "ANSWER_SECONDS", 0.0)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, contextlib.closing(hosts.Agent("h1", ours.makefile("w"), ours.makefile("r"))) as agent:
+        with pytest.raises(SystemFailure, match="h1 does not answer: none within 0 s to 'facts'; its connection is there"):
+            agent.ask(do="facts")
+        monkeypatch.setattr(hosts, "ANSWER_SECONDS", limit(30))
+        theirs.sendall(b'Welcome to h1\n{"name": "h1"}\n{"name": "h2"}\n')
+        assert [agent.ask(do="facts") for _ in range(2)] == [{"name": "h1"}, {"name": "h2"}]
+
+
+def test_a_pipe_that_another_process_holds_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The master of ssh's ControlPersist holds the stderr of the ssh that has started it, for hours."""
+    monkeypatch.setattr(hosts, "WORDS_SECONDS", 0.05)
+    monkeypatch.setattr(ssh, "PIPE_SECONDS", 0.05)
+    ends = os.pipe()
+    with open(ends[0]) as stream, open(ends[1], "wb", buffering=0) as held:
+        held.write(b"no route\n")
+        agent = object.__new__(hosts.StartedAgent)
+        agent._process = SimpleNamespace(stderr=stream)  # type: ignore[assignment]
+        assert agent._words(False) == "no route"
+        with subprocess.Popen(["echo", "3"], stdout=subprocess.PIPE, stderr=held, text=True) as process:
+            process.stderr = stream
+            held.write(b"a greeting\n")
+            assert ssh.said(process, limit(30)) == ["3\n", "a greeting\n"]
 
 
 def test_strangers_keep_no_measurement_out_and_take_few_threads() -> None:

@@ -51,6 +51,7 @@ from gt.wire.messages import (
     Welcome,
     WindowUpdate,
 )
+from gt.wire.router import Gone
 from gt.worker.uploads import UploadBuffers
 from tests.helpers.core_bench import CoreBench
 from tests.helpers.hostile import TEMPLATES, mutated, rounds, row, spec
@@ -435,6 +436,19 @@ def test_a_message_that_fits_no_body_ends_its_receiver_not_the_server():
     finally:
         server.stop()
         thread.join()
+
+
+def test_another_thread_may_ask_for_the_workers_while_one_goes(monkeypatch):
+    """`gt.ray` asks, and failed for a worker that had lost its name and was counted still."""
+    server, asked = Server(core=ToyCore()), []
+    server._workers, server._names = {b"w0", b"w1"}, {b"w0": "first", b"w1": "second"}
+    monkeypatch.setattr(server, "_forget", lambda peer: asked.append(server.worker_names))
+    try:
+        server._handle_item(Gone(b"w0", "its process has ended"))
+        assert asked == [["second"]]
+    finally:
+        server.stop()
+        server.run()
 
 
 def test_ends_and_ticks_of_nobody_are_nothing(bench):

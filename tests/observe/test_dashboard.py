@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import http.client
+import importlib
 import json
 import re
 import socket
@@ -196,6 +198,50 @@ def test_a_link_that_cannot_be_made_is_a_problem_and_is_tried_again(monkeypatch:
         assert not [text for name, text in told[-1:] if name == "problem" and text]
     finally:
         feed.close()
+
+
+def test_a_fault_of_the_dashboard_is_a_problem_and_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its thread ended, and pages showed the last state for ever."""
+    monkeypatch.setattr(feed_module, "RETRY_SECONDS", 0.0)
+    stream, tries = SyntheticStream(2, 4), iter([KeyError("sessions"), KeyError("sessions")])
+
+    def connect(log: bool) -> SyntheticStream:
+        if (error := next(tries, None)) is not None:
+            raise error
+        return stream
+
+    feed = Feed(connect)
+    try:
+        opened = feed.open()
+        while not (problem := dict(feed.events(opened) or [])["problem"]):
+            pass
+        assert problem == "the dashboard has failed: KeyError: 'sessions'"
+        stream.release(2)
+        while "state" not in (told := dict(feed.events(opened) or [])):
+            pass
+        assert told["problem"] == "" and len(caplog.records) == 1, "it is logged once"
+    finally:
+        feed.close()
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, KeyboardInterrupt])
+def test_a_dashboard_that_cannot_tell_its_link_ends_with_its_threads(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of its HTTP server went on, and so did the process."""
+    command = importlib.import_module("gt.cli.dashboard")  # gt.cli has a function of this name
+    before = threading.enumerate()
+
+    def gone(link: str) -> None:
+        raise error
+
+    monkeypatch.setattr(command, "_tell", gone)
+    monkeypatch.setattr(command.signal, "signal", lambda number, handler: None)
+    with pytest.raises(error):
+        command._serve(argparse.Namespace(host="127.0.0.1", port=0, interval=1.0, always=False), "127.0.0.1:1", "")
+    assert threading.enumerate() == before
 
 
 def test_another_server_in_the_place_of_the_first_tells_all_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from gt.cli.metrics import main
+from gt.errors import GTError
 from gt.observe.live_view import LiveView
 from gt.observe.prometheus import COUNTER, LOGGED, METRICS, QUEUE, STATES, UP, samples
 from tests.cli.test_top import moment
@@ -66,6 +67,30 @@ def test_a_server_serves_its_metrics() -> None:
         text = urlopen(url[0], timeout=limit(20)).read().decode()
     assert re.search(r"^gt_server_messages_sent_total \d", text, re.M) and "# TYPE gt_queue_clients gauge" in text
     assert re.search(r"^gt_server_up 1", text, re.M)
+
+
+def test_each_reason_for_which_a_server_cannot_be_observed_is_told_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the first were dropped, such as a token that has changed."""
+    metrics = importlib.import_module("gt.cli.metrics")
+    stream = SyntheticStream(1, 1)
+    attempts = iter([GTError("it is gone"), GTError("another token"), OSError("no descriptor"), stream, stream])
+
+    def connect(*about: Any) -> SyntheticStream:
+        result = next(attempts)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(metrics, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(metrics, "RecordStream", connect)
+    losses, given = metrics.Losses(), argparse.Namespace(token_file=None)
+    assert metrics._again("127.0.0.1:1", given, "it is gone", losses) is stream
+    losses.end()
+    metrics._again("127.0.0.1:1", given, "no descriptor", losses)
+    told = re.findall(r"gt metrics: (.*); it tries again", capsys.readouterr().err)
+    assert told == ["it is gone", "another token", "no descriptor", "no descriptor"]
 
 
 def test_a_server_that_is_restarted_is_observed_again(

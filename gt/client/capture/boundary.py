@@ -382,7 +382,7 @@ def side_effect(entry: StateSnapshot, leaving: StateSnapshot, first: int, draws:
                     "", f"the function assigns to {path} a tensor from before the call; copy_() into the old one instead"
                 )
         elif not unchanged(old.value, new.value) and not (path in empty and type(old.value) is type(new.value)):
-            return Difference("", _explain_change(path, old, new, before))
+            return Difference("", _explain_change(path, old, new))
 
     # Objects that change in place: arrays, sets, generators
     for path, (thing, then) in entry.fingerprints.items():
@@ -409,13 +409,16 @@ def counts(entry: StateSnapshot, leaving: StateSnapshot) -> dict[str, int]:
     return {path: leaving.counters[path].value - entry.counters[path].value for path in sorted(both)}
 
 
-def _explain_change(path: str, old: StateItem, new: StateItem, before: dict[str, StateItem]) -> str:
-    """Describe a value that a call has changed. before: values before the call, by path."""
+def _explain_change(path: str, old: StateItem, new: StateItem) -> str:
+    """Describe a value that a call has changed."""
     return f"the function changes {path} from {_short(old.value)} to {_short(new.value)}{OUTSIDE}"
 
 
 def _explain_entry(path: str, item: StateItem, added: bool, states: set[int], before: dict[str, StateItem]) -> str:
-    """Describe an entry that a call added or removed. states: identities of the containers of optimizers' state."""
+    """Describe an entry that a call added or removed. states: identities of the containers of optimizers' state.
+
+    before: values before the call, by path.
+    """
     owner = before.get(path.rpartition(".")[0])
     optimizers = owner is not None and isinstance(owner.value, torch.optim.Optimizer)
     if added and (optimizers or id(item.holder) in states):

@@ -440,10 +440,10 @@ class StateWalker:
             self._queue.append(("os.environ", env.every_variable()))
         if "warn" in names:
             self._add_fingerprint("warnings.filters", warnings)
-        self._visit_globals(function, names)
+        self._visit_globals(function)
         self._visit_imported(function, names)
 
-    def _visit_globals(self, function: types.FunctionType, names: set[str]) -> None:
+    def _visit_globals(self, function: types.FunctionType) -> None:
         """Globals and builtins that a user's function names."""
         every = function.__globals__
         named = operands(function.__code__, _GLOBAL_OPS)

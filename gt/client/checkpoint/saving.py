@@ -206,6 +206,7 @@ class _Current:
     """The save of this process that may still be writing."""
 
     save: Save | None = None  # that was begun last
+    turn = threading.RLock()  # held from the end of the save before until the next one is known, or written
 
 
 def save(state: Any, path: str | os.PathLike, *, wait: bool = True) -> Save:
@@ -221,30 +222,29 @@ def save(state: Any, path: str | os.PathLike, *, wait: bool = True) -> Save:
     """
     if Current.recorder is not None and Current.recorder.tape is not None:
         raise ProgramError("gt.save cannot be called in a compiled function: call it between two steps")
-    finish()
-    saved, made = _SavedState(state), Save(os.fspath(path))
-    if Current.recorder is not None and not isinstance(Current.recorder.session, Session):  # `gt plan`: there are no values
-        made._ended.set()
-    elif wait:
-        with progress.bar(f"saving {os.path.basename(made.path) or made.path}", saved.nbytes) as tick:
-            _Writer(saved, path, wait, tick).finish()
-        made._ended.set()
-    else:
-        writer = _Writer(saved, path, wait)
-        with uninterrupted():  # a save that nobody has begun would be waited for
-            _Current.save = made
-            if _finish_quietly not in current_session.on_disconnect:
-                current_session.on_disconnect.append(_finish_quietly)
-            made._begin(writer)
+    with _Current.turn:
+        finish()
+        saved, made = _SavedState(state), Save(os.fspath(path))
+        if Current.recorder is not None and not isinstance(Current.recorder.session, Session):  # `gt plan`: there are no values
+            made._ended.set()
+        elif wait:
+            with progress.bar(f"saving {os.path.basename(made.path) or made.path}", saved.nbytes) as tick:
+                _Writer(saved, path, wait, tick).finish()
+            made._ended.set()
+        else:
+            writer = _Writer(saved, path, wait)
+            with uninterrupted():  # a save that nobody has begun would be waited for
+                _Current.save = made
+                if _finish_quietly not in current_session.on_disconnect:
+                    current_session.on_disconnect.append(_finish_quietly)
+                made._begin(writer)
     return made
 
 
 def finish() -> None:
     """Wait for the save that is under way, and raise its error."""
-    last = _Current.save
+    last = _Current.save  # it stays there: Ctrl-C leaves it under way, and no later save may overtake it
     if last is not None:
-        last._ended.wait()  # Ctrl-C leaves it under way: no later save may overtake it
-        _Current.save = None
         last.wait()
 
 

@@ -75,7 +75,11 @@ class AwaitedAnswers:
         if not message.pieces:
             pending.finish((shape, message.dtype, None))
             return
-        pending.assembly = pending.into(shape, DTYPES[message.dtype][0], message.pieces)
+        try:
+            pending.assembly = pending.into(shape, DTYPES[message.dtype][0], message.pieces)
+        except (OSError, MemoryError) as error:  # no descriptor or memory for it: its pieces are dropped
+            pending.finish(error=error)
+            return
         pending.value = (shape, message.dtype, pending.assembly.data)
         if not frames:
             self._by_key.update(dict.fromkeys(pending.assembly.keys, pending))

@@ -115,7 +115,11 @@ class KeptUploads:
         """The server asks for the bytes of a value, in messages."""
         array, source = self.copies.get(message.tensor), self._in_files.get(message.tensor)
         if source is not None:
-            total, frames = source.region(message.boxes)
+            try:
+                total, frames = source.region(message.boxes)
+            except OSError as error:  # such as too few descriptors
+                self._give_up(message.key, error)
+                return
         elif array is not None:
             if message.tensor in self._blocks:  # a worker cannot open the arena
                 # Later values are sent by the socket at once
@@ -148,11 +152,15 @@ class KeptUploads:
                     del self._uploading[key]
                     return
         except OSError as error:
-            log.warning("a tensor of a file cannot be uploaded: %s", error)
             del self._uploading[key]
-            # A window that the server has moved before it knows of the error is for this key still
-            self._unreadable.add(key)
-            self._send(UploadChunk(key, 0, UNREADABLE), [])
+            self._give_up(key, error)
+
+    def _give_up(self, key: int, error: OSError) -> None:
+        """Tell the server that a region of a file cannot be read: ops that read it fail, and the session goes on."""
+        log.warning("a tensor of a file cannot be uploaded: %s", error)
+        # A window that the server has moved before it knows of the error is for this key still
+        self._unreadable.add(key)
+        self._send(UploadChunk(key, 0, UNREADABLE), [])
 
     def release(self, tensors: list[int]) -> None:
         """Nobody will read these values any more."""

@@ -127,7 +127,8 @@ class Origins:
 
     def text(self, number: int) -> str:
         """Line, group and micro-batch of an origin, for an error that compares two."""
-        file, line, group, backward, micro = next((row for row, n in self._rows.items() if n == number), ("", 0, "", False, -1))
+        rows = list(self._rows.items())  # other threads add some meanwhile
+        file, line, group, backward, micro = next((row for row, n in rows if n == number), ("", 0, "", False, -1))
         parts = [f"at {file}:{line}", f"in group {groups_of(group, backward)}" if group else "in no group"]
         parts += ["in the backward pass"] * backward + [f"in micro-batch {micro}"] * (micro >= 0)
         return " ".join(parts)
@@ -186,10 +187,11 @@ class Origins:
             where = self._forward.get(number)
             if where is None:  # already a backward origin
                 return number
-            back = self._backward[key] = self._intern(*where[:3], where[3] if micro is None else micro, True)
+            back = self._intern(*where[:3], where[3] if micro is None else micro, True)
             self._micros[back] = where[3] if micro is None else micro
             if micro is None:
                 self._same[number] = back
+            self._backward[key] = back  # last: another thread that finds it here needs the others
         return back
 
     def _classify(self, code: CodeType) -> None:
@@ -201,8 +203,9 @@ class Origins:
         key = (file, line, group, backward, micro)
         number = self._rows.get(key)
         if number is None:
-            number = self._rows[key] = self._recorder.new_origin(file, line, groups_of(group, backward), backward, micro)
+            number = self._recorder.new_origin(file, line, groups_of(group, backward), backward, micro)
             self._places[number] = f"{file}:{line}" if line else ""
             if not backward:
                 self._forward[number] = (file, line, group, micro)
+            self._rows[key] = number  # last: another thread that finds it here needs the others
         return number

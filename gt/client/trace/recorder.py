@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,8 @@ class Recorder:
         self._origins: list[list] = []
         self._frames: list[bytes] = []
         self._inline_bytes = 0  # bytes of small tensors in the batch's frames
-        self._next_template, self._next_origin = FIRST, 1
+        self._numbers, self._origin_numbers = itertools.count(FIRST), itertools.count(1)  # of templates, of origins
+        self._defining = threading.RLock()  # held for a few lines, also within `_lock`: never the other way round
         self.templates: dict[int, Template] = {}  # by number
         self._weights: dict[int, tuple[int, int]] = {}  # by template: numbers of a row, bytes that it reads and makes
         self._shares_cores = getattr(session, "shares_cores", False)
@@ -98,31 +99,43 @@ class Recorder:
             shapes.check_template(template)
         except ValueError as error:
             raise RuntimeError(str(error)) from None
-        # A program with ever new shapes would grow the table for ever. Everything recorded by the old numbers goes first
-        if self._next_template - FIRST >= MAX_TEMPLATES:
-            self.flush()
-            self.on_clear()
-            with uninterrupted(), self._lock:
-                self._hand_over()  # ops that another thread has recorded meanwhile
-                self.values.clear()
-                self.read.clear()
-            self.cleared += 1
-            self._next_template = FIRST
-            self.templates.clear()
-            self._weights.clear()
-        number = self._next_template
-        self._templates.append([number, template.wire()])
-        self.templates[number] = template
+        # Before the lock, since a wire form takes a while to make
+        form = template.wire()
         length = 2 + len(template.ins) + template.values + template.results
         made = [out.spec for out in template.outs if out.kind == "new" and out.spec]
-        self._weights[number] = length, sum(spec.nbytes for spec in (*template.ins, *made))
-        self._next_template = number + 1
-        return number
+        nbytes = sum(spec.nbytes for spec in (*template.ins, *made))
+        while True:
+            # In the order of their numbers: with the first number the dispatcher forgets the templates before it
+            with self._defining:
+                numbers = self._numbers
+                number = next(numbers)
+                if number - FIRST < MAX_TEMPLATES:
+                    self._templates.append([number, form])
+                    self.templates[number] = template
+                    self._weights[number] = length, nbytes
+                    return number
+            # A program with ever new shapes would grow the table for ever
+            self._clear_table(numbers)
+
+    def _clear_table(self, numbers: Iterator[int]) -> None:
+        """Begin the table of templates again, unless another thread has. numbers: those of the full table."""
+        self.flush()  # everything recorded by the old numbers goes first
+        self.on_clear()
+        with uninterrupted(), self._lock:
+            if self._numbers is not numbers:
+                return
+            self._hand_over()  # ops that another thread has recorded meanwhile
+            self.values.clear()
+            self.read.clear()
+            with self._defining:
+                self.cleared += 1
+                self.templates.clear()
+                self._weights.clear()
+                self._numbers = itertools.count(FIRST)
 
     def new_origin(self, file: str, line: int, group: str, backward: bool, micro: int) -> int:
-        number = self._next_origin
+        number = next(self._origin_numbers)  # in one step: other threads take numbers too
         self._origins.append([number, sendable(file, MAX_PATH_CHARACTERS), line, group, backward, micro])
-        self._next_origin = number + 1
         return number
 
     def emit_with_frame(self, row: list, data: bytes, position: int) -> None:

@@ -131,11 +131,10 @@ def _flat(x: RemoteSparse) -> torch.Tensor:
     return place
 
 
-def _with_values(x: RemoteSparse, values: torch.Tensor, size: Any = None) -> RemoteSparse:
-    size = x.shape if size is None else size
+def _with_values(x: RemoteSparse, values: torch.Tensor) -> RemoteSparse:
     if x.compressed:
-        return csr(x.parts[0], x.parts[1], values, size)
-    return coo(x.parts[0], values, size, x.merged)
+        return csr(x.parts[0], x.parts[1], values, x.shape)
+    return coo(x.parts[0], values, x.shape, x.merged)
 
 
 def _part(place: int) -> Callable:

@@ -215,8 +215,8 @@ class Exclusive:
     the server has at all holds up nobody.
     """
 
-    def __init__(self, heartbeat: float, home: str, terms: Terms, renewal: float = RENEWAL_SECONDS) -> None:
-        self.terms, self.heartbeat, self.home, self.renewal = terms, heartbeat, home, renewal
+    def __init__(self, heartbeat: float, home: str, terms: Terms) -> None:
+        self.terms, self.heartbeat, self.home = terms, heartbeat, home
         self.slots: dict[str, WorkerSlot] = {}
         self.leases: list[Lease] = []
         self.renewing: set[bytes] = set()  # their messages mean nothing any more
@@ -282,8 +282,8 @@ class Exclusive:
     def overdue(self, now: float) -> list[bytes]:
         hung = []
         for slot in list(self.slots.values()):
-            if slot.state == RENEWING and now - slot.since >= self.renewal:
-                log.warning("worker %s is lost: it did not restart within %g s", slot.name, self.renewal)
+            if slot.state == RENEWING and now - slot.since >= RENEWAL_SECONDS:
+                log.warning("worker %s is lost: it did not restart within %g s", slot.name, RENEWAL_SECONDS)
                 hung += [slot.peer] if slot.peer else []
                 self._drop(slot)
         return hung

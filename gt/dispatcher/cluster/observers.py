@@ -6,7 +6,6 @@ acknowledge its Records is dropped.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -34,8 +33,6 @@ from gt.errors import GTError, ProtocolError, Refused
 from gt.logs import plain
 from gt.wire.messages import MAX_VALUES, Hello, Message, Metrics, Observe, Query, Records, Report, Watched, Welcome
 from gt.wire.records import LayoutRecord, Record, ScheduleRecord, ServerRecord, WorkerRecord, replay_mark, rows
-
-log = logging.getLogger("gt.dispatcher")
 
 MAX_OBSERVERS = 64
 MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.5, 60.0  # seconds between two Records

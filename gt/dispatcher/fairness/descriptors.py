@@ -25,7 +25,7 @@ PATIENCE_SECONDS = 2.0  # seconds that a connection may say nothing while there 
 
 
 class Reserve:
-    """`look` is called a few times a second and says whether there are too few; `close` gives everything back.
+    """`poll` is called a few times a second and says whether there are too few; `close` gives everything back.
 
     port: where the server listens. known: the descriptors of peers that are served; told: of those
     that are to leave. Knows no clock.

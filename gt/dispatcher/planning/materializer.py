@@ -131,9 +131,9 @@ class Materializer:
         recipe = storage.recipe
         assert recipe is not None
         names = {slot: i for i, slot in storage.slots.items()}
-        layouts = self._layouts(recipe, storage, root, want)
+        layouts = self._layouts(recipe, root, want)
         if layouts is None:
-            layouts = self._layouts(recipe, storage, root, replicated(want.mesh))
+            layouts = self._layouts(recipe, root, replicated(want.mesh))
             assert layouts is not None
         # 2. Its steps. The bytes of an upload may not be there yet, so a storage with one is in the journal as a planned op is.
         steps, given = recipe, -1
@@ -162,7 +162,7 @@ class Materializer:
         storage = tensor.storage
         layout = replicated(self._context.default_mesh())
         root = next(t for t in storage.tensors.values() if t.base is None)
-        layouts = self._layouts(storage.recipe or [], storage, root, layout)
+        layouts = self._layouts(storage.recipe or [], root, layout)
         assert layouts is not None
         copy = Tensor(self._emitter.temporary(), tensor.spec, Storage(), layout)
         self._run(storage.recipe or [], layouts, {storage.slots[tensor.id]: copy.id})
@@ -172,13 +172,13 @@ class Materializer:
     def can_split(self, storage: Storage, want: Layout) -> bool:
         """True if the recipe can be run in parts, with the root in layout `want`."""
         root = next(t for t in storage.tensors.values() if t.base is None)
-        return storage.recipe is not None and self._layouts(storage.recipe, storage, root, want) is not None
+        return storage.recipe is not None and self._layouts(storage.recipe, root, want) is not None
 
     def unsplittable(self, storage: Storage) -> bool:
         """True if its recipe cannot be run in parts: counted positions are cheaper whole than gathered."""
         return any(runs_whole(step) for step in storage.recipe or ())
 
-    def _layouts(self, recipe: list[RecipeStep], storage: Storage, root: Tensor, want: Layout) -> dict[int, Layout] | None:
+    def _layouts(self, recipe: list[RecipeStep], root: Tensor, want: Layout) -> dict[int, Layout] | None:
         """Layout of every value of the recipe if all can be made in parts; None if something has to run whole."""
         layouts: dict[int, Layout] = {}
         shape = root.spec.shape

@@ -34,8 +34,8 @@ def out_shape(known: OpSchema, index: int = 0) -> tuple[int, ...]:
     return out.spec.shape if out.spec else shape(known, out.of)
 
 
-def out_dtype(known: OpSchema, index: int = 0) -> str:
-    out = known.template.outs[index]
+def out_dtype(known: OpSchema) -> str:
+    out = known.template.outs[0]
     return (out.spec or known.template.ins[out.of]).dtype
 
 

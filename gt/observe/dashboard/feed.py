@@ -6,6 +6,7 @@ A thread observes the server while a page is open, and a while longer. Pages wai
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from gt.observe.dashboard.predicted_schedule import PredictedSchedules
 from gt.observe.live_view import LiveView
 from gt.observe.record_stream import RecordStream
 from gt.wire.records import LogRecord, Record, replay_mark
+
+log = logging.getLogger("gt.observe")
 
 LINGER_SECONDS = 60.0  # without a page, until the server is no longer observed
 RETRY_SECONDS = 2.0  # after a link has ended
@@ -159,13 +162,22 @@ class Feed:
                 with self._changed:
                     self._state = None  # the next page waits for a new one
             except (GTError, ValueError, OSError) as error:  # OSError: too few descriptors for a link
-                with self._changed:
-                    self._problem = str(error)
-                    self._bump()
-                    self._changed.wait_for(lambda: self._closed, RETRY_SECONDS)
+                self._pause(str(error))
+            except Exception as error:  # a fault of ours: without this thread, pages would show an old state as a new one
+                problem = f"the dashboard has failed: {type(error).__name__}: {error}"
+                if problem != self._problem:
+                    log.exception("%s", problem)
+                self._pause(problem)
             finally:
                 with self._changed:
                     self._stream = None
+
+    def _pause(self, problem: str) -> None:
+        """Show a problem to all pages, and wait before the next attempt."""
+        with self._changed:
+            self._problem = problem
+            self._bump()
+            self._changed.wait_for(lambda: self._closed, RETRY_SECONDS)
 
     def _wanted(self, seconds: float | None) -> bool:
         """True once somebody looks; False at the end, or if nobody looks for so long."""

@@ -49,7 +49,11 @@ class PageServer(BoundedServer):
         self.feed, self.keys, self._new_link = feed, PageKeys(), new_link
         self._keys_lock = threading.Lock()
         super().__init__(host, port, PageHandler, "gt-dashboard-http")
-        self._new_link(self.link)
+        try:
+            self._new_link(self.link)
+        except BaseException:  # such as a terminal that is gone: nobody else could end the server's thread
+            self.close()
+            raise
 
     @property
     def cookie(self) -> str:

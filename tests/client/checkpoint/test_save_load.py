@@ -16,6 +16,7 @@ from torch import nn
 
 import gt
 from gt.client import current_session
+from gt.client.checkpoint import saving
 from gt.client.checkpoint.folder import NewFolder
 from gt.client.exchange.arenas import ClientArenas
 from tests.helpers.limits import limit
@@ -411,6 +412,51 @@ def test_ctrl_c_in_the_wait_for_an_earlier_save_lets_no_later_one_overtake_it(tm
 
 def interrupted(*args):
     raise KeyboardInterrupt
+
+
+class Turns:
+    """A lock that says whenever somebody comes to it."""
+
+    def __init__(self, lock, come):
+        self._lock, self._come = lock, come
+
+    def __enter__(self):
+        self._come()
+        self._lock.acquire()
+
+    def __exit__(self, *error):
+        self._lock.release()
+
+
+def test_saves_of_two_threads_are_written_one_after_the_other(monkeypatch, tmp_path):
+    """Both were begun at once, and the first was awaited by nobody."""
+    begun, here, allowed = [], threading.Event(), threading.Event()
+    begin, commit = saving._Writer._begin, NewFolder.commit
+    other = threading.Thread(target=lambda: gt.save({"n": 2}, tmp_path / "d", wait=False), daemon=True)
+
+    def meet(self):
+        begun.append(self._folder.target.name)
+        if len(begun) == 1:
+            other.start()
+            assert here.wait(limit(30))
+        else:
+            here.set()
+        begin(self)
+
+    def slow(self, manifest):
+        assert allowed.wait(limit(30))
+        commit(self, manifest)
+        begun.append("written")
+
+    monkeypatch.setattr(saving._Writer, "_begin", meet)
+    monkeypatch.setattr(NewFolder, "commit", slow)
+    turns = Turns(threading.RLock(), lambda: begun and here.set())
+    monkeypatch.setattr(saving._Current, "turn", turns, raising=False)
+    gt.save({"n": 1}, tmp_path / "c", wait=False)
+    allowed.set()
+    other.join()
+    saving.finish()
+    assert begun == ["c", "written", "d", "written"]
 
 
 def test_without_strict_what_only_one_has_is_left_alone(one, tmp_path):

@@ -80,3 +80,20 @@ def test_a_disk_that_does_not_take_a_value_fails_its_request() -> None:
         assert pending.done.is_set() and isinstance(pending.error, OSError)
     finally:
         os.close(file)
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), MemoryError("of 4 TiB")])
+def test_a_value_for_which_there_is_no_room_fails_its_request_alone(error: Exception) -> None:
+    """The session ended for it, with all other requests."""
+    answers = AwaitedAnswers()
+
+    def into(*given: Any) -> FileAssembly:
+        raise error
+
+    request, other = answers.expect(into), answers.expect()
+    pending = answers.pending[request]
+    answers.value(value(request, HALVES), ())
+    answers.piece(Piece(5, 0, 8), (BYTES[:8],))
+    assert pending.done.is_set() and pending.error is error
+    answers.value(value(other, [[7, [[[0, 4]]]]]), (BYTES,))
+    assert answers.pending[other].value[2].tobytes() == BYTES

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from gt.client.capture.fragment_tape import FragmentTape
+from gt.client.trace import recorder as recorder_module
+from gt.client.trace.provenance import Origins
 from gt.client.trace.recorder import MAX_BUSY_LOOKS, MAX_HELD_CALLS, Recorder
-from gt.ir.instr import FRAGMENT
+from gt.ir.instr import FIRST, FRAGMENT
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, T, Template
 from tests.helpers.limits import limit
@@ -178,3 +182,91 @@ def test_light_ops_on_few_cores_are_handed_over_later(shares_cores: bool, side: 
         assert len(session.taken) == batches
         recorder.flush_ops()
         recorder.note_wait()
+
+
+class Meanwhile:
+    """Calls `call` in another thread, to its end, the first time that it is called."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call, self._begun = call, False
+        self.result: Any = None
+
+    def __call__(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        thread = threading.Thread(target=lambda: setattr(self, "result", self._call()), daemon=True)
+        thread.start()
+        thread.join(limit(20))
+        assert not thread.is_alive(), "it waits for the thread that waits for it"
+
+
+def added(side: int, kind: type[Template] = Template) -> Template:
+    spec = contiguous((side, side), "float32")
+    return kind("aten.add.Tensor", (T(0), T(1)), (), (spec, spec), 0, (Out("new", spec),))
+
+
+def ready_session() -> tuple[Session, list[list]]:
+    """A session that takes every batch at once, and the rows of templates and origins that it has taken."""
+    session, rows = Session(), list[list]()
+    session.submit = lambda templates, origins, *rest, **asks: rows.extend(templates + origins)  # type: ignore[method-assign]
+    return session, rows
+
+
+def test_two_threads_that_meet_new_ops_get_two_numbers() -> None:
+    """One number for both would decode the rows of one op by the template of the other."""
+    session, rows = ready_session()
+    recorder = Recorder(session, lambda: None)
+    other = Meanwhile(lambda: recorder.define(added(3)))
+
+    class Slow(Template):
+        def wire(self) -> list:
+            other()
+            return super().wire()
+
+    number = recorder.define(added(2, Slow))
+    assert number != other.result
+    recorder.code.extend((number, 1, 7, 8, 9))
+    recorder.flush()
+    assert [row[0] for row in rows] == [FIRST, FIRST + 1], "in the order of their numbers"
+    assert {n: t.ins[0].shape for n, t in recorder.templates.items()} == {number: (2, 2), other.result: (3, 3)}
+
+
+def test_two_threads_that_fill_the_table_begin_it_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "MAX_TEMPLATES", 1)
+    session, rows = ready_session()
+    other = Meanwhile(lambda: recorder.define(added(3)))
+    recorder = Recorder(session, other)
+    recorder.define(added(2))
+    monkeypatch.setattr(recorder_module, "MAX_TEMPLATES", 2)
+    recorder.define(added(4))
+    assert (recorder.define(added(5)), other.result, recorder.cleared) == (FIRST + 1, FIRST, 1)
+    recorder.code.extend((FIRST, 1, 7, 8, 9))
+    recorder.flush()
+    assert [row[0] for row in rows] == [FIRST, FIRST + 1] * (len(rows) // 2)
+
+
+def test_two_threads_that_meet_new_lines_get_two_origins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One origin for both would plan ops of one thread in the signal group of the other."""
+    recorder = Recorder(ready_session()[0], lambda: None)
+    other = Meanwhile(lambda: recorder.new_origin("b.py", 2, "stage1", False, -1))
+    monkeypatch.setattr(recorder_module, "sendable", lambda text, most: other() or text)
+    assert recorder.new_origin("a.py", 1, "stage0", False, -1) != other.result
+
+
+def test_a_line_that_two_threads_meet_has_a_backward_origin_in_both() -> None:
+    """One that found the line half noted took its forward origin for a backward one."""
+    origins = Origins(Recorder(ready_session()[0], lambda: None))
+
+    def back() -> int:
+        return origins._back(origins._intern("a.py", 1, "stage0", -1, False), None)
+
+    other = Meanwhile(back)
+
+    class Slow(dict):
+        def __setitem__(self, key: Any, value: Any) -> None:
+            other()
+            super().__setitem__(key, value)
+
+    origins._forward = Slow()
+    assert origins.is_backward(back()) and origins.is_backward(other.result)
