@@ -57,7 +57,7 @@ _DYNAMIC_ACCESS = frozenset(
     {"asdict", "astuple", "getattr", "setattr", "vars", "__dict__", "attrgetter", "__getattr__", "__getattribute__"}
 )
 _GETTERS = (operator.attrgetter, operator.methodcaller)
-_IMPORTS = (frozenset({"import_module"}), frozenset({"__import__"}), frozenset({"sys", "modules"}))  # by a name that is a text
+_IMPORTS = (frozenset({"import_module"}), frozenset({"__import__"}), frozenset({"sys", "modules"}))  # by a text in the code
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _OF_MEMBERS = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})  # attributes of any member of an enumeration
 _ENVIRONMENT = frozenset({"environ", "getenv"})  # names with which user code reads it
@@ -458,8 +458,9 @@ class StateWalker:
 
     def _visit_imported(self, function: types.FunctionType, names: set[str]) -> None:
         """Those users' modules that a function's own code imports."""
-        if any(needed <= names for needed in _IMPORTS):  # by a text that code may put together
-            self._queue.extend((name, module) for name, module in list(sys.modules.items()) if not is_library(name))
+        if any(needed <= names for needed in _IMPORTS):
+            every = sorted(texts(function.__code__) & sys.modules.keys())
+            self._queue.extend((name, sys.modules[name]) for name in every if not is_library(name))
         package = function.__globals__.get("__package__") or ""
         loaded = {name: sys.modules.get(name) or sys.modules.get(f"{package}.{name}") for name in names}
         modules = {name: module for name, module in loaded.items() if module and not is_library(module.__name__)}

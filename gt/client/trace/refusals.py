@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -242,7 +243,7 @@ def _try_numbers(
     if any(argument.name == "generator" for argument in func._schema.arguments):
         named["generator"] = _generator()
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), warnings.catch_warnings(), _programs_numbers_kept(func):
             warnings.simplefilter("ignore")
             func(*tried, **named)
     except _ERRORS as error:
@@ -266,6 +267,19 @@ def note_accepted(accepted: set[tuple], numbers: tuple) -> None:
     if len(accepted) >= MAX_ACCEPTED:
         accepted.clear()
     accepted.add(numbers)
+
+
+@contextmanager
+def _programs_numbers_kept(func: Any) -> Iterator[None]:
+    """Put the state of torch's CPU generator back after a try of an op that draws from it, and takes no other generator."""
+    if torch.Tag.nondeterministic_seeded not in func.tags or any(a.name == "generator" for a in func._schema.arguments):
+        yield
+        return
+    state = torch.random.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(state)
 
 
 @functools.cache
@@ -358,7 +372,8 @@ def _cpu_error(info: Any, args: list, kwargs: dict, host: Callable[[Any], Any]) 
 def _on_cpu(info: Any, args: list, kwargs: dict, host: Callable[[Any], Any]) -> Any:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return info.func(*tree_map(host, args), **tree_map(host, kwargs))
+        with _programs_numbers_kept(info.func):
+            return info.func(*tree_map(host, args), **tree_map(host, kwargs))
 
 
 def _zeros(leaf: Any) -> Any:

@@ -264,6 +264,17 @@ def test_a_mistake_leaves_the_random_numbers_of_the_host_alone(session: Callable
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_first_dropout_leaves_the_random_numbers_of_the_host_alone(session: Callable) -> None:
+    """Its chance is tried on the CPU, whose kernel takes no generator."""
+    x = torch.ones(4, 5).to("remote")
+    state = torch.random.get_rng_state()
+    for chance in (0.125, 0.25):
+        torch.native_dropout(x, chance, True)
+        F.dropout(x, chance)
+    assert torch.random.get_rng_state().equal(state)
+
+
+
 def test_torch_compile_is_refused_with_what_to_use(session: Callable) -> None:
     session()
     told = re.escape("use gt.compile(step, backend='inductor')")

@@ -114,8 +114,7 @@ def _module(patch: pytest.MonkeyPatch) -> types.ModuleType:
 @row
 def module_that_is_imported_by_a_text(patch: pytest.MonkeyPatch) -> tuple[Callable, Callable]:
     module = _module(patch)
-    name = module.__name__
-    return lambda x: x * importlib.import_module(name).scale, functools.partial(setattr, module, "scale")
+    return lambda x: x * importlib.import_module("settings_of_the_step").scale, functools.partial(setattr, module, "scale")
 
 
 @row
