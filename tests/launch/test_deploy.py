@@ -54,7 +54,7 @@ def test_the_jobset_sets_what_each_rank_needs() -> None:
     for rank in range(size):
         environment = {**variables, "JOB_COMPLETION_INDEX": str(rank)}
         of_launcher = {key: value for key, value in environment.items() if key in launchers.VARIABLES}
-        assert launchers.place(of_launcher) == JobPlace("an indexed Kubernetes job", rank, size, 0, 0, host, port)
+        assert launchers.place(of_launcher) == JobPlace("an indexed Kubernetes job", rank, size, 0, 1, host, port)
     own = {name for name in variables if name.startswith("GT_")}
     assert own <= {variable.name for variable in env.VARIABLES}
     assert float(variables["GT_GRACE"]) < job["template"]["spec"]["terminationGracePeriodSeconds"]
