@@ -133,13 +133,18 @@ class LiveTensors:
         self.ended: list[LiveRef | Temporary] = []
         self.end = self.ended.append
 
-    def take_ended(self) -> list[int]:
-        """Ids that have ended since the last call."""
+    def take_ended(self) -> list[LiveRef | Temporary]:
+        """References that have ended since the last call, for `forget`. Takes no time, so that no op is recorded meanwhile."""
         # Other threads append meanwhile, in callbacks: exactly the copied references are removed
+        ended = self.ended[:]
+        del self.ended[: len(ended)]
+        return ended
+
+    def forget(self, ended: list[LiveRef | Temporary]) -> list[int]:
+        """The ids of references that have ended. They are no longer counted as alive."""
         self._uncounted += self.made
         self._takes += 1
-        ended, self.made = self.ended[:], 0
-        del self.ended[: len(ended)]
+        self.made = 0
         try:
             ids = [live.id for live in ended]
         except AttributeError:  # Ctrl-C came before one had its id

@@ -308,7 +308,7 @@ class Recorder:
         if self.tape is not None and 0 < self.live_tensors.made < MAX_RECORDED_BYTES:
             return
         with uninterrupted(), self._lock:
-            freed = self.live_tensors.take_ended()
+            freed = self.live_tensors.forget(self.live_tensors.take_ended())
             self.live_tensors.made = made
             if self.tape is not None:
                 freed = self.tape.defer(freed)
@@ -342,10 +342,11 @@ class Recorder:
 
     def _seal(self) -> list[int]:
         """Move the buffer into `_ready`, in its final form. Returns the ids that have ended, to be freed behind it."""
-        freed = self.live_tensors.take_ended()  # before the code, which then has every op that used these ids
-        # Other threads may append meanwhile: exactly the copied numbers are removed
-        code = self.code[:]
+        # References first: the code has every op that used them. The code at once, since `forget` takes long: ops that other
+        # threads record meanwhile may need the memory that these ids hold, and come behind. Exactly the copied numbers go
+        ended, code = self.live_tensors.take_ended(), self.code[:]
         del self.code[: len(code)]
+        freed = self.live_tensors.forget(ended)
         if self.uploaded:
             self.uploaded.handed_over(code, self.templates)
         self.values.handed_over(code, freed)

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from gt.client.capture.fragment_tape import FragmentTape
+from gt.client.device.remote_tensor import Temporary
 from gt.client.trace import recorder as recorder_module
 from gt.client.trace.provenance import Origins
 from gt.client.trace.recorder import MAX_BUSY_LOOKS, MAX_HELD_CALLS, Recorder
-from gt.ir.instr import FIRST, FRAGMENT
+from gt.ir.instr import FIRST, FRAGMENT, FREE
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, T, Template
 from tests.helpers.limits import limit
@@ -87,6 +88,25 @@ class Busy(Session):
 
     def take_turn(self) -> None:
         self.turns += 1
+
+
+def test_an_op_recorded_during_a_hand_over_comes_behind_what_that_frees() -> None:
+    """The I/O thread takes long to forget many ended ids. An op of the program's thread may need the memory that they hold."""
+    session = Busy(False)
+    recorder = Recorder(session, lambda: None)
+
+    class Forgotten(dict):
+        def pop(self, *args: Any) -> Any:
+            if 90 not in recorder.code:
+                recorder.code.extend((20, 1, 90))
+            return super().pop(*args)
+
+    recorder.live_tensors.all = Forgotten()
+    recorder.code.extend((20, 1, 7))
+    recorder.live_tensors.ended += [Temporary(7), Temporary(8)]
+    recorder.flush_stale()
+    recorder.flush_ops()
+    assert session.batches == [[20, 1, 7, FREE, 2, 7, 8], [20, 1, 90]]
 
 
 def called(recorder: Recorder, number: int) -> None:
