@@ -110,7 +110,7 @@ class KnownValues:
     _cells: dict[int, Cell] = field(default_factory=dict)  # by id
     _rows: dict[int, Row] = field(default_factory=dict)  # by number, in the order of the program
     _numbers: Iterator[int] = field(default_factory=itertools.count)  # of rows
-    _foldings: dict[int, tuple[int, Folding | None]] = field(default_factory=dict)  # template -> numbers of its rows
+    _foldings: dict[int, tuple[int, Folding | None, bool]] = field(default_factory=dict)  # by template: see _folding
     _added: int = 0  # bytes since _rows and _cells were bounded
     _interrupts: int = 0  # interrupts of the session that were seen
 
@@ -244,7 +244,7 @@ class KnownValues:
             self._bound()
 
     def _follow(self, code: list, at: int) -> None:
-        foldings, end = self._foldings, len(code)
+        foldings, cells, end = self._foldings, self._cells, len(code)
         while at < end:
             number = code[at]
             if number < FIRST:
@@ -256,12 +256,12 @@ class KnownValues:
                 continue
             known = foldings.get(number)
             if known is None:
-                template = self.templates[number]
-                length = 2 + len(template.ins) + template.values + template.results
-                known = foldings[number] = (length, folding(template))
-            if known[1] is not None:
-                self._follow_op(self.templates[number], known[1], code, at + 2)
-            at += known[0]
+                known = foldings[number] = _folding(self.templates[number])
+            length, way, by_first = known
+            # Most ops of a step are left out here: their first operand is computed by workers
+            if way is not None and not (by_first and code[at + 2] not in cells):
+                self._follow_op(self.templates[number], way, code, at + 2)
+            at += length
 
     def _follow_op(self, template: Template, way: Folding, code: list, at: int) -> None:
         """An op that this process may evaluate, or that changes or names the memory of its operands."""
@@ -358,3 +358,11 @@ def _is_certain(way: Folding, cells: list[Cell], values: list) -> bool:
         if cell.memory.blank and not fresh:
             return False
     return way.fractions or all(is_whole(value, way.fills) for value in values)
+
+
+def _folding(template: Template) -> tuple[int, Folding | None, bool]:
+    """Numbers of the template's rows; how its ops are evaluated, if they are; True if one has no effect on what is known unless
+    its first operand is known: no other one is written or viewed, and it is not evaluated then."""
+    way = folding(template)
+    by_first = way is not None and bool(template.ins) and not any(way.touched)
+    return 2 + len(template.ins) + template.values + template.results, way, by_first
