@@ -233,6 +233,8 @@ def key_of(leaf: Any) -> Any:
         return (leaf._ref.meta.without_offset(), leaf.requires_grad, *attribute_values(leaf))
     if isinstance(leaf, torch.Tensor):
         return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, *attribute_values(leaf))
+    if _is_size(leaf):
+        return (torch.Size, tuple(leaf))
     # Any other object counts by identity alone: its content is compared by the program's guard
     return (type(leaf), comparable(leaf)) if is_scalar_like(leaf) else id(leaf)
 
@@ -245,10 +247,15 @@ def keys_of(leaves: list) -> list:
     return keys
 
 
+def _is_size(thing: Any) -> bool:
+    """True for a tensor's shape, of which torch's functions of trees would make a plain tuple."""
+    return type(thing) is torch.Size
+
+
 def flatten_call(args: tuple, kwargs: dict) -> tuple[list, TreeSpec]:
     """Flatten as tree_flatten((args, kwargs)) does, faster for positional tensors and numbers."""
     if kwargs or not _LEAF_TYPES.issuperset(map(type, args)):
-        return tree_flatten((args, kwargs))
+        return tree_flatten((args, kwargs), is_leaf=_is_size)
     count = len(args)
     if count not in _flat_trees:
         _flat_trees[count] = tree_flatten((args, {}))[1]
@@ -349,12 +356,12 @@ class ContainerArgument:
 
 
 def one_of(objects: Iterable[int]) -> Callable[[Any], bool]:
-    """A predicate for torch's functions of trees: whether an object is one of those with these identities.
+    """A predicate for torch's functions of trees: whether an object is one of those with these identities, or a shape.
 
     tree_map and tree_flatten keep it in a reference cycle, where an object that it refers to would outlive the call.
     """
     identities = frozenset(objects)
-    return lambda thing: id(thing) in identities
+    return lambda thing: id(thing) in identities or _is_size(thing)
 
 
 def mutable_containers(results: Any) -> list:

@@ -19,7 +19,7 @@ import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
@@ -467,14 +467,17 @@ class StateWalker:
     def _visit_imported(self, function: types.FunctionType, names: set[str]) -> None:
         """Those users' modules that a function's own code imports."""
         if any(needed <= names for needed in _IMPORTS):
-            every = sorted(texts(function.__code__) & sys.modules.keys())
-            self._queue.extend((name, sys.modules[name]) for name in every if not is_library(name))
+            self._add_modules(name for name in texts(function.__code__) & sys.modules.keys() if not is_library(name))
         package = function.__globals__.get("__package__") or ""
-        loaded = {name: sys.modules.get(name) or sys.modules.get(f"{package}.{name}") for name in names}
-        modules = {name: module for name, module in loaded.items() if module and not is_library(module.__name__)}
+        loaded = {name: next((n for n in (name, f"{package}.{name}") if sys.modules.get(n)), "") for name in names}
+        modules = {name: place for name, place in loaded.items() if place and not is_library(sys.modules[place].__name__)}
         # A function of another origin may have the name of a module that somebody has imported, such as train()
-        for name in sorted(modules.keys() & operands(function.__code__, _IMPORT_OPS) if modules else ()):
-            self._queue.append((name, modules[name]))
+        self._add_modules(modules[name] for name in modules.keys() & operands(function.__code__, _IMPORT_OPS) if modules)
+
+    def _add_modules(self, names: Iterable[str]) -> None:
+        """Users' modules under these names. Another one may come there, as it is imported anew."""
+        for name in sorted(names):
+            self._add_item(name, sys.modules, name, False, sys.modules[name])
 
     def _visit_module(self, path: str, module: types.ModuleType) -> None:
         """Those globals of a user's module that user code names."""

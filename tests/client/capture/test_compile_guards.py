@@ -545,6 +545,22 @@ def a_cache_is_cleared() -> tuple[Callable, Callable]:
     return lambda x: x * rate(), change
 
 
+@row
+def a_module_is_imported_anew_inside() -> tuple[Callable, Callable]:
+    def change(n: int) -> None:
+        module = types.ModuleType("module_imported_anew")
+        module.RATE = value(n)  # type: ignore[attr-defined]
+        if n == 0 or n in CHANGES:
+            sys.modules[module.__name__] = module
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        from module_imported_anew import RATE
+
+        return x * RATE
+
+    return step, change
+
+
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.usefixtures("plain_threads", "one")
 def test_a_change_between_calls_is_seen(name: str) -> None:
