@@ -33,7 +33,7 @@ from gt.logs import private_file
 from gt.wire.messages import MAX_STALL_SECONDS
 from gt.wire.process_settings import available_bytes
 from gt.wire.signals import uninterrupted
-from gt.wire.socket import server_of_environment
+from gt.wire.socket import host_and_port, server_of_environment
 
 if TYPE_CHECKING:
     from gt.observe.plan import Plan
@@ -77,7 +77,7 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
     workers: int = 0,
     ssh: Sequence[str] | None = None,
 ) -> None:
-    """Connect to the dispatcher at "host:port". Ops run there from now on; an open session ends.
+    """Connect to the dispatcher at "host:port". Ops run there from now on; an open session ends, unless this fails.
 
     address: "env" joins the job of torchrun, srun, mpirun or Kubernetes that has started this process. Rank 0 starts the server
         and goes on as the program. A process of another rank becomes a worker here and never returns. Without a launcher this
@@ -99,8 +99,6 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
     wrong, or names more workers than there are. ValueError: `workers` or `stall_timeout` is no such number.
     """
     import_libraries()
-    from gt.client.session import Session
-
     if _Started.plan is None and (why := machine.unsupported()):
         raise SystemFailure(why)
     if type(workers) is not int or not 0 <= workers <= MAX_WORKERS:
@@ -109,22 +107,44 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
     if _Started.plan is None and (ssh is not None or address in ("", "env")):
         _connect_job(address, ssh, config, {"name": name, "wait": wait, "stall_timeout": stall_timeout, "workers": workers})
         return
-    disconnect()
-    if name:
-        device_.register()
     if _Started.plan is not None:
+        disconnect()
+        if name:
+            device_.register()
         _Started.plan(config, workers)
         return
-    text, path = config_of(config)
-    token = env.token() if token is None else token
-    session = Session(address, (text, path), switches=switches, token=token, wait=wait)
+    _connect(address, config_of(config), switches, {"token": env.token() if token is None else token, "wait": wait}, name)
+
+
+def _connect(address: str, config: tuple[str, str], switches: dict[str, Any], settings: dict[str, Any], name: bool) -> None:
+    """Open a session and record into it. config: text and path. An open session ends once nothing can fail that is known."""
+    from gt.client.session import Session
+
+    text, path = config
+    groups = load(text, path)
+    if not _of_another_server(address):
+        disconnect()  # an exclusive server has workers for this program once
+    if name:
+        device_.register()
+    session = Session(address, (text, path), switches=switches, **settings)
+    disconnect()
     session.why_lost = lambda: _why_lost(address)
     recorder = current_session.connect(session, text, path)
     recorder.when_watched = lambda: _report_roles(recorder)
     if _Started.trace is not None:
         _Started.trace.begin(session)
-    for doubt in doubts(load(text, path)):
+    for doubt in doubts(groups):
         log.warning("%s", doubt)
+
+
+def _of_another_server(address: str) -> bool:
+    """True if no server is at the address that the open session may have. DispatcherLost for a text that is no address.
+
+    Then that session can go on until the other server has answered, and does where none answers.
+    """
+    _, port = host_and_port(address)
+    open_ = current_session.Current.recorder
+    return open_ is not None and host_and_port(open_.session.address)[1] != port
 
 
 def import_libraries() -> None:

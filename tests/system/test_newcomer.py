@@ -152,6 +152,42 @@ def test_a_wait_for_workers_is_announced(monkeypatch: pytest.MonkeyPatch, caplog
     assert re.search(text, caplog.text)
 
 
+def test_a_connection_that_fails_leaves_the_session_as_it_was(session, tmp_path: Path) -> None:
+    import socket
+
+    import torch
+
+    session()
+    x = torch.ones(3, device="remote") * 2
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("a: {nonsense: 3}\n")
+    with socket.socket() as nobody:  # has a port, and never listens there
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        for given, kind in (({"address": "nonsense"}, DispatcherLost), ({"address": address, "wait": 0.1}, DispatcherLost)):
+            with pytest.raises(kind):
+                gt.connect(**given)
+            assert x.sum().item() == 6
+        with pytest.raises(ConfigError):
+            gt.connect(address, config=str(wrong))
+    assert x.sum().item() == 6
+
+
+def test_a_connection_to_another_server_ends_the_session(session) -> None:
+    import torch
+
+    from tests.helpers.serving import serving
+
+    session()
+    x = torch.ones(3, device="remote")
+    with serving(1, backend="torch") as other:
+        gt.connect(other.address)
+        assert torch.ones(4, device="remote").sum().item() == 4
+        with pytest.raises(ProgramError, match="belongs to a session that has ended"):
+            x.sum()
+        gt.shutdown()
+
+
 def test_tensors_of_an_ended_session_say_so(session) -> None:
     import torch
 

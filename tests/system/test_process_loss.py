@@ -183,3 +183,46 @@ def test_ctrl_c_while_a_worker_is_stuck(own):
     for title in ("gt.worker 0", "gt.worker 1"):
         os.kill(own[title], signal.SIGCONT)
     assert x.sum().item() == 16
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_a_model_whose_worker_was_killed_goes_on_from_its_checkpoint(own, tmp_path, captured):
+    import torch
+
+    import gt
+
+    model = torch.nn.Linear(4, 4).to("remote")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    kept, schedule = torch.zeros(4).to("remote") + 1, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "kept": kept}
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    called = gt.compile(step) if captured else step
+    x = torch.arange(8.0).reshape(2, 4).to("remote")
+    for _ in range(4):
+        called(x).item()
+        schedule.step()
+    gt.save(state, tmp_path / "checkpoint")
+    wanted = [(called(x).item(), schedule.step())[0] for _ in range(4)]
+    for title in ("gt.worker 0", "gt.worker 1"):
+        os.kill(own[title], signal.SIGKILL)
+    with pytest.raises(gt.WorkerLost):
+        for _ in range(2000):
+            called(x).item()
+    del x
+    while True:  # until both have been started again
+        try:
+            gt.load(tmp_path / "checkpoint", into=state)
+            x = torch.arange(8.0).reshape(2, 4).to("remote")
+            found = [(called(x).item(), schedule.step())[0] for _ in range(4)]
+            assert kept.sum().item() == 4
+            break
+        except gt.WorkerLost:
+            continue
+    assert found == pytest.approx(wanted, rel=1e-4)

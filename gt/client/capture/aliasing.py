@@ -6,6 +6,7 @@ share memory that it writes.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -21,11 +22,13 @@ from gt.client.capture.state_walk import TENSOR_FIELDS, StateSnapshot, tensor_id
 from gt.client.device.remote_tensor import RemoteTensor, is_leaf, memory_id
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of
+from gt.client.trace.uploads import upload
 from gt.client.values.fingerprints import comparable, is_scalar_like
 
 aten = torch.ops.aten
 _COPY, _CLONE, _VIEW = info_of(aten.copy_.default), info_of(aten.clone.default), info_of(aten.as_strided.default)
 
+_ALIGNMENT = 16  # bytes of the largest element
 _LEAF_TYPES = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str})  # types of arguments that are leaves of a tree
 _flat_trees: dict[int, TreeSpec] = {}  # by number of arguments
 
@@ -147,6 +150,67 @@ def _write_to_host(host: torch.Tensor, copy: RemoteTensor) -> None:
         host.copy_(copy)
 
 
+def host_overlaps(leaves: list) -> dict[int, tuple[int, int]]:
+    """CPU tensors among the arguments that share memory with others: place -> the first place of these, distance in bytes.
+
+    The first place has the lowest address. One upload then serves them all, since the function may write to one of them.
+    """
+    hosts = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and _on_host(leaf)]
+    if len(hosts) < 2:
+        return {}
+    overlaps: dict[int, tuple[int, int]] = {}
+    first, start, end = -1, 0, 0  # of the memory that those so far have in common
+    for begin, place in sorted((leaves[k].data_ptr(), k) for k in hosts):
+        if begin >= end:
+            first, start = place, begin
+        else:
+            overlaps[first], overlaps[place] = (first, 0), (first, begin - start)
+        end = max(end, begin + _host_bytes(leaves[place]))
+    return overlaps
+
+
+def _on_host(leaf: torch.Tensor) -> bool:
+    """True for an argument that is uploaded, and has memory."""
+    plain = type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.device.type == "cpu" and leaf.layout is torch.strided
+    return plain and not leaf.requires_grad and leaf.numel() > 0
+
+
+def _host_bytes(leaf: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last one."""
+    if leaf.is_contiguous():
+        return leaf.nbytes
+    last = sum((size - 1) * step for size, step in zip(leaf.shape, leaf.stride(), strict=True))
+    return (last + 1) * leaf.itemsize
+
+
+def upload_overlapping(leaves: list, overlaps: dict[int, tuple[int, int]]) -> dict[int, RemoteTensor]:
+    """Remote tensors of CPU arguments that share memory, which share memory in the same way."""
+    uploaded: dict[int, RemoteTensor] = {}
+    for first in {first for first, _ in overlaps.values()}:
+        group = {place: distance for place, (start, distance) in overlaps.items() if start == first}
+        one = leaves[first]
+        if all(_same_place(one, leaves[place]) for place in group):
+            whole = upload(one)
+            uploaded |= {place: whole if leaves[place] is one else whole.detach() for place in group}
+            continue
+        # The bytes of all of them. Whole elements of each dtype begin where they do in the caller's memory
+        begin, count = one.data_ptr(), max(distance + _host_bytes(leaves[place]) for place, distance in group.items())
+        room = torch.zeros(begin % _ALIGNMENT + count, dtype=torch.uint8)
+        room[begin % _ALIGNMENT :] = torch.frombuffer((ctypes.c_uint8 * count).from_address(begin), dtype=torch.uint8)
+        whole = upload(room)
+        for place, distance in group.items():
+            leaf, start = leaves[place], begin % _ALIGNMENT + distance
+            part = whole[start : start + _host_bytes(leaf)].view(leaf.dtype)
+            uploaded[place] = part.as_strided(leaf.shape, leaf.stride(), part.storage_offset())
+    return uploaded
+
+
+def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
+    flips = (one.is_conj(), one.is_neg()) == (other.is_conj(), other.is_neg())
+    same = one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
+    return flips and same and one.data_ptr() == other.data_ptr()
+
+
 def attribute_names(tensor: torch.Tensor) -> Iterable[str]:
     """Names of what the program has given a tensor, as x.scale = 0.5."""
     own = tensor.__dict__
@@ -160,10 +224,38 @@ def attribute_values(tensor: torch.Tensor) -> Iterable[tuple[str, Any]]:
         yield name, comparable(value) if is_scalar_like(value) else id(value)
 
 
+def key_of(leaf: Any) -> Any:
+    """The part of an argument that selects a program: a tensor's metadata, any other value itself.
+
+    A storage offset does not count: a program fills a copy of an argument, or knows the very tensor that it reads in place.
+    """
+    if isinstance(leaf, RemoteTensor):
+        return (leaf._ref.meta.without_offset(), leaf.requires_grad, *attribute_values(leaf))
+    if isinstance(leaf, torch.Tensor):
+        return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, *attribute_values(leaf))
+    if _is_size(leaf):
+        return (torch.Size, tuple(leaf))
+    # Any other object counts by identity alone: its content is compared by the program's guard
+    return (type(leaf), comparable(leaf)) if is_scalar_like(leaf) else id(leaf)
+
+
+def keys_of(leaves: list) -> list:
+    """The key_of of each argument, with the memory that it shares with others where both are uploaded."""
+    keys = list(map(key_of, leaves))
+    for place, overlap in host_overlaps(leaves).items():
+        keys[place] = (*keys[place], ("shared memory", overlap))
+    return keys
+
+
+def _is_size(thing: Any) -> bool:
+    """True for a tensor's shape, of which torch's functions of trees would make a plain tuple."""
+    return type(thing) is torch.Size
+
+
 def flatten_call(args: tuple, kwargs: dict) -> tuple[list, TreeSpec]:
     """Flatten as tree_flatten((args, kwargs)) does, faster for positional tensors and numbers."""
     if kwargs or not _LEAF_TYPES.issuperset(map(type, args)):
-        return tree_flatten((args, kwargs))
+        return tree_flatten((args, kwargs), is_leaf=_is_size)
     count = len(args)
     if count not in _flat_trees:
         _flat_trees[count] = tree_flatten((args, {}))[1]
@@ -264,12 +356,12 @@ class ContainerArgument:
 
 
 def one_of(objects: Iterable[int]) -> Callable[[Any], bool]:
-    """A predicate for torch's functions of trees: whether an object is one of those with these identities.
+    """A predicate for torch's functions of trees: whether an object is one of those with these identities, or a shape.
 
     tree_map and tree_flatten keep it in a reference cycle, where an object that it refers to would outlive the call.
     """
     identities = frozenset(objects)
-    return lambda thing: id(thing) in identities
+    return lambda thing: id(thing) in identities or _is_size(thing)
 
 
 def mutable_containers(results: Any) -> list:

@@ -23,10 +23,11 @@ from gt.client.capture.aliasing import (
     ContainerArgument,
     Containers,
     attribute_names,
-    attribute_values,
+    host_overlaps,
     mutable_containers,
     one_of,
     sharing_arguments,
+    upload_overlapping,
 )
 from gt.client.capture.gradients import LeafGradient, grad_arguments, leads_to, made_paths, memory_of, rebound
 from gt.client.capture.host_draws import HostDraws
@@ -45,7 +46,7 @@ from gt.client.groups.group_context import stack
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of
 from gt.client.trace.uploads import upload
-from gt.client.values.fingerprints import comparable, is_scalar_like, unchanged
+from gt.client.values.fingerprints import is_scalar_like, unchanged
 
 INSIDE = ", and a program's have none: call backward() in the function"
 OUTSIDE = ", and Python does not run in a replay: do it outside the function"
@@ -135,19 +136,6 @@ class HostRngState:
     def changed(self) -> str:
         """Names of the generators that have been used since, or ""."""
         return " and ".join(name for name, state in self._now().items() if state != self._before[name])
-
-
-def key_of(leaf: Any) -> Any:
-    """The part of an argument that selects a program: a tensor's metadata, any other value itself.
-
-    A storage offset does not count: a program fills a copy of an argument, or knows the very tensor that it reads in place.
-    """
-    if isinstance(leaf, RemoteTensor):
-        return (leaf._ref.meta.without_offset(), leaf.requires_grad, *attribute_values(leaf))
-    if isinstance(leaf, torch.Tensor):
-        return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, *attribute_values(leaf))
-    # Any other object counts by identity alone: its content is compared by the program's guard
-    return (type(leaf), comparable(leaf)) if is_scalar_like(leaf) else id(leaf)
 
 
 def modes() -> tuple:
@@ -242,6 +230,10 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
     """
     prepared, inputs = list(leaves), {}
     sharing = sharing_arguments(leaves, last.memory) if last is not None else ()
+    overlapping: dict[int, RemoteTensor] = {}
+    if overlaps := host_overlaps(leaves):
+        with torch.inference_mode(False), torch.no_grad():
+            overlapping = upload_overlapping(leaves, overlaps)
     for place, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             continue
@@ -254,6 +246,8 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
             if not leaf.requires_grad and is_leaf(leaf) and leaf.grad is not None:  # which a copy would lack
                 continue
             inputs[place] = prepared[place] = call(info_of(aten.clone.default), (leaf,))
+        elif place in overlapping:
+            inputs[place] = prepared[place] = overlapping[place]
         elif not leaf.requires_grad:
             with torch.inference_mode(False):  # an inference tensor has no count of the writes to it
                 inputs[place] = prepared[place] = upload(leaf)

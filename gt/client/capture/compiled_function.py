@@ -26,6 +26,7 @@ from gt.client.capture.aliasing import (
     flatten_call,
     identities,
     in_arguments,
+    keys_of,
     write_back,
     write_uploaded_back,
     written_inputs,
@@ -39,7 +40,6 @@ from gt.client.capture.boundary import (
     changed_on_cpu,
     counts_on_device,
     detached,
-    key_of,
     leaf_arguments,
     loop_carried,
     make_capturable,
@@ -185,7 +185,7 @@ class CompiledFunction(Generic[P, R]):
         leaves, tree = flatten_call(args, kwargs)
         if recorder.tape is not None:
             return self._run_within(recorder, leaves, tree, (args, kwargs))
-        key = (tree, *map(key_of, leaves), *modes())
+        key = (tree, *keys_of(leaves), *modes())
         mismatch = viewed = ""
         with recorder.turns:
             # Another thread may have begun a tape before this one had its turn: no replay within a recording

@@ -106,6 +106,8 @@ class Guard:
         self._leaves = [tensor for tensor, _ in snapshot.identities.values() if tensor.requires_grad]
         self._others = [tensor for tensor, _ in snapshot.identities.values() if not tensor.requires_grad]
         self._identities = self._identities_now()
+        self._absent = [(own.keys().isdisjoint, names) for _, own, names in snapshot.absent]
+        self._cleared: set[str] = set()  # functions
         self._ordered = [thing for _, thing, _ in snapshot.orders]
         self._keys = [keys for _, _, keys in snapshot.orders]
         self._kinds = [thing for _, thing, _ in snapshot.kinds]
@@ -142,6 +144,15 @@ class Guard:
         if any(self._empty) or list(map(len, self._filled)) != self._lengths:
             path, old, new = next((path, n, len(thing)) for thing, n, path in self._counted if len(thing) != n)
             return f"{path} had {old} elements and has {new}"
+
+        if not all([disjoint(names) for disjoint, names in self._absent]):
+            path, added = next((path, names & own.keys()) for path, own, names in self._snapshot.absent if names & own.keys())
+            return f"{path} had no {min(added)}, and has one now"
+
+        # A cache that was cleared, and may be filled again since: its function has run anew
+        self._cleared |= {path for path, function, runs in self._snapshot.caches if function.cache_info().misses < runs}
+        if self._cleared:
+            return f"the cache of {min(self._cleared)} was cleared"
 
         # Tensors that are the same objects, with other memory, requires_grad or hooks
         if self._identities_now() != self._identities:

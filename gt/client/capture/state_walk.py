@@ -19,7 +19,7 @@ import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
@@ -49,9 +49,10 @@ from gt.client.values.fingerprints import MAX_COMPARED_BYTES, fingerprint, is_sc
 
 NODE_HOOKS = "hooks of autograd nodes"
 MAX_ITEMS = 200_000  # values that one snapshot compares
-_CLASS_BOOKKEEPING = frozenset(
-    {"__module__", "__dict__", "__weakref__", "__doc__", "__annotations__", "__qualname__", "__slots__"}
-)
+_CLASS_BOOKKEEPING = frozenset({
+    "__module__", "__dict__", "__weakref__", "__doc__", "__annotations__", "__qualname__", "__slots__", "__slotnames__",
+})  # fmt: skip
+_CALLED_BY_TORCH = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})  # methods of modules
 # Names in user code with which it may read any attribute, named or not
 _DYNAMIC_ACCESS = frozenset(
     {"asdict", "astuple", "getattr", "setattr", "vars", "__dict__", "attrgetter", "__getattr__", "__getattribute__"}
@@ -70,6 +71,7 @@ _GLOBAL_HOOKS = [
 _GLOBAL_OPS = frozenset(name for name in dis.opmap if "GLOBAL" in name or name.endswith("_NAME")) - {"IMPORT_NAME"}
 _STORE_OPS = frozenset({"STORE_ATTR", "DELETE_ATTR"})
 _IMPORT_OPS = frozenset({"IMPORT_NAME", "IMPORT_FROM"})
+CACHED_FUNCTION = type(functools.lru_cache(len))
 _CHANNELS = (queue.SimpleQueue, socket.socket, mmap.mmap)  # whose content is not in Python objects
 _BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
 _CONTAINERS = (dict, types.MappingProxyType, list, tuple, deque, set, frozenset, functools.partial)
@@ -115,6 +117,8 @@ class StateSnapshot:
     items: list[StateItem] = field(default_factory=list)
     lengths: list[tuple[Any, int, str]] = field(default_factory=list)  # container, its length, path
     fingerprints: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # path -> object that changes in place, its value
+    absent: list[tuple[str, Any, frozenset[str]]] = field(default_factory=list)  # path, namespace, names that it lacks
+    caches: list[tuple[str, Any, int]] = field(default_factory=list)  # path, function with a cache, how often it has run
     orders: list[tuple[str, dict, list[int]]] = field(default_factory=list)  # path, dictionary, identities of its keys
     identities: dict[str, tuple[RemoteTensor, tuple]] = field(default_factory=dict)  # path -> tensor, its tensor_identity
     kinds: list[tuple[str, Any, type]] = field(default_factory=list)  # path, object, its class
@@ -208,7 +212,7 @@ class StateWalker:
         self, roots: dict[str, Any], used: set[str] | None, stored: set[str], named: AbstractSet[str] = frozenset()
     ) -> None:
         self.snapshot, self.used, self._stored = StateSnapshot(), used, stored
-        self._of_libraries = stored | (named if used is None else used) | {"forward"}  # names that are compared in libraries
+        self._of_libraries = stored | (named if used is None else used) | _CALLED_BY_TORCH  # compared in libraries
         self._builtins: set[str] = set()  # names of builtins that code uses
         self.names: set[str] = set()  # that functions on the walk use
         self.stores: set[str] = set()  # attributes that they assign
@@ -218,7 +222,7 @@ class StateWalker:
         self._library_state: set[int] = set()  # objects held by library code, which is not walked; by identity
         self._unordered: set[int] = set()  # dictionaries whose order does not matter, by identity
         self._integers: dict[int, str] = {}  # identity of an item -> name of the variable or attribute that holds an integer
-        self._queue.extend(_GLOBAL_HOOKS)
+        self._queue.extend([*_GLOBAL_HOOKS, ("torch.Tensor", torch.Tensor)])  # methods of tensors may be replaced
         self._queue.extend((f"{NODE_HOOKS}[{n}]", hooks) for n, hooks in enumerate(self.snapshot.node_hooks.values()))
         # A tensor that is an argument is compared by its metadata, as part of the key. As a leaf it may have a .grad
         for name, root in roots.items():
@@ -270,6 +274,8 @@ class StateWalker:
             wrapped = getattr(node, "__dict__", {}).get("__wrapped__")  # lru_cache, gt.compile
             if wrapped is not None:
                 self._queue.append((path, wrapped))
+            if type(node) is CACHED_FUNCTION:
+                self.snapshot.caches.append((path, node, node.cache_info().misses))
 
     def _visit_container(self, path: str, node: Any) -> None:
         if isinstance(node, (dict, types.MappingProxyType)):
@@ -448,7 +454,9 @@ class StateWalker:
         every = function.__globals__
         named = operands(function.__code__, _GLOBAL_OPS)
         if "globals" in named:  # code may read any
-            named |= {name for name in every if not name.startswith("__")}
+            named |= texts(function.__code__) | {name for name in every if not name.startswith("__")}
+        # A builtin that the code names, until a later cell of a notebook gives a global of the program that name
+        self._add_absent("globals", every, named)
         for name in sorted(named & every.keys()):
             self._add_item(name, every, name, False, every[name])
             self._note_integer(name)
@@ -459,19 +467,23 @@ class StateWalker:
     def _visit_imported(self, function: types.FunctionType, names: set[str]) -> None:
         """Those users' modules that a function's own code imports."""
         if any(needed <= names for needed in _IMPORTS):
-            every = sorted(texts(function.__code__) & sys.modules.keys())
-            self._queue.extend((name, sys.modules[name]) for name in every if not is_library(name))
+            self._add_modules(name for name in texts(function.__code__) & sys.modules.keys() if not is_library(name))
         package = function.__globals__.get("__package__") or ""
-        loaded = {name: sys.modules.get(name) or sys.modules.get(f"{package}.{name}") for name in names}
-        modules = {name: module for name, module in loaded.items() if module and not is_library(module.__name__)}
+        loaded = {name: next((n for n in (name, f"{package}.{name}") if sys.modules.get(n)), "") for name in names}
+        modules = {name: place for name, place in loaded.items() if place and not is_library(sys.modules[place].__name__)}
         # A function of another origin may have the name of a module that somebody has imported, such as train()
-        for name in sorted(modules.keys() & operands(function.__code__, _IMPORT_OPS) if modules else ()):
-            self._queue.append((name, modules[name]))
+        self._add_modules(modules[name] for name in modules.keys() & operands(function.__code__, _IMPORT_OPS) if modules)
+
+    def _add_modules(self, names: Iterable[str]) -> None:
+        """Users' modules under these names. Another one may come there, as it is imported anew."""
+        for name in sorted(names):
+            self._add_item(name, sys.modules, name, False, sys.modules[name])
 
     def _visit_module(self, path: str, module: types.ModuleType) -> None:
         """Those globals of a user's module that user code names."""
         if not is_library(module.__name__):
             every = self.used is None
+            self._add_absent(path, module.__dict__, self._of_libraries | {"__getattr__"})
             for name, value in list(module.__dict__.items()):
                 if name == "__getattr__" or (not name.startswith("__") and (every or name in self.used)):  # type: ignore[operator]
                     self._add_item(f"{path}.{name}", module.__dict__, name, False, value)
@@ -489,18 +501,29 @@ class StateWalker:
     def _add_replaceable(self, path: str, own: Any) -> None:
         """Those attributes of a library's module or class that user code names, and the method of modules that torch calls.
 
-        Any code of the program may replace them. Only a function of the user's is walked into.
+        Any code of the program may replace them. Walked into are a function of the user's, and numbers and texts in a list or
+        dictionary, as in sys.argv.
         """
         for name in sorted(self._of_libraries & own.keys()):
             value = own[name]
             self.snapshot.items.append(StateItem(f"{path}.{name}", own, name, False, value))
-            if isinstance(value, types.FunctionType) and not is_library_code(value.__globals__):
+            plain = type(value) in (list, dict) and _is_plain(list(value.values() if type(value) is dict else value))
+            if plain or (isinstance(value, types.FunctionType) and not is_library_code(value.__globals__)):
                 self._queue.append((f"{path}.{name}", value))
 
+    def _add_absent(self, path: str, own: Any, names: AbstractSet[str]) -> None:
+        """Names that a namespace lacks, where another one answers for it: a builtin, a class's base, a default of getattr()."""
+        if missing := frozenset(names - own.keys() - _CLASS_BOOKKEEPING):
+            self.snapshot.absent.append((path, own, missing))
+
     def _visit_class(self, path: str, cls: type) -> None:
+        own, inherited = vars(cls), {name for base in cls.__mro__[1:] for name in vars(base)}
         if is_library(module_of(cls)):
-            self._add_replaceable(path, vars(cls))
+            self._add_replaceable(path, own)
+            self._add_absent(path, own, self._of_libraries)
             return
+        self._add_absent(path, own, self._of_libraries | inherited)
+        self.snapshot.items.append(StateItem(f"{path}.__bases__", cls, "__bases__", True, cls.__bases__))
         for member in cls.__members__.values() if issubclass(cls, Enum) else ():
             self._visit_member(f"{path}.{member.name}", member)
         every = self.used is None or has_library_base(cls)
@@ -533,6 +556,8 @@ class StateWalker:
         own = getattr(node, "__dict__", None)
         if isinstance(own, dict):
             self._add_length(f"{path}'s attributes", own)
+            if not isinstance(node, (torch.nn.Module, torch.optim.Optimizer)):  # torch fills the dictionary of these
+                self.snapshot.items.append(StateItem(f"{path}.__dict__", node, "__dict__", True, own))
             self._visit_attributes(path, node, own)
         for cls in kind.__mro__:
             slots = vars(cls).get("__slots__", ())

@@ -77,6 +77,7 @@ class LearningRates:
             weakref.WeakKeyDictionary()
         )
         self._recorder: Any = None  # whose tensors these are
+        self._losses = 0  # of workers, as they were made
         self._stepped: list[tuple[dict, Setting]] = []  # groups whose numbers the call has changed, as numbers since then
         self._placed: list[tuple[dict, Setting, Any, Any]] = []  # groups that hold tensors now, and what they held
         self._outside: list[tuple[dict, Setting]] = []  # groups whose numbers are back for a scheduler
@@ -93,6 +94,7 @@ class LearningRates:
         if not moved or names & _READERS or current_session.Current.offloads:  # a step on the host takes numbers
             return False
         self._recorder, self.active = current_session.current(), True
+        self._losses = _losses(self._recorder)
         dtype = torch.float32 if self._recorder.gpus else torch.float64
         for optimizer, number, name, values, fuse in moved:
             device = optimizer.param_groups[number]["params"][0].device
@@ -144,7 +146,7 @@ class LearningRates:
         recorder = current_session.Current.recorder
         if recorder is None or recorder.tape is not None:  # within another recorded call
             return
-        if self._recorder is not recorder:  # of a session that has ended
+        if self._recorder is not recorder or self._losses != _losses(recorder):  # ended, or lost with a worker
             self._settings.clear()
             self.active = False
         for optimizer, settings in self._settings.items():
@@ -220,6 +222,10 @@ class LearningRates:
             group[setting.name] = value
             if setting.fuse:
                 group["fused"] = fused
+
+
+def _losses(recorder: Any) -> int:
+    return getattr(recorder.session, "losses", 0)
 
 
 def setting_of(parameter: torch.Tensor, name: str) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]] | None:

@@ -59,6 +59,45 @@ def one_tensor_twice(device: str, wrap: Callable) -> Any:
     return apart, together, views, xs
 
 
+def view_of_an_argument_that_stays(device: str, wrap: Callable) -> Any:
+    (x,) = rows(device, 1)
+    step = wrap(lambda x: (x.t(), x * 2))
+    kept = [step(x)[0] for _ in range(6)]
+    x.add_(1)
+    kept[5].mul_(2)
+    return kept, x
+
+
+def host_memory_in_two_arguments(device: str, wrap: Callable) -> Any:
+    """CPU tensors that share memory, and are written: the same, views that overlap, other dtypes, two of an array."""
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        y.add_(1)
+        return x + y.sum()
+
+    step, (x, y, z), found = wrap(step), rows("cpu", 3), []
+    array = z.numpy()
+    for _ in range(4):
+        found += [step(x, y), step(x, x), step(x, x.detach()), step(x[0], x.view(-1)[2:5]), step(x.t(), x.view(3, 2))]
+        found += [step(x[:, ::2], x[:, 1:]), step(x[0], x[1])]
+        found += [step(torch.from_numpy(array)[:, 1:], torch.from_numpy(array)[:, :2])]
+        found += [step(y.view(torch.int32)[:1], y[0, 1:])]
+    return [each.to(device) for each in (*found, x, y, z)]
+
+
+def host_memory_in_arguments_of_parts(device: str, wrap: Callable) -> Any:
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2 if x.sum() > 3 else 3)
+        y.add_(1)
+        return x + y
+
+    step, (x,), found = wrap(step), rows("cpu", 1), []
+    for _ in range(4):
+        found += [step(x, x), step(x[:, 1:], x[:, :2])]
+    return [each.to(device) for each in (*found, x)]
+
+
 def view_of_a_changed_weight(device: str, wrap: Callable) -> Any:
     (weight,) = rows(device, 1)
 
@@ -254,7 +293,8 @@ PROGRAMS = (
     rows_of_a_buffer, slices_that_move_on, returned_argument, returned_views_of_an_argument, returned_view_of_state,
     returned_state_of_before, result_returned_twice, results_that_are_views_of_one_another, parts_that_share_elements,
     one_memory_in_several_dtypes, changed_containers, rebound_argument,
-    argument_that_begins_to_require_grad, assigned_gradient, changed_gradient,
+    argument_that_begins_to_require_grad, assigned_gradient, changed_gradient, view_of_an_argument_that_stays,
+    host_memory_in_two_arguments, host_memory_in_arguments_of_parts,
 )  # fmt: skip
 
 

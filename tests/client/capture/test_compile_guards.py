@@ -397,6 +397,170 @@ def a_default_dtype() -> tuple[Callable, Callable]:
     return lambda x: x + torch.ones(4, device="remote"), change
 
 
+# ---- names that a namespace gets, where another one answered for them
+
+
+class Parent:
+    rate = 1.0
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.rate
+
+
+class OtherParent:
+    rate = 5.0
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x - self.rate
+
+
+@row
+def a_subclass_gets_an_attribute() -> tuple[Callable, Callable]:
+    class Child(Parent):
+        pass
+
+    child = Child()
+
+    def change(n: int) -> None:
+        if n in CHANGES:
+            Child.rate = value(n)
+
+    return child.scaled, change
+
+
+@row
+def a_subclass_gets_and_loses_a_method() -> tuple[Callable, Callable]:
+    class Child(Parent):
+        pass
+
+    child = Child()
+
+    def change(n: int) -> None:
+        if n == CHANGES[0]:
+            Child.scaled = lambda self, x: x + 7
+        elif n == CHANGES[1]:
+            del Child.scaled
+
+    return lambda x: child.scaled(x), change
+
+
+@row
+def a_class_gets_another_base() -> tuple[Callable, Callable]:
+    class Child(Parent):
+        pass
+
+    child = Child()
+
+    def change(n: int) -> None:
+        if n == CHANGES[0]:
+            Child.__bases__ = (OtherParent,)
+
+    return lambda x: child.scaled(x), change
+
+
+@row
+def an_object_gets_another_dictionary() -> tuple[Callable, Callable]:
+    holder = Holder()
+
+    def change(n: int) -> None:
+        if n in CHANGES:
+            holder.__dict__ = {"scale": value(n)}
+
+    return holder.scaled, change
+
+
+@row
+def a_global_hides_a_builtin() -> tuple[Callable, Callable]:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec("def step(x):\n    return sum([x, x])", namespace)
+
+    def change(n: int) -> None:
+        if n == CHANGES[0]:
+            namespace["sum"] = lambda parts: parts[0] * 10
+        elif n == CHANGES[1]:
+            del namespace["sum"]
+
+    return namespace["step"], change
+
+
+@row
+def a_module_gets_an_attribute_with_a_default() -> tuple[Callable, Callable]:
+    module = types.ModuleType("settings_with_defaults")
+
+    def change(n: int) -> None:
+        if n in CHANGES:
+            module.extra = value(n)  # type: ignore[attr-defined]
+
+    return lambda x: x * getattr(module, "extra", 3.0), change
+
+
+@row
+def tensors_get_and_lose_a_method() -> tuple[Callable, Callable]:
+    def change(n: int) -> None:
+        if n == CHANGES[0]:
+            torch.Tensor.relu = lambda self: self - 1  # type: ignore[assignment, method-assign]
+        elif n == CHANGES[1]:
+            del torch.Tensor.relu
+
+    return lambda x: (x - 2).relu(), change
+
+
+@row
+def a_class_of_torch_gets_and_loses_a_call() -> tuple[Callable, Callable]:
+    layer = nn.ReLU()
+
+    def change(n: int) -> None:
+        if n == CHANGES[0]:
+            nn.ReLU.__call__ = lambda self, x: x * 2  # type: ignore[method-assign]
+        elif n == CHANGES[1]:
+            del nn.ReLU.__call__
+
+    return lambda x: layer(x - 2), change
+
+
+@row
+def a_list_of_a_library_changes() -> tuple[Callable, Callable]:
+    given = list(sys.argv)
+    before = len(given)
+
+    def change(n: int) -> None:
+        sys.argv[:] = [*given, *["--more"] * CHANGES.count(n)]
+
+    return lambda x: x * (len(sys.argv) - before + 1), change
+
+
+@row
+def a_cache_is_cleared() -> tuple[Callable, Callable]:
+    table = {"rate": 1.0}
+
+    @functools.lru_cache
+    def rate() -> float:
+        return table["rate"]
+
+    def change(n: int) -> None:
+        table["rate"] = value(n)
+        if n == CHANGES[1]:
+            rate.cache_clear()
+
+    return lambda x: x * rate(), change
+
+
+@row
+def a_module_is_imported_anew_inside() -> tuple[Callable, Callable]:
+    def change(n: int) -> None:
+        module = types.ModuleType("module_imported_anew")
+        module.RATE = value(n)  # type: ignore[attr-defined]
+        if n == 0 or n in CHANGES:
+            sys.modules[module.__name__] = module
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        from module_imported_anew import RATE
+
+        return x * RATE
+
+    return step, change
+
+
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.usefixtures("plain_threads", "one")
 def test_a_change_between_calls_is_seen(name: str) -> None:

@@ -442,3 +442,19 @@ def test_an_optimizer_without_a_rate_is_captured(one: None) -> None:
         step()
     torch.testing.assert_close(weight.detach().cpu(), torch.full((4,), 0.8**6))
     assert step._programs[0].replays, step.explain()
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["one program", "in parts"])
+def test_a_shape_stays_a_shape_among_arguments_and_results(reads: bool, one: None) -> None:
+    @gt.compile
+    def step(x: torch.Tensor, shape: torch.Size) -> tuple[torch.Tensor, torch.Size]:
+        if reads:
+            x.sum().item()
+        return x * shape.numel(), x.t().shape
+
+    for n in range(5):
+        x = torch.full((2, 3), float(n), device="remote")
+        result, shape = step(x, x.shape)
+        assert type(shape) is torch.Size and shape.numel() == 6 and shape == (3, 2)
+        assert result.sum().item() == 36 * n
+    assert len(step._programs) == (0 if reads else 1), step.explain()

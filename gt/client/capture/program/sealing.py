@@ -99,7 +99,9 @@ def captured_program(
     reads, first = tape.reads(), tape.first
     leaves, tree = tree_flatten(results, is_leaf=one_of(now.whole))
     inputs = {tensor._ref.id for tensor in [*now.inputs.values(), *(now.draws.inputs if now.draws else ())]}
+    same = {k: t for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs}  # read in place
     lasting = {memory_id(tensor) for _, tensor in entry.tensors()} - {old for old, _ in sealed.carried}
+    lasting |= set(map(memory_id, same.values()))
     copied: dict[int, ProgramResult] = {}  # by id: a tensor that is returned twice is one tensor
 
     replaced = rebound(entry, first)
@@ -127,7 +129,7 @@ def captured_program(
         key=now.key,
         guard=Guard(leaving, entry, tape.counts, now.draws.state if now.draws else ()),
         inputs=now.inputs,
-        same={k: (t, t._ref.id) for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs},
+        same={k: (t, t._ref.id) for k, t in same.items()},
         grads=LeafGradients(grads),
         made=[*made, *others],
         results=list(map(result, leaves)),

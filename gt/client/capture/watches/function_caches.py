@@ -5,7 +5,6 @@ For equal arguments a cache gives the same tensor, so a replay may read it where
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -13,10 +12,9 @@ from typing import Any
 import torch
 
 from gt.client.capture.recording import CallRecording
-from gt.client.capture.state_walk import StateSnapshot
+from gt.client.capture.state_walk import CACHED_FUNCTION, StateSnapshot
 from gt.client.device.remote_tensor import RemoteTensor
 
-_CACHED_FUNCTION = type(functools.lru_cache(len))
 _CONTAINERS = (tuple, list, dict)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -50,7 +48,7 @@ def held_on_cpu(tape: CallRecording, entry: StateSnapshot) -> list[torch.Tensor]
 def cached_tensors() -> Iterator[tuple[str, torch.Tensor]]:
     """Name of a function with a cache, and a tensor that the cache holds. Looks at each object of the process: some 0.2 s."""
     for function in gc.get_objects():
-        if type(function) is not _CACHED_FUNCTION:
+        if type(function) is not CACHED_FUNCTION:
             continue
         seen: set[int] = set()
         waiting = gc.get_referents(function)
