@@ -5,19 +5,25 @@ The result of a pass is checked, not trusted. Two conditions suffice:
 - Data flow. Every instruction is reached by the same definitions as before: the tensors that it reads were made by the same
   instructions, and their memory was written as often. This is the compilers' criterion of a legal reordering.
 - Progress. All messages and collectives come about even if no worker goes on before its message is taken. These are
-  rendezvous semantics, the weakest assumption about buffers.
+  rendezvous semantics, the weakest assumption about buffers. A receive takes the message that it took before: a channel has
+  messages in the order of its sends, so two of one shape that change places would be no deadlock, but wrong values.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from types import MappingProxyType
 
 from gt.dispatcher.programs.recording import Code, Instruction
 from gt.dispatcher.state.failures import Planned
 from gt.ir.dataflow import NONE, Definitions, reaching_definitions
-from gt.ir.instr import COLLECTIVES, RECEIVES
+from gt.ir.instr import COLLECTIVES, TRANSFERS
+
+Messages = Mapping[tuple[Instruction, int], int]  # by a send or receive and its part, the place on its channel
+NO_MESSAGES: Messages = MappingProxyType({})
 
 
 class CannotReorder(Exception):
@@ -60,7 +66,7 @@ class Verifier:
                 if known is None or known.rows is not rows:
                     known = self._flows[worker] = DataFlow.of(rows, self._shared)
                 flows[worker] = check_same_dataflow(worker, known, new[worker], self._ops)
-        check_no_deadlock(new)
+        check_no_deadlock(new, number_messages(old))
         self._flows.update((worker, flow) for worker, flow in flows.items() if flow is not None)
 
 
@@ -102,10 +108,27 @@ def _original(row: Instruction, numbers: dict[Instruction, int]) -> int:
     return numbers[row.stands_for] if row.stands_for is not None else -1
 
 
-def check_no_deadlock(code: Mapping[int, Sequence[Instruction]]) -> None:
-    """CannotReorder unless all messages and collectives meet, even if nobody goes on before its message is taken."""
+def number_messages(code: Mapping[int, Sequence[Instruction]]) -> Messages:
+    """The place of each message on its channel, by its send, or by its receive and the part that it brings."""
+    messages: dict[tuple[Instruction, int], int] = {}
+    counts: dict[tuple, int] = defaultdict(int)  # by channel and end
+    for worker, rows in code.items():
+        for row in rows:
+            for part, (members, *_) in enumerate(_meetings(worker, row, messages) if row.kind in TRANSFERS else ()):
+                end = (*members, row.kind == "send")
+                messages[row, part] = counts[end]
+                counts[end] += 1
+    return messages
+
+
+def check_no_deadlock(code: Mapping[int, Sequence[Instruction]], messages: Messages = NO_MESSAGES) -> None:
+    """CannotReorder unless all messages and collectives meet, even if nobody goes on before its message is taken.
+
+    messages: those of the code before a pass, which its sends and receives have to meet for.
+    """
     todo = {
-        worker: [step for row in reversed(rows) for step in reversed(_meetings(worker, row))] for worker, rows in code.items()
+        worker: [step for row in reversed(rows) for step in reversed(_meetings(worker, row, messages))]
+        for worker, rows in code.items()
     }
     # Simulate rendezvous: a step is done once all its members have come to it. The order in which steps are done makes no
     # difference, since each worker has one next step. So what is left at the end is a deadlock, and nothing else is.
@@ -119,19 +142,26 @@ def check_no_deadlock(code: Mapping[int, Sequence[Instruction]]) -> None:
             for m in members:
                 todo[m].pop()
             able += [m for m in members if m != worker]
-    stuck = {worker: steps[-1] for worker, steps in todo.items() if steps}
+    stuck = [(worker, steps[-1]) for worker, steps in todo.items() if steps]
     if stuck:
-        waits = "; ".join(f"worker {worker} waits in a {step[1]} of workers {list(step[0])}" for worker, step in stuck.items())
+        waits = "; ".join(f"worker {worker} waits in {_said(step)} of workers {list(step[0])}" for worker, step in stuck)
         raise CannotReorder(f"workers would wait for each other for ever: {waits}")
 
 
-def _meetings(worker: int, row: Instruction) -> list[tuple]:
+def _said(step: tuple) -> str:
+    """`message 3`, or the kind of a collective."""
+    return f"message {step[2]}" if step[1] == "message" else f"a {step[1]}"
+
+
+def _meetings(worker: int, row: Instruction, messages: Messages) -> list[tuple]:
     """The meetings of workers that a row takes part in, one after the other: members, and what they meet for."""
     payload, kind = row.define.payload, row.define.kind
-    if kind == "send":
-        return [((worker, payload["channel"]["peer"]), "message")]
-    if kind in RECEIVES:
-        return [((channel["peer"], worker), "message") for channel, _ in payload["parts"]]
+    if kind in TRANSFERS:
+        source = row if (row, 0) in messages or row.stands_for is None else row.stands_for
+        if kind == "send":
+            return [((worker, payload["channel"]["peer"]), "message", messages.get((source, 0), 0))]
+        channels = [channel for channel, _ in payload["parts"]]
+        return [((c["peer"], worker), "message", messages.get((source, part), 0)) for part, c in enumerate(channels)]
     if kind in COLLECTIVES:  # into the same tensors, or members would add up what does not belong together
         return [(tuple(payload["team"]["workers"]), kind, row.seq, *(row.makes or row.operands))]
     return []

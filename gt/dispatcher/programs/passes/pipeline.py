@@ -38,7 +38,7 @@ from gt.dispatcher.sharding.views import VIEWS
 from gt.dispatcher.state.failures import Planned
 from gt.errors import ConfigError
 from gt.ir.dataflow import NONE, accesses
-from gt.ir.instr import COLLECTIVES, TRANSFERS
+from gt.ir.instr import COLLECTIVES, RECEIVES, TRANSFERS
 from gt.ir.schedules import asked
 from gt.ir.text import size
 
@@ -208,6 +208,12 @@ def _scheduled(
     shared: Mapping[int, int],
 ) -> Parts:
     """The rows of each worker, each with its action if that is one of a stage. places: rows of each stage."""
+    for name, mesh in zip(stages.names, stages.meshes):
+        if code.keys().isdisjoint(mesh):  # an op in place runs where its tensor is
+            raise CannotReorder(
+                f"nothing runs on workers {list(mesh)} of stage {name}: its ops only write to tensors of other stages, or view "
+                "them. Move these ops to the stages of their tensors"
+            )
     ops = {row.seq: row for row in journal}
     parts = {worker: _parts(worker, rows, ops, stages, shared) for worker, rows in code.items()}
     _Needs(parts, stages.meshes).assign()
@@ -323,8 +329,9 @@ class _Needs:
         elif part.row.kind != "send" and _has(self.meshes[taker.key.stage], worker, part.row):
             part.key = taker.key
         else:
+            # A receive has no makers here: `_when` puts it where its sends are, or messages would change places.
             part.key = max((made_in[i] for i in part.row.reads if i in made_in), default=None, key=_order)
-            part.when = () if part.key is not None else EARLY
+            part.when = () if part.key is not None or part.row.kind in RECEIVES else EARLY
 
     def _find_sources(self, rows: Sequence[ScheduledInstruction]) -> None:
         """Note the sources of each part: makers of its inputs, and last writers of their memory, as a sum before a send."""
