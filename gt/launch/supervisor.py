@@ -182,7 +182,7 @@ class Supervisor:
     def _turn(self, timeout: float) -> None:
         ready = self._select.select(timeout)
         # Looked at first: what workers say of a dead dispatcher, the program is told anyway.
-        self._silent |= bool(ready) and not logs.asked("worker") and (not self._dispatcher or ending(self._dispatcher))
+        self._silent |= bool(ready) and not logs.asked("worker") and self._dispatcher_ends()
 
         # Ends are collected before pipes are read, and handled after: so a
         # dead worker's last words are there when it is reported.
@@ -209,6 +209,10 @@ class Supervisor:
                 self._vigils.pop(pid, None)
                 self._ended_worker(number, code)
         self._end_stopped()
+
+    def _dispatcher_ends(self) -> bool:
+        """True once the program is told of the dispatcher's end, so that its workers need not say it too."""
+        return not self._dispatcher or ending(self._dispatcher)
 
     def _ended_worker(self, number: int, code: int) -> None:
         if not self._ready and not self._stopping:

@@ -62,6 +62,9 @@ class WorkerHost(Supervisor):
         wait = WAIT_SECONDS if self._connected else self._order["wait"]
         return partial(work, self._order, self._host, port, gpu, number, wait)
 
+    def _dispatcher_ends(self) -> bool:
+        return False  # it is elsewhere, so a worker's words are the only ones here
+
     def _ended_worker(self, number: int, code: int) -> None:
         now = time.monotonic()
         if self._stopping:
@@ -122,6 +125,7 @@ class WorkerHost(Supervisor):
 
     def _finish(self, code: int, why: str = "") -> None:
         if self._code < 0:
+            self._drain()  # a worker's reason may be in its pipe still
             self._code = code
             if why:
                 sys.stderr.write(f"gt: {why}\n")

@@ -59,8 +59,9 @@ def environment(**variables: str) -> dict[str, str]:
 def python(*args: str, **variables: str) -> subprocess.Popen:
     command = [sys.executable, *map(str, args)]
     return subprocess.Popen(
-        command, env=environment(**variables), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+        command, env=environment(**variables), cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
 
 
 def end(*processes: subprocess.Popen) -> list[tuple[int, str, str]]:
@@ -122,6 +123,18 @@ def test_a_program_by_hand_has_its_own_exit_code_and_ends_all_ranks(tmp_path: Pa
     results = end(*ranks(3, script(tmp_path, f"import gt\ngt.connect('env')\n{SUM}\nraise SystemExit(7)\n")))
     assert [code for code, _, _ in results] == [7, 0, 0], results
     assert results[0][1] == "sum 8.0 ['w0', 'w1', 'w2']\n" and results[1][1] == results[2][1] == ""
+
+
+def test_a_process_with_a_rank_of_another_or_beyond_the_job_says_so(tmp_path: Path) -> None:
+    program = script(tmp_path, f"{SUM}\nsys.stdin.read()\n")
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_ports()[0])}
+    given = ((0, 2), (1, 2), (1, 2), (2, 3))
+    processes = [python("-m", "gt", "run", program, RANK=str(rank), WORLD_SIZE=str(size), **place) for rank, size in given]
+    wait_until(lambda: sum(process.poll() is not None for process in processes) == 2, 60)  # they are refused
+    results = end(*processes)
+    assert sorted(code for code, _, _ in results) == [0, 0, 1, 1], results
+    assert results[0][1] == "sum 8.0 ['w0', 'w1']\n" and "rank 2, and this job has 2 workers" in results[3][2], results
+    assert "has rank 1 already" in results[1][2] + results[2][2], results
 
 
 def test_an_exception_of_the_program_is_its_own(tmp_path: Path) -> None:

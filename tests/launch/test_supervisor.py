@@ -22,6 +22,7 @@ from gt.client.session import Session
 from gt.errors import SystemFailure
 from gt.launch import local, process
 from gt.launch import supervisor as nursery
+from gt.launch.worker_host import WorkerHost
 from gt.wire.liveness import home, sight
 from tests.helpers.limits import limit
 from tests.helpers.processes import children, wait_until
@@ -228,6 +229,26 @@ def test_workers_of_a_dispatcher_that_is_ending_have_nothing_to_say(monkeypatch,
         one._select.close()
         os.waitpid(one._dispatcher, 0)
         for end in (said, say, heard, alive):
+            os.close(end)
+
+
+def test_workers_of_a_dispatcher_elsewhere_say_why_they_end(monkeypatch, capfd):
+    """Nobody else does on their host: they were taken for those of a dispatcher that has ended."""
+    monkeypatch.setattr(nursery, "_ended", lambda: iter(()))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    one = WorkerHost({"workers": 1, "server": ["h0", 1]})
+    heard, say = os.pipe()
+    one._select.register(heard, selectors.EVENT_READ, partial(one._on_stderr, number=0))
+    one._words[0] = deque()
+    try:
+        os.write(say, b"first\n")
+        one._turn(1.0)
+        os.write(say, b"last\n")
+        one._finish(1)
+        assert capfd.readouterr().err == "first\nlast\n"
+    finally:
+        one._select.close()
+        for end in (heard, say):
             os.close(end)
 
 
