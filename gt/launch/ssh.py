@@ -149,7 +149,7 @@ def said(process: subprocess.Popen, seconds: float) -> list[str]:
 def _failed(name: str, code: int, words: Iterable[str]) -> str:
     last = list(words)[-KEPT_LINES:]
     last_lines = ": " + " | ".join(last) if last else ""
-    todo = f"try `ssh {name} true`, and gt in the same folder there"
+    todo = f"`gt doctor --hosts {name}` checks ssh, gt's folder there and the way back"
     return f"the workers' process on {name} ended (exit code {code}){last_lines}; {todo}"
 
 

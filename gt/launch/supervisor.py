@@ -14,6 +14,7 @@ import os
 import selectors
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,16 +22,20 @@ from functools import partial
 from typing import Any
 
 from gt import env, logs
+from gt.errors import DispatcherLost
 from gt.launch import machine
 from gt.launch.process import ending, fork, how_ended
 from gt.launch.ssh import RemoteHost
+from gt.wire import tcp
 from gt.wire.liveness import POLLS_PER_HEARTBEAT, Vigil, home, sight
+from gt.wire.socket import resolve, written
 
 POLL_SECONDS = 0.2  # seconds between looks at parent and children
 EXIT_SECONDS, SIGTERM_SECONDS = 0.5, 1.0  # seconds for children to end after the dispatcher's Exit, and after SIGTERM
 MAX_RESTARTS, RESTARTS_SECONDS = 3, 60.0  # restarts of a worker, at most, within so many seconds
 REPLACED_HEARTBEATS = 2  # heartbeats for which a worker's process may be stopped until it is replaced
 STARTING_HEARTBEATS = 0.5  # heartbeats for which a starting process may be stopped until that is an error
+WAITS_SECONDS = 15.0  # after which a worker says that it waits for its server, again and again
 KEPT_LINES = 12  # lines of stderr kept of each worker, for the error if it dies at start
 HOST_GRACE_SECONDS = 3.0  # seconds more for hosts that are reached by ssh
 ENDED, LOST, UNREACHED = 0, 3, 4  # exit codes of a worker: told to end; its link ended; no server took it
@@ -396,10 +401,30 @@ def work(order: dict[str, Any], host: str, port: int, gpu: str, number: int, wai
         libraries=order["libraries"], rank=rank,
     )  # fmt: skip
     connected: list[str] = []
-    why = run(options, connected.append)
+    here = threading.Event()
+
+    def joined(name: str) -> None:
+        connected.append(name)
+        here.set()
+
+    # A rank may be up minutes before rank 0, and then waits. One that has the wrong place to look at waits in vain.
+    if wait > WAITS_SECONDS:
+        about = here, f"worker {max(rank, number)}", host, port
+        threading.Thread(target=_say_that_it_waits, args=about, daemon=True).start()
+    why = run(options, joined)
+    here.set()
     if why:
         sys.stderr.write(f"gt worker: {why}\n")
     return ENDED if not why else LOST if connected else UNREACHED
+
+
+def _say_that_it_waits(here: threading.Event, name: str, host: str, port: int) -> None:
+    """Now and then, until a worker is connected, say which server it waits for, and if anything listens there."""
+    while not here.wait(WAITS_SECONDS):
+        with contextlib.suppress(DispatcherLost, OSError):
+            found = "it does not take this one yet" if tcp.listens(resolve(host), port) else "nothing answers there"
+            todo = "is rank 0 up, has it this address and port, and does no firewall keep it from this host?"
+            sys.stderr.write(f"gt: {name} waits for the server at {written(host, port)}: {found}; {todo}\n")
 
 
 def _terminate(number: int, frame: object) -> None:

@@ -15,6 +15,7 @@ import gt
 from gt.errors import ConfigError, SystemFailure
 from gt.launch import job
 from gt.launch.launchers import JobPlace
+from gt.launch.ssh import HostEntry
 from tests.helpers import ROOT
 from tests.helpers.limits import limit
 from tests.helpers.processes import free_ports, of_the_server, started, unhurried, wait_until
@@ -212,6 +213,28 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
         (done,) = end(python(*line))
         assert done[0] == 2 and done[1] == "", done
         assert "the workers' process on gone ended (exit code 255): ssh: connect to host gone: No route to host" in done[2]
+
+
+def test_a_host_that_does_not_reach_the_server_is_named_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GT_BACKEND", "numpy")
+    monkeypatch.setattr(job, "SERVER_SECONDS", 0.5)  # it was the time that ranks have which start before their server
+    reach = job.Reach((str(script(tmp_path, SSH, "ssh")),), address="127.0.0.1:1")  # no address
+    with pytest.raises(SystemFailure, match=r"on h0 ended \(exit code 1\): gt worker: .*`gt doctor --hosts h0` checks ssh"):
+        job.start_hosts([HostEntry("h0", 1)], reach)
+
+
+def test_a_rank_0_that_is_not_where_the_others_look_for_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise SystemFailure("worker 0 died")
+
+    monkeypatch.setattr(job.local, "launch", fails)
+    monkeypatch.setattr(job, "_begun", [])
+    for host, says in (
+        ("192.0.2.1", "^worker 0 died; 192.0.2.1 is 192.0.2.1, which is no address of .* start rank 0 there"),
+        ("127.0.0.1", "^worker 0 died$"),
+    ):
+        with pytest.raises(SystemFailure, match=says):
+            job.start(JobPlace("x", 0, 1, 0, 1, host, 1))
 
 
 def test_connect_takes_hosts_for_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -250,6 +251,20 @@ def test_workers_of_a_dispatcher_elsewhere_say_why_they_end(monkeypatch, capfd):
         one._select.close()
         for end in (heard, say):
             os.close(end)
+
+
+@pytest.mark.parametrize(("listens", "says"), [(False, "nothing answers there"), (True, "it does not take this one yet")])
+def test_a_rank_that_waits_for_its_server_says_where(listens, says, monkeypatch):
+    """A wrong address was ten minutes without a word."""
+    words, heard = [], threading.Event()
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=lambda text: (words.append(text), heard.set())))
+    monkeypatch.setattr(nursery, "WAITS_SECONDS", 0.01)
+    monkeypatch.setattr(nursery.tcp, "listens", lambda address, port: listens)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr("gt.worker.loop.run", lambda options, joined: "" if heard.wait(limit(20)) else "it said nothing")
+    order = {"workers": 1, "first": 3, "path": [], "token": "", "backend": "numpy", "libraries": []}
+    assert nursery.work(order, "127.0.0.1", 7, "", 0, wait=600.0) == nursery.ENDED, words
+    assert words[0].startswith(f"gt: worker 3 waits for the server at 127.0.0.1:7: {says}"), words
 
 
 def test_a_program_that_ends_while_it_reads_why_its_server_has_ended_has_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
