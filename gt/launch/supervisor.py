@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from gt import env, logs
-from gt.errors import DispatcherLost
+from gt.errors import DispatcherLost, GTError
 from gt.launch import machine
 from gt.launch.process import ending, fork, how_ended
 from gt.launch.ssh import RemoteHost
@@ -92,11 +92,11 @@ class Supervisor:
         os.close(status[1])
         self._watch(self._dispatcher)
 
-        # 2. torch, once for all workers. Nothing here may initialise CUDA, since a process that has cannot fork workers.
-        gpus = preload(self._order["backend"]) if self._order["workers"] else []
-        self._select.register(0, selectors.EVENT_READ, self._on_stdin)
-        self._select.register(status[0], selectors.EVENT_READ, self._on_status)
         try:
+            # 2. torch, once for all workers. Nothing here may initialise CUDA, since a process that has cannot fork workers.
+            gpus = preload(self._order["backend"]) if self._order["workers"] else []
+            self._select.register(0, selectors.EVENT_READ, self._on_stdin)
+            self._select.register(status[0], selectors.EVENT_READ, self._on_status)
             # 3. Workers, once the port is known; then supervision until something ends it.
             while not (self._port or self._stopping):
                 self._turn(POLL_SECONDS)
@@ -107,7 +107,7 @@ class Supervisor:
                 self._report(port=self._port, gpus=len(gpus))
             while not self._stopping:
                 self._turn(POLL_SECONDS)
-        except RuntimeError as error:
+        except (RuntimeError, GTError) as error:
             self._report(failed=str(error))
         finally:
             self._end()

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from gt import env
-from gt.errors import DispatcherLost
+from gt.errors import DispatcherLost, GTError
 from gt.launch.supervisor import ENDED, LOST, MAX_RESTARTS, POLL_SECONDS, RESTARTS_SECONDS, UNREACHED, Supervisor, preload, work
 from gt.wire import tcp
 from gt.wire.socket import resolve
@@ -46,7 +46,11 @@ class WorkerHost(Supervisor):
 
     def run(self) -> int:
         """Exit code: 0 once the dispatcher or a signal has ended the workers, 1 if they could not go on."""
-        gpus = preload(self._order["backend"])
+        try:
+            gpus = preload(self._order["backend"])
+        except GTError as error:
+            sys.stderr.write(f"gt: {error}\n")
+            return 1
         self._select.register(0, selectors.EVENT_READ, self._on_stdin)
         self._ready = True  # a failed worker is restarted from the beginning
         try:

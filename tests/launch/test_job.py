@@ -223,6 +223,18 @@ def test_a_host_that_does_not_reach_the_server_is_named_in_seconds(tmp_path: Pat
         job.start_hosts([HostEntry("h0", 1)], reach)
 
 
+def test_a_host_without_torch_is_named(tmp_path: Path) -> None:
+    """It was a traceback at the host, and at rank 0 a process that had died."""
+    (tmp_path / "torch").mkdir()
+    script(tmp_path / "torch", "raise ModuleNotFoundError(\"No module named 'torch'\")", "__init__.py")
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_ports()[0]), "GT_BACKEND": "torch"}
+    common["PYTHONPATH"] = f"{tmp_path}:{ROOT}"
+    results = end(*(python("-m", "gt", "run", RANK=rank, **common) for rank in "01"))
+    assert [code for code, _, _ in results] == [2, 1], results
+    for _, _, text in results:
+        assert "No module named 'torch': install torch for" in text and "Traceback" not in text, results
+
+
 def test_a_rank_0_that_is_not_where_the_others_look_for_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise SystemFailure("worker 0 died")
