@@ -148,8 +148,7 @@ class Supervisor:
         if not data:
             self._select.unregister(fd)
             os.close(fd)
-        else:
-            self._pass_on(host.prefixed(data))
+        self._pass_on(host.prefixed(data))
 
     def _lost_host(self, host: RemoteHost, code: int) -> None:
         """Reach it again, some times: it may have restarted. RuntimeError while the job starts."""
