@@ -1,7 +1,7 @@
 """A supervisor of the workers of one process of a job, whose dispatcher is elsewhere. It ends when the dispatcher does.
 
-The first SIGTERM leaves its workers at work, since the program may want to save a checkpoint. The job's end, GT_GRACE seconds
-or a second SIGTERM end them. Other signals of launchers are ignored.
+The first SIGTERM or Ctrl-C leaves its workers at work, since the program may want to save a checkpoint. The job's end, GT_GRACE
+seconds or a second one end them. Other signals of launchers are ignored.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class WorkerHost(Supervisor):
         self._connected = False
         self._code = -1
         self._grace = env.seconds("GT_GRACE")  # now: in a handler of SIGTERM nobody would see that it is no number
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        for number in (signal.SIGTERM, signal.SIGINT):  # Ctrl-C in this rank's shell: the program is in another one
+            signal.signal(number, self._on_sigterm)
 
     def run(self) -> int:
         """Exit code: 0 once the dispatcher or a signal has ended the workers, 1 if they could not go on."""
@@ -138,6 +139,7 @@ class WorkerHost(Supervisor):
         if self._deadline or not self._patient:
             self._stopping = True
             return
-        # The first SIGTERM: the program may want to save a checkpoint, for which it needs its workers.
+        # The first one: the program may want to save a checkpoint, for which it needs its workers.
         self._deadline = time.monotonic() + self._grace
-        os.write(2, f"gt: SIGTERM: workers end with the program, or in {self._grace:g} s, or at a second SIGTERM\n".encode())
+        name = signal.Signals(number).name
+        os.write(2, f"gt: {name}: workers end with the program, or in {self._grace:g} s, or at a second {name}\n".encode())

@@ -253,6 +253,18 @@ def test_workers_of_a_dispatcher_elsewhere_say_why_they_end(monkeypatch, capfd):
             os.close(end)
 
 
+def test_ctrl_c_in_the_shell_of_another_rank_ends_it_as_sigterm_does(monkeypatch, capfd):
+    """It was ignored, as a program's own processes ignore it; but that rank has no program."""
+    handlers = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    one = WorkerHost({"workers": 1, "server": ["h0", 1], "patient": True})
+    one._select.close()
+    handlers[signal.SIGINT](signal.SIGINT, None)
+    assert one._deadline and not one._stopping and "SIGINT: workers end with the program" in capfd.readouterr().err
+    handlers[signal.SIGINT](signal.SIGINT, None)
+    assert one._stopping
+
+
 @pytest.mark.parametrize(("listens", "says"), [(False, "nothing answers there"), (True, "it does not take this one yet")])
 def test_a_rank_that_waits_for_its_server_says_where(listens, says, monkeypatch):
     """A wrong address was ten minutes without a word."""
