@@ -384,6 +384,8 @@ def _cure(attempt: Mapping[str, Any]) -> str:
         return f"{error}: a firewall rejects it; open the ports (ufw allow from SUBNET, or nft)"
     if "unreachable" in error:
         return f"{error}: its device is down or has no address; `ip addr`, then the cable"
+    if attempt.get("ping") is None:  # no ping is there to ask
+        return f"{error}: a firewall, the cable, the device's state (`ip link`), or the address"
     return f"{error}, and it answers no ping: the cable, the device's state (`ip link`), or the address"
 
 

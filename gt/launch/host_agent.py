@@ -28,7 +28,7 @@ from gt.worker.plane.net.strangers import Strangers
 from gt.worker.process import network_links
 from gt.worker.process.rdma_devices import rdma_devices
 
-PINGS, BLOCK_BYTES = 64, 1 << 20
+PINGS, BLOCK_BYTES, FIRST_BYTES = 64, 1 << 20, 16 << 10
 SECONDS = 5.0  # for a connection, and for each wait on it
 FULL_SECONDS = 0.01  # between two attempts to accept a connection without a free descriptor
 BULK_SECONDS, MAX_BULK_BYTES = 1.0, 1 << 30  # limits of a measurement of the rate
@@ -167,23 +167,24 @@ def measure(address: str, port: int, token: str) -> dict[str, Any]:
                 sock.sendall(b"12345678")
                 exactly(sock, 8)
                 trips.append(time.perf_counter() - begin)
-            return {"us": min(trips) * 1e6, "rate": _rate(sock), "own": sock.getsockname()[0]}
+            return {"us": min(trips) * 1e6, "rate": _rate(sock, min(trips)), "own": sock.getsockname()[0]}
     except OSError as error:
         return {"error": error.strerror or str(error), "ping": _ping(address)}
 
 
-def _rate(sock: socket.socket) -> float:
-    """GB/s: doubled until it takes long enough."""
-    # Each attempt is twice as long as the last one, until its time is long against a round trip and TCP's slow start.
-    block, size = memoryview(bytes(BLOCK_BYTES)), BLOCK_BYTES
+def _rate(sock: socket.socket, trip: float) -> float:
+    """GB/s: doubled until it takes long enough. trip: seconds of a round trip."""
+    # Each attempt is twice as long as the last one, until its time is long against a round trip and TCP's slow start. The first
+    # is short: a slow link would not have carried a long one within SECONDS, and be taken for a broken one.
+    block, size = memoryview(bytes(BLOCK_BYTES)), FIRST_BYTES
     while True:
         begin = time.perf_counter()
         sock.sendall(size.to_bytes(8, "big"))
-        for _ in range(size // BLOCK_BYTES):
-            sock.sendall(block)
+        for start in range(0, size, BLOCK_BYTES):
+            sock.sendall(block[: size - start])
         exactly(sock, 1)
         took = time.perf_counter() - begin
-        if took > BULK_SECONDS / 4 or size * 2 > MAX_BULK_BYTES:
+        if took > BULK_SECONDS / 4 + 4 * trip or size * 2 > MAX_BULK_BYTES:
             return size / took / 1e9
         size *= 2
 
@@ -201,11 +202,14 @@ def exactly(sock: socket.socket, count: int, until: float | None = None) -> byte
     return data
 
 
-def _ping(address: str) -> bool:
+def _ping(address: str) -> bool | None:
+    """True if it answers; None if this host has no ping."""
     try:
         done = subprocess.run(["ping", "-c1", "-W1", address], capture_output=True, timeout=SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+    except subprocess.TimeoutExpired:
         return False
+    except OSError:
+        return None
     return done.returncode == 0
 
 

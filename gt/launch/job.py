@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gt import env
-from gt.errors import ConfigError, DispatcherLost, Refused
+from gt.errors import ConfigError, DispatcherLost, Refused, SystemFailure
 from gt.launch import launchers, local, machine, ssh
 from gt.launch.host_agent import links
 from gt.launch.launchers import JobPlace
@@ -26,6 +26,7 @@ from gt.wire.access import auth
 from gt.wire.socket import host_and_port, resolve
 
 START_SECONDS = 600.0  # until all ranks are there: images are pulled, and torch is imported from a cold disk
+SERVER_SECONDS = 20.0  # for workers behind ssh to reach their server, which is up before they are
 HEARTBEAT_SECONDS = 10.0
 LONGEST_COUNT = 9  # digits of a number of workers
 EVERYWHERE = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
@@ -99,7 +100,23 @@ def start(at: JobPlace, meanwhile: Callable[[], None] | None = None) -> local.Lo
     own = launchers.LOOPBACK if at.alone else own_address(at.host)
     order = _order(token, count, first=0, total=at.size * count, listen=listen, own=own, patient=True)
 
-    return local.launch(order, local.Start(START_SECONDS, meanwhile, partial(publish, at), spoken=True))
+    try:
+        return local.launch(order, local.Start(START_SECONDS, meanwhile, partial(publish, at), spoken=True))
+    except SystemFailure as error:
+        raise SystemFailure(f"{error}{_elsewhere(at)}") from None
+
+
+def _elsewhere(at: JobPlace) -> str:
+    """What to do where rank 0's host is not the one that the job's processes look for it at, else ""."""
+    with contextlib.suppress(DispatcherLost):
+        address = resolve(at.host)
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
+            try:
+                sock.bind((address, 0))
+            except OSError:
+                where = f"{at.host} is {address}, which is no address of {socket.gethostname()}"
+                return f"; {where}: start rank 0 there, or set MASTER_ADDR to this host for all processes"
+    return ""
 
 
 def publish(at: JobPlace, port: int, use: str = "") -> None:
@@ -133,7 +150,7 @@ def start_hosts(hosts: Sequence[ssh.HostEntry], reach: Reach, meanwhile: Callabl
         first += host.slots
     alone = all(ssh.is_this_host(host.name) for host in known)
     order = _order(
-        token, 0, total=first, hosts=rows, listen=[launchers.LOOPBACK if alone else EVERYWHERE, _port()], wait=START_SECONDS,
+        token, 0, total=first, hosts=rows, listen=[launchers.LOOPBACK if alone else EVERYWHERE, _port()], wait=SERVER_SECONDS,
         own=launchers.LOOPBACK if alone else own_address(reach.address), ssh=list(reach.ssh), python=reach.python,
         address=reach.address, variables=env.for_hosts(),
     )  # fmt: skip

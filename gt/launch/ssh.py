@@ -149,7 +149,7 @@ def said(process: subprocess.Popen, seconds: float) -> list[str]:
 def _failed(name: str, code: int, words: Iterable[str]) -> str:
     last = list(words)[-KEPT_LINES:]
     last_lines = ": " + " | ".join(last) if last else ""
-    todo = f"try `ssh {name} true`, and gt in the same folder there"
+    todo = f"`gt doctor --hosts {name}` checks ssh, gt's folder there and the way back"
     return f"the workers' process on {name} ended (exit code {code}){last_lines}; {todo}"
 
 
@@ -165,6 +165,7 @@ class RemoteHost:
         own = {"workers": about["slots"], "first": about["first"], "server": [address, port]}
         self._order = json.dumps({**{key: order[key] for key in keys}, **own}).encode() + b"\n"
         self._words: deque[str] = deque(maxlen=KEPT_LINES)
+        self._rest = b""  # of its stderr, behind the last whole line
         self._times: deque[float] = deque(maxlen=MAX_ATTEMPTS)
         self._process: subprocess.Popen | None = None
 
@@ -184,13 +185,15 @@ class RemoteHost:
             return os.dup(stream.fileno())
 
     def prefixed(self, data: bytes) -> bytes:
-        """Its stderr with its name before each line."""
-        lines = data.decode(errors="replace").splitlines()
+        """Whole lines of its stderr, each behind its name. A line without an end waits for its rest, or for b"", the end."""
+        *whole, self._rest = (self._rest + data).split(b"\n") if data else (self._rest, b"")
+        lines = [line for row in whole for line in row.decode(errors="replace").splitlines()]
         self._words.extend(lines)
         return "".join(f"{self.name}: {line}\n" for line in lines).encode()
 
     def ended(self, code: int) -> str:
-        return _failed(self.name, code, self._words)
+        rest = self._rest.decode(errors="replace").splitlines()
+        return _failed(self.name, code, [*self._words, *rest])
 
     def again(self, now: float) -> bool:
         """True if it may be tried once more."""

@@ -14,6 +14,7 @@ import os
 import selectors
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,16 +22,20 @@ from functools import partial
 from typing import Any
 
 from gt import env, logs
+from gt.errors import DispatcherLost, GTError
 from gt.launch import machine
 from gt.launch.process import ending, fork, how_ended
 from gt.launch.ssh import RemoteHost
+from gt.wire import tcp
 from gt.wire.liveness import POLLS_PER_HEARTBEAT, Vigil, home, sight
+from gt.wire.socket import resolve, written
 
 POLL_SECONDS = 0.2  # seconds between looks at parent and children
 EXIT_SECONDS, SIGTERM_SECONDS = 0.5, 1.0  # seconds for children to end after the dispatcher's Exit, and after SIGTERM
 MAX_RESTARTS, RESTARTS_SECONDS = 3, 60.0  # restarts of a worker, at most, within so many seconds
 REPLACED_HEARTBEATS = 2  # heartbeats for which a worker's process may be stopped until it is replaced
 STARTING_HEARTBEATS = 0.5  # heartbeats for which a starting process may be stopped until that is an error
+WAITS_SECONDS = 15.0  # after which a worker says that it waits for its server, again and again
 KEPT_LINES = 12  # lines of stderr kept of each worker, for the error if it dies at start
 HOST_GRACE_SECONDS = 3.0  # seconds more for hosts that are reached by ssh
 ENDED, LOST, UNREACHED = 0, 3, 4  # exit codes of a worker: told to end; its link ended; no server took it
@@ -87,11 +92,11 @@ class Supervisor:
         os.close(status[1])
         self._watch(self._dispatcher)
 
-        # 2. torch, once for all workers. Nothing here may initialise CUDA, since a process that has cannot fork workers.
-        gpus = preload(self._order["backend"]) if self._order["workers"] else []
-        self._select.register(0, selectors.EVENT_READ, self._on_stdin)
-        self._select.register(status[0], selectors.EVENT_READ, self._on_status)
         try:
+            # 2. torch, once for all workers. Nothing here may initialise CUDA, since a process that has cannot fork workers.
+            gpus = preload(self._order["backend"]) if self._order["workers"] else []
+            self._select.register(0, selectors.EVENT_READ, self._on_stdin)
+            self._select.register(status[0], selectors.EVENT_READ, self._on_status)
             # 3. Workers, once the port is known; then supervision until something ends it.
             while not (self._port or self._stopping):
                 self._turn(POLL_SECONDS)
@@ -102,7 +107,7 @@ class Supervisor:
                 self._report(port=self._port, gpus=len(gpus))
             while not self._stopping:
                 self._turn(POLL_SECONDS)
-        except RuntimeError as error:
+        except (RuntimeError, GTError) as error:
             self._report(failed=str(error))
         finally:
             self._end()
@@ -143,8 +148,7 @@ class Supervisor:
         if not data:
             self._select.unregister(fd)
             os.close(fd)
-        else:
-            self._pass_on(host.prefixed(data))
+        self._pass_on(host.prefixed(data))
 
     def _lost_host(self, host: RemoteHost, code: int) -> None:
         """Reach it again, some times: it may have restarted. RuntimeError while the job starts."""
@@ -182,7 +186,7 @@ class Supervisor:
     def _turn(self, timeout: float) -> None:
         ready = self._select.select(timeout)
         # Looked at first: what workers say of a dead dispatcher, the program is told anyway.
-        self._silent |= bool(ready) and not logs.asked("worker") and (not self._dispatcher or ending(self._dispatcher))
+        self._silent |= bool(ready) and not logs.asked("worker") and self._dispatcher_ends()
 
         # Ends are collected before pipes are read, and handled after: so a
         # dead worker's last words are there when it is reported.
@@ -209,6 +213,10 @@ class Supervisor:
                 self._vigils.pop(pid, None)
                 self._ended_worker(number, code)
         self._end_stopped()
+
+    def _dispatcher_ends(self) -> bool:
+        """True once the program is told of the dispatcher's end, so that its workers need not say it too."""
+        return not self._dispatcher or ending(self._dispatcher)
 
     def _ended_worker(self, number: int, code: int) -> None:
         if not self._ready and not self._stopping:
@@ -392,10 +400,30 @@ def work(order: dict[str, Any], host: str, port: int, gpu: str, number: int, wai
         libraries=order["libraries"], rank=rank,
     )  # fmt: skip
     connected: list[str] = []
-    why = run(options, connected.append)
+    here = threading.Event()
+
+    def joined(name: str) -> None:
+        connected.append(name)
+        here.set()
+
+    # A rank may be up minutes before rank 0, and then waits. One that has the wrong place to look at waits in vain.
+    if wait > WAITS_SECONDS:
+        about = here, f"worker {max(rank, number)}", host, port
+        threading.Thread(target=_say_that_it_waits, args=about, daemon=True).start()
+    why = run(options, joined)
+    here.set()
     if why:
         sys.stderr.write(f"gt worker: {why}\n")
     return ENDED if not why else LOST if connected else UNREACHED
+
+
+def _say_that_it_waits(here: threading.Event, name: str, host: str, port: int) -> None:
+    """Now and then, until a worker is connected, say which server it waits for, and if anything listens there."""
+    while not here.wait(WAITS_SECONDS):
+        with contextlib.suppress(DispatcherLost, OSError):
+            found = "it does not take this one yet" if tcp.listens(resolve(host), port) else "nothing answers there"
+            todo = "is rank 0 up, has it this address and port, and does no firewall keep it from this host?"
+            sys.stderr.write(f"gt: {name} waits for the server at {written(host, port)}: {found}; {todo}\n")
 
 
 def _terminate(number: int, frame: object) -> None:

@@ -1,7 +1,7 @@
 """A supervisor of the workers of one process of a job, whose dispatcher is elsewhere. It ends when the dispatcher does.
 
-The first SIGTERM leaves its workers at work, since the program may want to save a checkpoint. The job's end, GT_GRACE seconds
-or a second SIGTERM end them. Other signals of launchers are ignored.
+The first SIGTERM or Ctrl-C leaves its workers at work, since the program may want to save a checkpoint. The job's end, GT_GRACE
+seconds or a second one end them. Other signals of launchers are ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from gt import env
-from gt.errors import DispatcherLost
+from gt.errors import DispatcherLost, GTError
 from gt.launch.supervisor import ENDED, LOST, MAX_RESTARTS, POLL_SECONDS, RESTARTS_SECONDS, UNREACHED, Supervisor, preload, work
 from gt.wire import tcp
 from gt.wire.socket import resolve
@@ -42,11 +42,16 @@ class WorkerHost(Supervisor):
         self._connected = False
         self._code = -1
         self._grace = env.seconds("GT_GRACE")  # now: in a handler of SIGTERM nobody would see that it is no number
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        for number in (signal.SIGTERM, signal.SIGINT):  # Ctrl-C in this rank's shell: the program is in another one
+            signal.signal(number, self._on_sigterm)
 
     def run(self) -> int:
         """Exit code: 0 once the dispatcher or a signal has ended the workers, 1 if they could not go on."""
-        gpus = preload(self._order["backend"])
+        try:
+            gpus = preload(self._order["backend"])
+        except GTError as error:
+            sys.stderr.write(f"gt: {error}\n")
+            return 1
         self._select.register(0, selectors.EVENT_READ, self._on_stdin)
         self._ready = True  # a failed worker is restarted from the beginning
         try:
@@ -61,6 +66,9 @@ class WorkerHost(Supervisor):
     def _body(self, port: int, gpu: str, number: int) -> Callable[[], object]:
         wait = WAIT_SECONDS if self._connected else self._order["wait"]
         return partial(work, self._order, self._host, port, gpu, number, wait)
+
+    def _dispatcher_ends(self) -> bool:
+        return False  # it is elsewhere, so a worker's words are the only ones here
 
     def _ended_worker(self, number: int, code: int) -> None:
         now = time.monotonic()
@@ -122,6 +130,7 @@ class WorkerHost(Supervisor):
 
     def _finish(self, code: int, why: str = "") -> None:
         if self._code < 0:
+            self._drain()  # a worker's reason may be in its pipe still
             self._code = code
             if why:
                 sys.stderr.write(f"gt: {why}\n")
@@ -130,6 +139,7 @@ class WorkerHost(Supervisor):
         if self._deadline or not self._patient:
             self._stopping = True
             return
-        # The first SIGTERM: the program may want to save a checkpoint, for which it needs its workers.
+        # The first one: the program may want to save a checkpoint, for which it needs its workers.
         self._deadline = time.monotonic() + self._grace
-        os.write(2, f"gt: SIGTERM: workers end with the program, or in {self._grace:g} s, or at a second SIGTERM\n".encode())
+        name = signal.Signals(number).name
+        os.write(2, f"gt: {name}: workers end with the program, or in {self._grace:g} s, or at a second {name}\n".encode())

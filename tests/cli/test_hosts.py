@@ -96,6 +96,8 @@ def test_subnets_in_common() -> None:
      "h0 - h1: h1 cannot reach h0 at 10.77.1.1: Connection refused: a firewall rejects it"),
     ([attempt("10.77.1.2", error="timed out", ping=False)], [attempt("10.77.1.1")], "fails",
      "h0 - h1: h0 cannot reach h1 at 10.77.1.2: timed out, and it answers no ping: the cable"),
+    ([attempt("10.77.1.2", error="timed out", ping=None)], [attempt("10.77.1.1")], "fails",
+     "h0 - h1: h0 cannot reach h1 at 10.77.1.2: timed out: a firewall, the cable"),
     ([attempt("10.77.1.2"), attempt("10.77.9.2", **UNREACHABLE)], [attempt("10.77.1.1")], "note",
      "h0 - h1: 10.77.1.2 (eth0) 20 us, 1.50 GB/s there, 10.77.1.1 (eth0) 20 us, 1.50 GB/s back; 10.77.9.2 on eth0: Network is"),
     ([attempt("10.77.3.2", False, **UNREACHABLE)], [attempt("10.77.2.1", False, **UNREACHABLE)], "note",
@@ -323,6 +325,27 @@ def test_a_listener_goes_on_after_a_connection_for_which_there_was_no_descriptor
     with contextlib.closing(host_agent.Listener(TOKEN)) as listener:
         assert host_agent.measure("127.0.0.1", listener.port, TOKEN)["rate"] > 0
     assert Full.failed > 1
+
+
+@pytest.mark.parametrize("rate", [60e3, 125e3, 3e9])
+def test_a_slow_link_is_measured_and_not_taken_for_broken(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait of SECONDS for the other end is an error: 1 MiB takes longer at 1 Mbit/s."""
+
+    class Wire:
+        now, sent = 0.0, 0
+
+        def sendall(self, data: bytes) -> None:  # the kernel takes all
+            self.sent += len(data)
+
+        def recv(self, count: int) -> bytes:
+            self.now, seconds, self.sent = self.now + self.sent / rate, self.sent / rate, 0
+            if seconds > host_agent.SECONDS:
+                raise TimeoutError("timed out")
+            return b"!"
+
+    wire = Wire()
+    monkeypatch.setattr(host_agent, "time", SimpleNamespace(perf_counter=lambda: wire.now))
+    assert host_agent._rate(wire, 1e-4) == pytest.approx(rate / 1e9, rel=0.01)  # type: ignore[arg-type]
 
 
 def test_a_host_measures_until_it_works() -> None:

@@ -15,6 +15,7 @@ import gt
 from gt.errors import ConfigError, SystemFailure
 from gt.launch import job
 from gt.launch.launchers import JobPlace
+from gt.launch.ssh import HostEntry
 from tests.helpers import ROOT
 from tests.helpers.limits import limit
 from tests.helpers.processes import free_ports, of_the_server, started, unhurried, wait_until
@@ -59,8 +60,9 @@ def environment(**variables: str) -> dict[str, str]:
 def python(*args: str, **variables: str) -> subprocess.Popen:
     command = [sys.executable, *map(str, args)]
     return subprocess.Popen(
-        command, env=environment(**variables), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+        command, env=environment(**variables), cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
 
 
 def end(*processes: subprocess.Popen) -> list[tuple[int, str, str]]:
@@ -122,6 +124,18 @@ def test_a_program_by_hand_has_its_own_exit_code_and_ends_all_ranks(tmp_path: Pa
     results = end(*ranks(3, script(tmp_path, f"import gt\ngt.connect('env')\n{SUM}\nraise SystemExit(7)\n")))
     assert [code for code, _, _ in results] == [7, 0, 0], results
     assert results[0][1] == "sum 8.0 ['w0', 'w1', 'w2']\n" and results[1][1] == results[2][1] == ""
+
+
+def test_a_process_with_a_rank_of_another_or_beyond_the_job_says_so(tmp_path: Path) -> None:
+    program = script(tmp_path, f"{SUM}\nsys.stdin.read()\n")
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_ports()[0])}
+    given = ((0, 2), (1, 2), (1, 2), (2, 3))
+    processes = [python("-m", "gt", "run", program, RANK=str(rank), WORLD_SIZE=str(size), **place) for rank, size in given]
+    wait_until(lambda: sum(process.poll() is not None for process in processes) == 2, 60)  # they are refused
+    results = end(*processes)
+    assert sorted(code for code, _, _ in results) == [0, 0, 1, 1], results
+    assert results[0][1] == "sum 8.0 ['w0', 'w1']\n" and "rank 2, and this job has 2 workers" in results[3][2], results
+    assert "has rank 1 already" in results[1][2] + results[2][2], results
 
 
 def test_an_exception_of_the_program_is_its_own(tmp_path: Path) -> None:
@@ -199,6 +213,40 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
         (done,) = end(python(*line))
         assert done[0] == 2 and done[1] == "", done
         assert "the workers' process on gone ended (exit code 255): ssh: connect to host gone: No route to host" in done[2]
+
+
+def test_a_host_that_does_not_reach_the_server_is_named_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GT_BACKEND", "numpy")
+    monkeypatch.setattr(job, "SERVER_SECONDS", 0.5)  # it was the time that ranks have which start before their server
+    reach = job.Reach((str(script(tmp_path, SSH, "ssh")),), address="127.0.0.1:1")  # no address
+    with pytest.raises(SystemFailure, match=r"on h0 ended \(exit code 1\): gt worker: .*`gt doctor --hosts h0` checks ssh"):
+        job.start_hosts([HostEntry("h0", 1)], reach)
+
+
+def test_a_host_without_torch_is_named(tmp_path: Path) -> None:
+    """It was a traceback at the host, and at rank 0 a process that had died."""
+    (tmp_path / "torch").mkdir()
+    script(tmp_path / "torch", "raise ModuleNotFoundError(\"No module named 'torch'\")", "__init__.py")
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_ports()[0]), "GT_BACKEND": "torch"}
+    common["PYTHONPATH"] = f"{tmp_path}:{ROOT}"
+    results = end(*(python("-m", "gt", "run", RANK=rank, **common) for rank in "01"))
+    assert [code for code, _, _ in results] == [2, 1], results
+    for _, _, text in results:
+        assert "No module named 'torch': install torch for" in text and "Traceback" not in text, results
+
+
+def test_a_rank_0_that_is_not_where_the_others_look_for_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise SystemFailure("worker 0 died")
+
+    monkeypatch.setattr(job.local, "launch", fails)
+    monkeypatch.setattr(job, "_begun", [])
+    for host, says in (
+        ("192.0.2.1", "^worker 0 died; 192.0.2.1 is 192.0.2.1, which is no address of .* start rank 0 there"),
+        ("127.0.0.1", "^worker 0 died$"),
+    ):
+        with pytest.raises(SystemFailure, match=says):
+            job.start(JobPlace("x", 0, 1, 0, 1, host, 1))
 
 
 def test_connect_takes_hosts_for_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,16 @@ def test_other_systems_are_refused_with_what_to_do(monkeypatch: pytest.MonkeyPat
         gt.connect("localhost:1")
 
 
+def test_the_words_of_a_host_are_whole_lines_however_they_arrive() -> None:
+    names = ("token", "gpu", "backend", "heartbeat", "libraries", "path", "wait", "variables", "own", "address")
+    order: dict[str, object] = dict.fromkeys(names, "")
+    host = ssh.RemoteHost({"host": "h1", "slots": 1, "first": 0}, {**order, "ssh": ["ssh"], "python": ""}, 1)
+    parts = (b"env: ", b"/nope", b": No such file\ncannot", b" go on\n", b"the end")
+    assert [host.prefixed(part) for part in parts] == [b"", b"", b"h1: env: /nope: No such file\n", b"h1: cannot go on\n", b""]
+    assert "env: /nope: No such file | cannot go on | the end;" in host.ended(1)
+    assert host.prefixed(b"") == b"h1: the end\n" and host.prefixed(b"") == b""
+
+
 def test_this_host_needs_no_ssh() -> None:
     assert ssh.command("localhost", ssh.SSH, ["gt.launch"])[0] == "env"
     assert ssh.command("h1", ("ssh",), ["gt.launch"], "/py")[:2] == ["ssh", "h1"]

@@ -11,6 +11,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from gt.client.session import Session
 from gt.errors import SystemFailure
 from gt.launch import local, process
 from gt.launch import supervisor as nursery
+from gt.launch.worker_host import WorkerHost
 from gt.wire.liveness import home, sight
 from tests.helpers.limits import limit
 from tests.helpers.processes import children, wait_until
@@ -229,6 +231,52 @@ def test_workers_of_a_dispatcher_that_is_ending_have_nothing_to_say(monkeypatch,
         os.waitpid(one._dispatcher, 0)
         for end in (said, say, heard, alive):
             os.close(end)
+
+
+def test_workers_of_a_dispatcher_elsewhere_say_why_they_end(monkeypatch, capfd):
+    """Nobody else does on their host: they were taken for those of a dispatcher that has ended."""
+    monkeypatch.setattr(nursery, "_ended", lambda: iter(()))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    one = WorkerHost({"workers": 1, "server": ["h0", 1]})
+    heard, say = os.pipe()
+    one._select.register(heard, selectors.EVENT_READ, partial(one._on_stderr, number=0))
+    one._words[0] = deque()
+    try:
+        os.write(say, b"first\n")
+        one._turn(1.0)
+        os.write(say, b"last\n")
+        one._finish(1)
+        assert capfd.readouterr().err == "first\nlast\n"
+    finally:
+        one._select.close()
+        for end in (heard, say):
+            os.close(end)
+
+
+def test_ctrl_c_in_the_shell_of_another_rank_ends_it_as_sigterm_does(monkeypatch, capfd):
+    """It was ignored, as a program's own processes ignore it; but that rank has no program."""
+    handlers = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    one = WorkerHost({"workers": 1, "server": ["h0", 1], "patient": True})
+    one._select.close()
+    handlers[signal.SIGINT](signal.SIGINT, None)
+    assert one._deadline and not one._stopping and "SIGINT: workers end with the program" in capfd.readouterr().err
+    handlers[signal.SIGINT](signal.SIGINT, None)
+    assert one._stopping
+
+
+@pytest.mark.parametrize(("listens", "says"), [(False, "nothing answers there"), (True, "it does not take this one yet")])
+def test_a_rank_that_waits_for_its_server_says_where(listens, says, monkeypatch):
+    """A wrong address was ten minutes without a word."""
+    words, heard = [], threading.Event()
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=lambda text: (words.append(text), heard.set())))
+    monkeypatch.setattr(nursery, "WAITS_SECONDS", 0.01)
+    monkeypatch.setattr(nursery.tcp, "listens", lambda address, port: listens)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr("gt.worker.loop.run", lambda options, joined: "" if heard.wait(limit(20)) else "it said nothing")
+    order = {"workers": 1, "first": 3, "path": [], "token": "", "backend": "numpy", "libraries": []}
+    assert nursery.work(order, "127.0.0.1", 7, "", 0, wait=600.0) == nursery.ENDED, words
+    assert words[0].startswith(f"gt: worker 3 waits for the server at 127.0.0.1:7: {says}"), words
 
 
 def test_a_program_that_ends_while_it_reads_why_its_server_has_ended_has_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from gt.dispatcher.cluster.stragglers import Stragglers
 from gt.dispatcher.cluster.workers import Cluster, Worker, ordered
 from gt.dispatcher.session import ClientSession
 from gt.errors import ConfigError, GTError, Refused, SessionExpired
+from gt.ir.text import counted
 from gt.wire.access.proof import proves
 from gt.wire.messages import Hello, Notice
 
@@ -50,7 +51,10 @@ class Terms:
     life: str = ""
 
     def admit(self, info: dict) -> None:
-        """Refused unless a worker proves to be the operator's."""
+        """Refused unless a worker proves to be the operator's, and its rank is one of the job's."""
+        if self.most and info["rank"] >= self.most:
+            there = f"worker {info['name']!r} has rank {info['rank']}, and this job has {counted(self.most, 'worker')}"
+            raise Refused(f"{there}: set WORLD_SIZE and GT_WORKERS to the same for all of its processes")
         if self.secret and not proves(self.secret, info):
             raise Refused("this server takes only its operator's workers: start one with the server's --worker-token-file")
 
@@ -129,7 +133,7 @@ class Shared:
         """A worker joins: its name, and its lease from now on. Refused if the name is taken."""
         cluster = self.common.cluster
         holder = cluster.named(info["name"]) if info["name"] else None
-        if holder is not None and not holder.lost:
+        if holder is not None and not holder.lost and holder.index != info["rank"]:  # else the rank is the cause
             raise taken(info["name"])
         return cluster.add(peer, info).name, self.common
 

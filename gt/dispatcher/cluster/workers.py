@@ -182,7 +182,8 @@ class Cluster:
             self.workers.append(Worker(index, self._free_name(index), b"", {}, ABSENT))
         worker = self.workers[rank]
         if not worker.lost:
-            raise Refused(f"worker {worker.name} has rank {rank} already: give each worker a GT_RANK of its own")
+            here = f"worker {worker.name} on {worker.info.get('host')} has rank {rank} already"
+            raise Refused(f"{here}: give each process of a job a RANK of its own, or each worker a GT_RANK")
         absent = worker.lost == ABSENT
         worker.revive(peer, info)
         if absent and (name := info.get("name")):

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import inspect
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
-from gt.errors import ConfigError
+from gt.errors import ConfigError, SystemFailure
 from gt.wire.deferred_imports import REACHED, UNUSED, deferred, execute_when_reached
 from gt.wire.process_settings import uncollected
 from gt.worker.engine.base import Engine
 
 
 def import_torch_engine() -> None:
-    """Import torch and its engine, without the modules that workers do not use."""
+    """Import torch and its engine, without the modules that workers do not use. SystemFailure if torch is not to be had."""
     if "gt.worker.engine.torch" in sys.modules:  # to suspend the collector walks all frozen objects, 0.03 s of a million
         return
     first = "torch" not in sys.modules
     # A process with torch may have other threads, and what follows changes `inspect` for all of them
-    with uncollected(), without_source_lines() if first else nullcontext(), deferred(*UNUSED):
-        import gt.worker.engine.torch  # noqa: F401
+    try:
+        with uncollected(), without_source_lines() if first else nullcontext(), deferred(*UNUSED):
+            import gt.worker.engine.torch  # noqa: F401
+    except (ImportError, OSError) as error:  # OSError: a library of torch's cannot be loaded
+        todo = f"install torch for {sys.executable}, or set GT_BACKEND=numpy"
+        raise SystemFailure(f"torch cannot be imported on {socket.gethostname()}: {error}: {todo}") from error
     if first:
         execute_when_reached(sys.modules["torch"], REACHED, UNUSED)
 

@@ -367,6 +367,14 @@ def test_a_name_in_use_is_refused_whoever_has_it():
         assert "is here already" in str(shop.refusal(b"x" + name.encode()))
 
 
+def test_a_rank_that_is_taken_or_not_of_the_job_is_refused_by_number():
+    job = CorePeers(Core(terms=Terms(most=2)))
+    for peer, rank, says in ((b"a", 1, ""), (b"b", 1, "w1 on h1 has rank 1 already"), (b"c", 2, "this job has 2 workers")):
+        job.give(peer, hello("worker", info={"name": f"w{rank}", "rank": rank, "heap_bytes": 1 << 30, "pid": 1, "host": "h1"}))
+        (reject,) = job.to(peer, Reject) or [None]
+        assert says in str(reject and errors.from_wire(reject.error)) and (reject is None) == (not says)
+
+
 def test_a_session_ends_while_one_of_its_workers_is_lost():
     shop = Shop(2)
     shop.client(b"c")

@@ -225,7 +225,7 @@ def test_a_worker_with_a_rank_has_that_index_whenever_it_joins():
     assert cluster.add(b"2", info("b", 2, name="w0")).index == 2
     assert [(w.name, w.lost) for w in cluster.workers][:2] == [("w3", ABSENT), ("w1", ABSENT)]
     assert cluster.add(b"0", info("a", 0)).index == 0
-    with pytest.raises(Refused, match="has rank 2 already"):
+    with pytest.raises(Refused, match="worker w0 on b has rank 2 already"):
         cluster.add(b"x", info("c", 2))
     cluster.workers[2].lost = "killed"
     assert cluster.add(b"n", info("c", 2)).name == "w0"

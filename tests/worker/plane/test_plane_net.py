@@ -172,6 +172,17 @@ def test_a_frame_that_nobody_waits_for_any_more_is_sent_to_its_end():
         assert sink.payloads == [(1, 1 << 20, b"a"), (2, 3, b"b")]
 
 
+def test_more_frames_than_one_call_takes_are_sent_in_several():
+    """Small messages of many streams wait for a connection that was full. Its end was taken for the network's."""
+    count = peer_connection.MAX_PARTS * 3
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        near = PeerConnection(ours, 1, 1, "here", "there", Frames())
+        near.queue(*[memoryview(b"%d" % (number % 10)) for number in range(count)])
+        near.send([memoryview(b"!")], lambda: None)
+        assert theirs.recv(count + 2) == b"".join(b"%d" % (number % 10) for number in range(count)) + b"!"
+
+
 def test_both_directions_at_once_and_messages_of_another_size():
     big = random.Random(1).randbytes(3 << 20)
 

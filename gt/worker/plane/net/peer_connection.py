@@ -33,6 +33,7 @@ MAX_HOPS = 16
 FULL_SECONDS = 0.1  # that the kernel waits for room, before the sender looks whether it is still needed
 TEND = 5  # such waits
 NOWAIT = socket.MSG_DONTWAIT
+MAX_PARTS = 1024  # buffers of one call; of more (Linux's UIO_MAXIOV) it is an error
 
 
 class Frame(NamedTuple):
@@ -413,9 +414,9 @@ class PeerConnection:
 
 
 def memories(parts: Sequence[Part]) -> list[memoryview]:
-    """The parts that are in memory, up to the first in a pipe."""
+    """The parts that are in memory, up to the first in a pipe, as many as one call may send."""
     found = []
-    for part in parts:
+    for part in parts[:MAX_PARTS]:
         if not isinstance(part, memoryview):
             break
         found.append(part)
