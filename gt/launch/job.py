@@ -107,7 +107,7 @@ def start(at: JobPlace, meanwhile: Callable[[], None] | None = None) -> local.Lo
 
 
 def _elsewhere(at: JobPlace) -> str:
-    """What to do where rank 0's host is not the one that the job's processes look for it at, else ""."""
+    """A sentence with a cure, if rank 0's host is not the one at which the job's processes look for it; else ""."""
     with contextlib.suppress(DispatcherLost):
         address = resolve(at.host)
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:

@@ -28,7 +28,7 @@ from gt.client.values.fingerprints import comparable, is_scalar_like
 aten = torch.ops.aten
 _COPY, _CLONE, _VIEW = info_of(aten.copy_.default), info_of(aten.clone.default), info_of(aten.as_strided.default)
 
-_ALIGNMENT = 16  # bytes of the largest element
+_ALIGNED_BYTES = 16  # of the largest element
 _LEAF_TYPES = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str})  # types of arguments that are leaves of a tree
 _flat_trees: dict[int, TreeSpec] = {}  # by number of arguments
 
@@ -195,11 +195,11 @@ def upload_overlapping(leaves: list, overlaps: dict[int, tuple[int, int]]) -> di
             continue
         # The bytes of all of them. Whole elements of each dtype begin where they do in the caller's memory
         begin, count = one.data_ptr(), max(distance + _host_bytes(leaves[place]) for place, distance in group.items())
-        room = torch.zeros(begin % _ALIGNMENT + count, dtype=torch.uint8)
-        room[begin % _ALIGNMENT :] = torch.frombuffer((ctypes.c_uint8 * count).from_address(begin), dtype=torch.uint8)
+        room = torch.zeros(begin % _ALIGNED_BYTES + count, dtype=torch.uint8)
+        room[begin % _ALIGNED_BYTES :] = torch.frombuffer((ctypes.c_uint8 * count).from_address(begin), dtype=torch.uint8)
         whole = upload(room)
         for place, distance in group.items():
-            leaf, start = leaves[place], begin % _ALIGNMENT + distance
+            leaf, start = leaves[place], begin % _ALIGNED_BYTES + distance
             part = whole[start : start + _host_bytes(leaf)].view(leaf.dtype)
             uploaded[place] = part.as_strided(leaf.shape, leaf.stride(), part.storage_offset())
     return uploaded
