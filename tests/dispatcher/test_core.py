@@ -230,6 +230,26 @@ def test_the_output_of_a_failed_op_fails_until_it_is_written_anew(plan):
     assert ask.failed(view) == ""
 
 
+def test_a_failed_tensor_that_is_written_in_part_stays_failed(plan):
+    """The rest of it is a placeholder's."""
+    x = torch.ones(4, device="remote")
+    made, later = (on("a", torch.mul, x, n).view(2, 2) for n in (2, 3))
+    good = on("a", torch.abs, x)
+    plan.text()
+    seqs = [row.seq for row in plan.core.sessions[b"client"].journal.rows if row.known.name == "mul"]
+    plan.handle(Received(b"w0", OpError(seqs[0], "op", "broken")))
+    on("a", made[0].zero_)  # planned after the report, and before it
+    on("a", later[0].zero_)
+    plan.text()
+    plan.handle(Received(b"w0", OpError(seqs[1], "op", "broken too")))
+    ask = Asking(plan)
+    assert "broken" in ask.failed(good) and "broken too" in ask.failed(good) and ask.failed(good) == ""  # both are told
+    assert "broken" in ask.failed(made) and "broken too" in ask.failed(later)
+    on("a", made.t().zero_)
+    on("a", later.view(4).zero_)
+    assert ask.failed(made) == "" and ask.failed(later) == ""
+
+
 def test_a_tensor_for_which_no_room_was_found_is_not_healed_by_an_overwrite(plan):
     """The worker has nothing that could be written: the error is the lack of memory, not the tensor that is missing."""
     x = torch.ones(3, device="remote")
@@ -308,6 +328,26 @@ def test_work_for_a_lost_worker_is_lost_even_if_its_successor_came_first(plan):
     ask = Asking(plan)
     assert "worker w1 is lost: its process ended" in ask.failed(a)
     assert ask.failed(good) == ""
+
+
+def test_a_lost_tensor_that_is_overwritten_whole_gets_new_memory_once_the_worker_is_back(plan):
+    x = torch.ones(4, device="remote")
+    lost, other = (on("b", torch.mul, x, n).view(2, 2) for n in (2, 3))
+    view = lost[0]
+    plan.text()
+    ask = Asking(plan)
+    plan.handle(PeerLost(b"w1", "its process ended"))
+    on("b", lost.zero_)  # there is nobody who could have it
+    assert "worker w1 is lost" in ask.failed(lost)
+    plan.handle(Received(b"w1", worker("w1")))
+    plan.text()
+    on("b", lost[1].zero_)
+    on("b", lost.copy_, other)
+    assert "empty_strided" not in plan.text() and "worker w1 is lost" in ask.failed(lost)
+    on("b", lost.zero_)
+    ops = [op for op in ("empty_strided", "view", "select", "zero_") if op in plan.text()]
+    assert ops and ask.failed(lost) == ask.failed(view) == ""
+    assert "worker w1 is lost" in ask.failed(other)
 
 
 def test_a_client_that_leaves_leaves_nothing(plan):

@@ -186,6 +186,50 @@ def test_ctrl_c_while_a_worker_is_stuck(own):
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_a_model_whose_worker_was_killed_goes_on_from_a_state_dict(own, captured):
+    """torch's load_state_dict writes into weights in place: they, their views and captured steps have new memory then."""
+    import copy
+
+    import torch
+
+    import gt
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).to("remote")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    column = model[0].weight.detach()[:, 0]
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    called = gt.compile(step) if captured else step
+    inputs = torch.randn(9, 6, 4)
+    for x in inputs[:4]:
+        called(x.to("remote")).item()
+    state = copy.deepcopy([part.state_dict() for part in (model, optimizer)])
+    state = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, state)
+    wanted = [called(x.to("remote")).item() for x in inputs[4:]]
+    for title in ("gt.worker 0", "gt.worker 1"):
+        os.kill(own[title], signal.SIGKILL)
+    with pytest.raises(gt.WorkerLost):
+        for _ in range(2000):
+            called(inputs[0].to("remote")).item()
+    while True:  # until both have been started again
+        try:
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(copy.deepcopy(state[1]))
+            found = [called(x.to("remote")).item() for x in inputs[4:]]
+            break
+        except gt.WorkerLost:
+            continue
+    assert found == wanted
+    assert torch.equal(column.cpu(), model[0].weight.detach()[:, 0].cpu())
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_a_model_whose_worker_was_killed_goes_on_from_its_checkpoint(own, tmp_path, captured):
     import torch
 

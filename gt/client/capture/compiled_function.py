@@ -156,6 +156,7 @@ class CompiledFunction(Generic[P, R]):
         self._strict = False  # True if libraries are told that values cannot be read
         self._sealed = 0  # programs made so far
         UploadedValues.wanted = True
+        self._losses = 0  # of workers of the session, when a call was made last
         self._recorded = False  # whether a call has been
         self._draws_on_host = False  # True once a call has drawn random numbers on the CPU
         self._drawn: HostDraws | None = None  # the last call's draws, if it uploads them
@@ -185,6 +186,9 @@ class CompiledFunction(Generic[P, R]):
         leaves, tree = flatten_call(args, kwargs)
         if recorder.tape is not None:
             return self._run_within(recorder, leaves, tree, (args, kwargs))
+        if self._losses != (losses := getattr(recorder.session, "losses", 0)):
+            self._losses = losses
+            self._programs.clear()  # a lost worker had a part of them
         key = (tree, *keys_of(leaves), *modes())
         mismatch = viewed = ""
         with recorder.turns:

@@ -37,7 +37,7 @@ from gt.dispatcher.sharding.rules import VALUELESS, Decision, decide_along, whol
 from gt.dispatcher.sharding.views import VIEWS, wanted_parts
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.emitter import lost_in
-from gt.dispatcher.state.failures import Planned
+from gt.dispatcher.state.failures import Planned, PlannedInPart
 from gt.dispatcher.state.op_queue import NeedsLookahead
 from gt.dispatcher.state.records import OpPlan, Origin
 from gt.dispatcher.state.tensors import Tensor
@@ -162,7 +162,7 @@ class Planner:
                 # The plan also serves inputs in the layouts from before they were moved. Views and writes are excepted: their
                 # base or target has to move itself, while a plan would bring a copy of it.
                 known.plans[before] = replace(plan, direct=False)
-        if any(t.storage.failed and t.storage.failed.lost >= 0 for t in ins):
+        if self._failures.troubled and not self._renewed(known, ins):
             self.abandon(known, (plan.wants + plan.outs)[0].mesh, ins, outs)
             return
         # An op that reads only a weight's shape places it, but does not decide its layout: a later use still may.
@@ -172,6 +172,13 @@ class Planner:
             storage.undecided = storage.undecided or known.name in SHAPE_ONLY
         if origin.meaning is not None and origin.meaning.kind == COLUMN:
             record_producer(self._table, known, ins, outs)
+
+    def _renewed(self, known: OpSchema, ins: list[Tensor]) -> bool:
+        """True if no lost worker had a piece of the operands. One that the op overwrites whole gets new memory for that."""
+        lost = [n for n, tensor in enumerate(ins) if tensor.storage.failed is not None and tensor.storage.failed.lost >= 0]
+        if not known.overwrites or lost != [*known.template.writes] or not ins[lost[0]].whole:
+            return not lost
+        return self._redistributor.renew(known, ins[lost[0]].storage)
 
     def bring_and_emit(self, known: OpSchema, plan: OpPlan, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Bring the inputs to where the plan wants them, and emit the op."""
@@ -238,7 +245,8 @@ class Planner:
                 storage.default = True
         if self._casts.active and self._casts.casts(known, ins):
             makes[0].note_cast(reads[0])
-        row = Planned(self._emitter.seq, known, origin, reads, writes, makes)
+        kind = PlannedInPart if known.overwrites and not ins[known.template.writes[0]].whole else Planned
+        row = kind(self._emitter.seq, known, origin, reads, writes, makes)
         self._journal.add(row)
         if self._shards:
             self.sharded.after(known, ins, outs)

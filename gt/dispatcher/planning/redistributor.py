@@ -315,6 +315,30 @@ class Redistributor:
                     emitter.write(worker, define, emitter.ids(ids))
         emitter.free(layout.mesh.workers, [source])
 
+    def renew(self, known: OpSchema, storage: Storage) -> bool:
+        """Allocate a storage of which a lost worker had a piece, and make its views again, for an op that overwrites it.
+
+        False if it has terms, or rests in a host's memory, and stays lost.
+        """
+        root = next(t for t in storage.tensors.values() if t.base is None)
+        layout = root.layout
+        if layout is None or layout.partial or storage.space is not None:
+            return False
+        for tensor in storage.tensors.values():
+            self.drop_copies(tensor)
+        fresh = [
+            Order(index, "op", strided(dense(local_shape(layout, root.spec.shape, rank), root.spec)))
+            for rank, index in enumerate(layout.mesh.workers)
+        ]
+        for worker, define in self._emitter.bind(fresh):
+            self._emitter.write(worker, define, self._emitter.ids([root.id]))
+        for view in storage.views():
+            self._remake(view)
+        storage.unallocated = False
+        self._context.journal.set_cause(self._emitter.seq, storage, None)
+        self._context.note_planned(known, (), (storage,))
+        return True
+
     def make_views(self, storage: Storage) -> None:
         """Make all views of a storage again, if it is there. Its value may be worthless: an overwrite heals views too."""
         lost = storage.failed is not None and storage.failed.lost >= 0

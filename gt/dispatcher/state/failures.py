@@ -38,9 +38,23 @@ class Planned:
         """The number behind its last op."""
         return self.seq + 1
 
+    @property
+    def overwrites(self) -> bool:
+        """True if the old value of what it writes has no influence on the new one."""
+        return self.known.overwrites
+
     def at(self, seq: int) -> Planned:
         """The op of this number."""
         return self
+
+
+@dataclass(slots=True)
+class PlannedInPart(Planned):
+    """An op that overwrites a part of a storage, as `x[0].zero_()`: the rest keeps its value."""
+
+    @property
+    def overwrites(self) -> bool:
+        return False
 
 
 @dataclass(slots=True)
@@ -290,7 +304,7 @@ class OpJournal:
                 # Out of memory: there may be no placeholder either, so a later overwrite has no memory to write into.
                 for storage in row.makes if cause.full else ():
                     storage.unallocated = True
-            elif row.known.overwrites:
+            elif row.overwrites:
                 # The op reads nothing tainted and writes the whole storage: its value is good from here on.
                 for storage in row.writes:
                     if storage in tainted and not storage.unallocated:
@@ -340,7 +354,7 @@ class Failures:
 
     def spread(self, row: Planned) -> None:
         """Fail an op that reads a failed storage; heal the storages that one overwrites whole from good ones."""
-        overwrites, writes = row.known.overwrites, row.writes
+        overwrites, writes = row.overwrites, row.writes
         # The old value of a storage that is written whole has no influence on the new one.
         sources = [s for s in row.reads if not (overwrites and s in writes)]
         cause = next((s.failed for s in sources if s.failed), None)
@@ -348,7 +362,7 @@ class Failures:
             for storage in (*writes, *row.makes):
                 self._journal.fail(row.seq, storage, cause)
         elif overwrites:
-            # With a lost worker the piece itself is gone, so there is nothing to write into; the same without memory for it.
+            # With a lost worker the piece itself is gone: `renew` comes first. Without memory there is nothing to write into
             for storage in writes:
                 if storage.failed is not None and storage.failed.lost < 0 and not storage.unallocated:
                     self._journal.set_cause(row.seq, storage, None)

@@ -165,6 +165,16 @@ class Tensor:
         return self.storage.param and (self.storage.default or self.storage.undecided)
 
     @property
+    def whole(self) -> bool:
+        """True if it has each byte of its storage, as a transposed tensor does."""
+        root = self
+        while root.base is not None:
+            if root.via is not None and root.via[0].name == "as_strided":  # it may have a byte several times
+                return False
+            root = root.base
+        return self is root or self.spec.nbytes == root.spec.nbytes
+
+    @property
     def placed(self) -> bool:
         return self.layout is not None
 
