@@ -498,13 +498,13 @@ class StateWalker:
         for name in sorted(self._stored & own.keys()):
             self.snapshot.items.append(StateItem(f"{path}.{name}", own, name, False, own[name]))
 
-    def _add_replaceable(self, path: str, own: Any) -> None:
+    def _add_replaceable(self, path: str, own: Any, besides: AbstractSet[str] = frozenset()) -> None:
         """Those attributes of a library's module or class that user code names, and the method of modules that torch calls.
 
         Any code of the program may replace them. Walked into are a function of the user's, and numbers and texts in a list or
-        dictionary, as in sys.argv.
+        dictionary, as in sys.argv. besides: names that are left out.
         """
-        for name in sorted(self._of_libraries & own.keys()):
+        for name in sorted((self._of_libraries & own.keys()) - besides):
             value = own[name]
             self.snapshot.items.append(StateItem(f"{path}.{name}", own, name, False, value))
             plain = type(value) in (list, dict) and _is_plain(list(value.values() if type(value) is dict else value))
@@ -519,7 +519,8 @@ class StateWalker:
     def _visit_class(self, path: str, cls: type) -> None:
         own, inherited = vars(cls), {name for base in cls.__mro__[1:] for name in vars(base)}
         if is_library(module_of(cls)):
-            self._add_replaceable(path, own)
+            # torch's tracers replace this one for a while, as another thread may do at any time
+            self._add_replaceable(path, own, {"__call__"} if cls is torch.nn.Module else frozenset())
             self._add_absent(path, own, self._of_libraries)
             return
         self._add_absent(path, own, self._of_libraries | inherited)

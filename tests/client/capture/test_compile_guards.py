@@ -706,6 +706,19 @@ def test_tensors_that_a_hook_alone_knows_are_found() -> None:
     assert losses == sorted(losses, reverse=True) and step.explain().splitlines()[1].startswith("  program "), step.explain()
 
 
+@pytest.mark.usefixtures("plain_threads", "one")
+def test_a_trace_that_another_thread_makes_ends_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.fx, and so Inductor, replaces the call of all modules until its trace is made."""
+    model, call = nn.Linear(4, 2).to("remote"), nn.Module.__call__
+    step = gt.compile(lambda x: model(x))
+    for _ in range(CALLS):
+        step(torch.ones(3, 4))
+    replays = step._programs[0].replays
+    monkeypatch.setattr(nn.Module, "__call__", lambda self, *args: call(self, *args))
+    step(torch.ones(3, 4))
+    assert step._programs[0].replays == replays + 1, step.explain()
+
+
 class DoublesOps(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, kinds: Any, args: tuple = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
