@@ -709,7 +709,12 @@ def test_tensors_that_a_hook_alone_knows_are_found() -> None:
 @pytest.mark.usefixtures("plain_threads", "one")
 def test_a_trace_that_another_thread_makes_ends_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.fx, and so Inductor, replaces the call of all modules until its trace is made."""
-    model, call = nn.Linear(4, 2).to("remote"), nn.Module.__call__
+
+    class Doubles(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    model, call = Doubles(), nn.Module.__call__
     step = gt.compile(lambda x: model(x))
     for _ in range(CALLS):
         step(torch.ones(3, 4))
