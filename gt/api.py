@@ -77,7 +77,9 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
     workers: int = 0,
     ssh: Sequence[str] | None = None,
 ) -> None:
-    """Connect to the dispatcher at "host:port". Ops run there from now on; an open session ends, unless this fails.
+    """Connect to the dispatcher at "host:port". Ops run there from now on; an open session ends.
+
+    An open session with a server at another port goes on if this fails.
 
     address: "env" joins the job of torchrun, srun, mpirun or Kubernetes that has started this process. Rank 0 starts the server
         and goes on as the program. A process of another rank becomes a worker here and never returns. Without a launcher this
@@ -127,9 +129,13 @@ def _connect(address: str, config: tuple[str, str], switches: dict[str, Any], se
     if name:
         device_.register()
     session = Session(address, (text, path), switches=switches, **settings)
-    disconnect()
-    session.why_lost = lambda: _why_lost(address)
-    recorder = current_session.connect(session, text, path)
+    try:
+        disconnect()
+        session.why_lost = lambda: _why_lost(address)
+        recorder = current_session.connect(session, text, path)
+    except BaseException:
+        session.close()
+        raise
     recorder.when_watched = lambda: _report_roles(recorder)
     if _Started.trace is not None:
         _Started.trace.begin(session)

@@ -27,6 +27,7 @@ SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAli
 NAME = re.compile(r"[\w@.\[\]:%-]*[\w.\]]")
 MAX_ATTEMPTS, ATTEMPTS_SECONDS = 3, 60.0  # attempts to reach a lost host again, at most, within so many seconds
 MAX_SLOTS = 1 << 12
+MAX_LINE_BYTES = 16 << 10  # of a line of it
 KEPT_LINES = 8  # lines of a host's stderr that are kept for its error
 PROBE_SECONDS = 60.0
 PIPE_SECONDS = 1.0  # that the ends of a process's pipes may come after its own
@@ -187,6 +188,8 @@ class RemoteHost:
     def prefixed(self, data: bytes) -> bytes:
         """Whole lines of its stderr, each behind its name. A line without an end waits for its rest, or for b"", the end."""
         *whole, self._rest = (self._rest + data).split(b"\n") if data else (self._rest, b"")
+        if len(self._rest) > MAX_LINE_BYTES:  # as of a progress bar, which begins its line anew
+            whole, self._rest = [*whole, self._rest], b""
         lines = [line for row in whole for line in row.decode(errors="replace").splitlines()]
         self._words.extend(lines)
         return "".join(f"{self.name}: {line}\n" for line in lines).encode()

@@ -43,7 +43,8 @@ class WorkerHost(Supervisor):
         self._code = -1
         self._grace = env.seconds("GT_GRACE")  # now: in a handler of SIGTERM nobody would see that it is no number
         for number in (signal.SIGTERM, signal.SIGINT):  # Ctrl-C in this rank's shell: the program is in another one
-            signal.signal(number, self._on_sigterm)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as a shell has it for what is in the background
+                signal.signal(number, self._on_sigterm)
 
     def run(self) -> int:
         """Exit code: 0 once the dispatcher or a signal has ended the workers, 1 if they could not go on."""
@@ -142,4 +143,4 @@ class WorkerHost(Supervisor):
         # The first one: the program may want to save a checkpoint, for which it needs its workers.
         self._deadline = time.monotonic() + self._grace
         name = signal.Signals(number).name
-        os.write(2, f"gt: {name}: workers end with the program, or in {self._grace:g} s, or at a second {name}\n".encode())
+        os.write(2, f"gt: {name}: workers end with the program, or in {self._grace:g} s, or at a second signal\n".encode())

@@ -6,7 +6,6 @@ share memory that it writes.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +21,6 @@ from gt.client.capture.state_walk import TENSOR_FIELDS, StateSnapshot, tensor_id
 from gt.client.device.remote_tensor import RemoteTensor, is_leaf, memory_id
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of
-from gt.client.trace.uploads import upload
 from gt.client.values.fingerprints import comparable, is_scalar_like
 
 aten = torch.ops.aten
@@ -150,23 +148,18 @@ def _write_to_host(host: torch.Tensor, copy: RemoteTensor) -> None:
         host.copy_(copy)
 
 
-def host_overlaps(leaves: list) -> dict[int, tuple[int, int]]:
-    """CPU tensors among the arguments that share memory with others: place -> the first place of these, distance in bytes.
+def same_on_host(leaves: list) -> dict[int, int]:
+    """Place of a CPU argument -> the first place of one with the same elements of the same memory.
 
-    The first place has the lowest address. One upload then serves them all, since the function may write to one of them.
+    One upload serves both, since the function may write to one of them. Arguments that share a part of their memory are
+    uploaded apart.
     """
     hosts = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and _on_host(leaf)]
     if len(hosts) < 2:
         return {}
-    overlaps: dict[int, tuple[int, int]] = {}
-    first, start, end = -1, 0, 0  # of the memory that those so far have in common
-    for begin, place in sorted((leaves[k].data_ptr(), k) for k in hosts):
-        if begin >= end:
-            first, start = place, begin
-        else:
-            overlaps[first], overlaps[place] = (first, 0), (first, begin - start)
-        end = max(end, begin + _host_bytes(leaves[place]))
-    return overlaps
+    first: dict[tuple, int] = {}
+    found = {place: first.setdefault(_elements(leaves[place]), place) for place in hosts}
+    return {place: earlier for place, earlier in found.items() if earlier != place}
 
 
 def _on_host(leaf: torch.Tensor) -> bool:
@@ -175,40 +168,8 @@ def _on_host(leaf: torch.Tensor) -> bool:
     return plain and not leaf.requires_grad and leaf.numel() > 0
 
 
-def _host_bytes(leaf: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last one."""
-    if leaf.is_contiguous():
-        return leaf.nbytes
-    last = sum((size - 1) * step for size, step in zip(leaf.shape, leaf.stride(), strict=True))
-    return (last + 1) * leaf.itemsize
-
-
-def upload_overlapping(leaves: list, overlaps: dict[int, tuple[int, int]]) -> dict[int, RemoteTensor]:
-    """Remote tensors of CPU arguments that share memory, which share memory in the same way."""
-    uploaded: dict[int, RemoteTensor] = {}
-    for first in {first for first, _ in overlaps.values()}:
-        group = {place: distance for place, (start, distance) in overlaps.items() if start == first}
-        one = leaves[first]
-        if all(_same_place(one, leaves[place]) for place in group):
-            whole = upload(one)
-            uploaded |= {place: whole if leaves[place] is one else whole.detach() for place in group}
-            continue
-        # The bytes of all of them. Whole elements of each dtype begin where they do in the caller's memory
-        begin, count = one.data_ptr(), max(distance + _host_bytes(leaves[place]) for place, distance in group.items())
-        room = torch.zeros(begin % _ALIGNED_BYTES + count, dtype=torch.uint8)
-        room[begin % _ALIGNED_BYTES :] = torch.frombuffer((ctypes.c_uint8 * count).from_address(begin), dtype=torch.uint8)
-        whole = upload(room)
-        for place, distance in group.items():
-            leaf, start = leaves[place], begin % _ALIGNED_BYTES + distance
-            part = whole[start : start + _host_bytes(leaf)].view(leaf.dtype)
-            uploaded[place] = part.as_strided(leaf.shape, leaf.stride(), part.storage_offset())
-    return uploaded
-
-
-def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
-    flips = (one.is_conj(), one.is_neg()) == (other.is_conj(), other.is_neg())
-    same = one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
-    return flips and same and one.data_ptr() == other.data_ptr()
+def _elements(leaf: torch.Tensor) -> tuple:
+    return leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride(), leaf.is_conj(), leaf.is_neg()
 
 
 def attribute_names(tensor: torch.Tensor) -> Iterable[str]:
@@ -240,10 +201,10 @@ def key_of(leaf: Any) -> Any:
 
 
 def keys_of(leaves: list) -> list:
-    """The key_of of each argument, with the memory that it shares with others where both are uploaded."""
+    """The key_of of each argument. One on the CPU with the memory of an earlier one names it, and if it is that very tensor."""
     keys = list(map(key_of, leaves))
-    for place, overlap in host_overlaps(leaves).items():
-        keys[place] = (*keys[place], ("shared memory", overlap))
+    for place, earlier in same_on_host(leaves).items():
+        keys[place] = (*keys[place], ("shared memory", earlier, leaves[place] is leaves[earlier]))
     return keys
 
 

@@ -23,11 +23,10 @@ from gt.client.capture.aliasing import (
     ContainerArgument,
     Containers,
     attribute_names,
-    host_overlaps,
     mutable_containers,
     one_of,
+    same_on_host,
     sharing_arguments,
-    upload_overlapping,
 )
 from gt.client.capture.gradients import LeafGradient, grad_arguments, leads_to, made_paths, memory_of, rebound
 from gt.client.capture.host_draws import HostDraws
@@ -230,10 +229,7 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
     """
     prepared, inputs = list(leaves), {}
     sharing = sharing_arguments(leaves, last.memory) if last is not None else ()
-    overlapping: dict[int, RemoteTensor] = {}
-    if overlaps := host_overlaps(leaves):
-        with torch.inference_mode(False), torch.no_grad():
-            overlapping = upload_overlapping(leaves, overlaps)
+    same = same_on_host(leaves)
     for place, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             continue
@@ -246,8 +242,10 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
             if not leaf.requires_grad and is_leaf(leaf) and leaf.grad is not None:  # which a copy would lack
                 continue
             inputs[place] = prepared[place] = call(info_of(aten.clone.default), (leaf,))
-        elif place in overlapping:
-            inputs[place] = prepared[place] = overlapping[place]
+        elif place in same:
+            earlier = prepared[same[place]]
+            with torch.inference_mode(False), torch.no_grad():
+                inputs[place] = prepared[place] = earlier if leaf is leaves[same[place]] else earlier.detach()
         elif not leaf.requires_grad:
             with torch.inference_mode(False):  # an inference tensor has no count of the writes to it
                 inputs[place] = prepared[place] = upload(leaf)

@@ -186,12 +186,13 @@ class CompiledFunction(Generic[P, R]):
         leaves, tree = flatten_call(args, kwargs)
         if recorder.tape is not None:
             return self._run_within(recorder, leaves, tree, (args, kwargs))
-        if self._losses != (losses := getattr(recorder.session, "losses", 0)):
-            self._losses = losses
-            self._programs.clear()  # a lost worker had a part of them
         key = (tree, *keys_of(leaves), *modes())
         mismatch = viewed = ""
         with recorder.turns:
+            if self._losses != (losses := getattr(recorder.session, "losses", 0)):
+                self._losses = losses
+                self._programs.clear()  # a lost worker had a part of them
+                self._waiting.clear()
             # Another thread may have begun a tape before this one had its turn: no replay within a recording
             for place, program in enumerate(self._programs if recorder.tape is None else ()):
                 if program.recorder is not recorder or program.key != key:

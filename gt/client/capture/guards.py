@@ -108,6 +108,7 @@ class Guard:
         self._identities = self._identities_now()
         self._absent = [(own.keys().isdisjoint, names) for _, own, names in snapshot.absent]
         self._cleared: set[str] = set()  # functions
+        self._cache_uses = {path: uses for path, _, uses in snapshot.caches}  # hits and misses, when they were seen last
         self._ordered = [thing for _, thing, _ in snapshot.orders]
         self._keys = [keys for _, _, keys in snapshot.orders]
         self._kinds = [thing for _, thing, _ in snapshot.kinds]
@@ -118,6 +119,16 @@ class Guard:
         with torch._C.DisableTorchFunctionSubclass():  # torch looks for an override at each attribute of a subclass
             leaves = [list(map(get, self._leaves)) for get in _OF_DIFFERENTIATED]
             return leaves, [list(map(get, self._others)) for get in _OF_OTHERS]
+
+    def _has_cleared(self) -> bool:
+        """True once a cache was cleared. It may be filled again since: its function has run anew."""
+        for path, function, _ in self._snapshot.caches:
+            hits, misses, *_ = function.cache_info()
+            before = self._cache_uses[path]
+            if hits < before[0] or misses < before[1]:
+                self._cleared.add(path)
+            self._cache_uses[path] = hits, misses
+        return bool(self._cleared)
 
     def count(self) -> None:
         """Add to the counters what the recorded call has added."""
@@ -149,9 +160,7 @@ class Guard:
             path, added = next((path, names & own.keys()) for path, own, names in self._snapshot.absent if names & own.keys())
             return f"{path} had no {min(added)}, and has one now"
 
-        # A cache that was cleared, and may be filled again since: its function has run anew
-        self._cleared |= {path for path, function, runs in self._snapshot.caches if function.cache_info().misses < runs}
-        if self._cleared:
+        if self._snapshot.caches and self._has_cleared():
             return f"the cache of {min(self._cleared)} was cleared"
 
         # Tensors that are the same objects, with other memory, requires_grad or hooks

@@ -118,7 +118,8 @@ class StateSnapshot:
     lengths: list[tuple[Any, int, str]] = field(default_factory=list)  # container, its length, path
     fingerprints: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # path -> object that changes in place, its value
     absent: list[tuple[str, Any, frozenset[str]]] = field(default_factory=list)  # path, namespace, names that it lacks
-    caches: list[tuple[str, Any, int]] = field(default_factory=list)  # path, function with a cache, how often it has run
+    # path, function with a cache, its hits and misses
+    caches: list[tuple[str, Any, tuple[int, int]]] = field(default_factory=list)
     orders: list[tuple[str, dict, list[int]]] = field(default_factory=list)  # path, dictionary, identities of its keys
     identities: dict[str, tuple[RemoteTensor, tuple]] = field(default_factory=dict)  # path -> tensor, its tensor_identity
     kinds: list[tuple[str, Any, type]] = field(default_factory=list)  # path, object, its class
@@ -275,7 +276,7 @@ class StateWalker:
             if wrapped is not None:
                 self._queue.append((path, wrapped))
             if type(node) is CACHED_FUNCTION:
-                self.snapshot.caches.append((path, node, node.cache_info().misses))
+                self.snapshot.caches.append((path, node, node.cache_info()[:2]))
 
     def _visit_container(self, path: str, node: Any) -> None:
         if isinstance(node, (dict, types.MappingProxyType)):

@@ -14,7 +14,6 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from gt.client import current_session
 from gt.client.checkpoint.state_tree import has_state
 from gt.client.device.remote_tensor import RemoteTensor, Shown, is_leaf
-from gt.client.device.sparse_tensor import RemoteSparse
 from gt.client.groups import loss_scale
 from gt.errors import CheckpointError, GTError
 
@@ -141,7 +140,7 @@ def _changes(into: Any, state: Any, name: str, problems: _Comparison) -> Iterato
         elif into.device.type == "meta":
             problems.append(f"{name or 'the state'} is a tensor on the meta device, which only a module's load can replace")
         else:
-            yield Change(name, lambda: _renew([into]))
+            yield Change(name, lambda: _end_gradients([into]))
             yield Change(name, lambda: into.copy_(problems.unread(state)))
     elif isinstance(into, Mapping):
         for key, part in into.items():
@@ -205,7 +204,7 @@ def _module_changes(module: torch.nn.Module, state: Any, name: str, problems: _C
         problems.append(f"{name or 'the state'} has versions of modules that are no numbers")
     # Existing tensors are written in place, which optimizers and captured steps
     # refer to. Tensors on the meta device have no memory, and are replaced
-    yield Change(name, lambda: _renew([value for key, value in own.items() if key in here]))
+    yield Change(name, lambda: _end_gradients([value for key, value in own.items() if key in here]))
     yield Change(name, lambda: _copy_into(module, here, metadata, problems.unread))
     yield Change(name, lambda: _replace(module, given, own, meta))
 
@@ -232,18 +231,15 @@ def _unknown(key: str, own: Mapping[str, Any], module: torch.nn.Module) -> bool:
     return key not in own and key not in module.state_dict()
 
 
-def _renew(tensors: list[torch.Tensor]) -> None:
-    """Give tensors that are about to be overwritten new memory if a worker was lost: that of some has gone with it.
+def _end_gradients(tensors: list[torch.Tensor]) -> None:
+    """End the gradients of tensors that are about to be overwritten, if a worker was lost: a checkpoint lacks them.
 
-    Nothing tells which. Gradients, which a checkpoint lacks, end.
+    The tensors themselves get new memory as they are overwritten.
     """
     recorder = current_session.Current.recorder
-    if recorder is None or not getattr(recorder.session, "losses", 0):
-        return
-    for tensor in {id(tensor): tensor for tensor in tensors}.values():
-        if isinstance(tensor, RemoteTensor) and type(tensor) is not RemoteSparse:
-            tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=Shown.device)
-            if is_leaf(tensor):
+    if recorder is not None and getattr(recorder.session, "losses", False):
+        for tensor in tensors:
+            if isinstance(tensor, RemoteTensor) and is_leaf(tensor):
                 tensor.grad = None
 
 

@@ -16,7 +16,7 @@ from gt.dispatcher.sharding.redistribution_steps import Order, RedistributionSte
 from gt.dispatcher.sharding.rules import decide_along
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.failures import Moved
-from gt.dispatcher.state.records import Bound
+from gt.dispatcher.state.records import Bound, Cause
 from gt.dispatcher.state.tensors import Storage, Tensor
 from gt.ir.layout import Layout, Mesh, Partial, R, Shard, local_shape
 
@@ -334,9 +334,13 @@ class Redistributor:
             self._emitter.write(worker, define, self._emitter.ids([root.id]))
         for view in storage.views():
             self._remake(view)
+        # Its value has failed still, as one that a later op may overwrite: this op may be dropped, and not what came before it.
         storage.unallocated = False
-        self._context.journal.set_cause(self._emitter.seq, storage, None)
+        assert storage.failed is not None
+        self._context.journal.set_cause(self._emitter.seq, storage, Cause(storage.failed.error))
         self._context.note_planned(known, (), (storage,))
+        if self._context.tape is not None:
+            self._context.tape.renewed = True
         return True
 
     def make_views(self, storage: Storage) -> None:

@@ -332,6 +332,8 @@ class Programs:
                 "an op on a tensor that is not placed yet was deferred, and a replay would leave it out: use the tensor before "
                 "the call"
             )
+        if tape.renewed:
+            return "a tensor that was lost with a worker got new memory in the call; the next calls can become a program"
         if not tape.journal:
             return "the function did no op"
         if harm := self._failures.harm(tape.journal):

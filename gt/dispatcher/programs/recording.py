@@ -68,6 +68,7 @@ class Recording:
     used_layouts: dict[int, Layout] = field(default_factory=dict)  # input without a layout -> that of the first op on it
     host_copies: dict[Storage, int] = field(default_factory=dict)  # tensors of which it uses host copies from before
     mark: object = field(default_factory=object)  # stands for it where it must not be kept alive
+    renewed: bool = False  # a lost tensor got new memory, as it would at each replay
     late: bool = False  # an op on a tensor from before was put off: a replay would not do it
     # data of an upload, by identity -> the data, which so stays the only object of this identity, and the input that it is of
     _sources: dict[int, tuple[Any, int]] = field(default_factory=dict)

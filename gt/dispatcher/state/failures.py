@@ -297,7 +297,9 @@ class OpJournal:
             else:
                 harmed = row.seq in seqs
 
-            if harmed or not tainted.isdisjoint(row.reads):
+            # The old value of a storage that is written whole has no influence on the new one.
+            sources = [s for s in row.reads if s not in row.writes] if row.overwrites else row.reads
+            if harmed or not tainted.isdisjoint(sources):
                 for storage in (*row.writes, *row.makes):
                     tainted.add(storage)
                     self.fail(row.seq, storage, cause)
@@ -319,7 +321,9 @@ class OpJournal:
             return None
         if isinstance(row, Launched) and row.cause is not None:
             return row.cause
-        return next((s.failed for s in row.reads if s.failed is not None and s.failed.seq < seq), None)
+        # As it is now, and as it was at that op: a later one may have healed it since
+        causes = (cause for storage in row.reads for cause in (storage.failed, self._behind(seq, storage)))
+        return next((cause for cause in causes if cause is not None and cause.seq < seq), None)
 
     def find(self, seq: int) -> Planned | None:
         return next((row for row in self.rows if row.seq <= seq < row.end), None)

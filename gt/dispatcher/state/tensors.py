@@ -169,7 +169,7 @@ class Tensor:
         """True if it has each byte of its storage, as a transposed tensor does."""
         root = self
         while root.base is not None:
-            if root.via is not None and root.via[0].name == "as_strided":  # it may have a byte several times
+            if root.via is not None and root.via[0].name in ("as_strided", "expand", "unfold"):  # may have a byte several times
                 return False
             root = root.base
         return self is root or self.spec.nbytes == root.spec.nbytes

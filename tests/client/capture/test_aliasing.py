@@ -69,20 +69,18 @@ def view_of_an_argument_that_stays(device: str, wrap: Callable) -> Any:
 
 
 def host_memory_in_two_arguments(device: str, wrap: Callable) -> Any:
-    """CPU tensors that share memory, and are written: the same, views that overlap, other dtypes, two of an array."""
+    """CPU tensors with the same elements, which are written, and such that share none: by other strides, flags or places."""
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x.mul_(2)
+        x.mul_(-1)
         y.add_(1)
         return x + y.sum()
 
     step, (x, y, z), found = wrap(step), rows("cpu", 3), []
     array = z.numpy()
     for _ in range(4):
-        found += [step(x, y), step(x, x), step(x, x.detach()), step(x[0], x.view(-1)[2:5]), step(x.t(), x.view(3, 2))]
-        found += [step(x[:, ::2], x[:, 1:]), step(x[0], x[1])]
-        found += [step(torch.from_numpy(array)[:, 1:], torch.from_numpy(array)[:, :2])]
-        found += [step(y.view(torch.int32)[:1], y[0, 1:])]
+        found += [step(x, y), step(x, x), step(x, x.detach()), step(x.t(), x.t()), step(x[0], x[1]), step(x[0], x[0])]
+        found += [step(torch.from_numpy(array)[:, 1:], torch.from_numpy(array)[:, 1:])]
     return [each.to(device) for each in (*found, x, y, z)]
 
 
@@ -94,8 +92,19 @@ def host_memory_in_arguments_of_parts(device: str, wrap: Callable) -> Any:
 
     step, (x,), found = wrap(step), rows("cpu", 1), []
     for _ in range(4):
-        found += [step(x, x), step(x[:, 1:], x[:, :2])]
+        found += [step(x, x), step(x[:, 1:], x[:, 1:])]
     return [each.to(device) for each in (*found, x)]
+
+
+def host_memory_that_is_read_in_two_forms(device: str, wrap: Callable) -> Any:
+    """One storage as two arguments, which are uploaded apart; and one tensor, or another of the same elements."""
+    step, (x,), found = wrap(lambda x, y: x * 2 if x is y else x + y + 1), rows("cpu", 1), []
+    bits = torch.complex(x, x + 1)
+    odd = torch.frombuffer(bytearray(33), dtype=torch.float32, offset=1)
+    for _ in range(4):
+        found += [step(bits, bits.conj()).abs(), step(x[:, :1], x[:, :1].expand(2, 3)), step(odd, odd[:1])]
+        found += [step(x, x), step(x, x[:]), step(x[:, 1:], x[:, :2])]
+    return [each.to(device) for each in found]
 
 
 def view_of_a_changed_weight(device: str, wrap: Callable) -> Any:
@@ -294,7 +303,7 @@ PROGRAMS = (
     returned_state_of_before, result_returned_twice, results_that_are_views_of_one_another, parts_that_share_elements,
     one_memory_in_several_dtypes, changed_containers, rebound_argument,
     argument_that_begins_to_require_grad, assigned_gradient, changed_gradient, view_of_an_argument_that_stays,
-    host_memory_in_two_arguments, host_memory_in_arguments_of_parts,
+    host_memory_in_two_arguments, host_memory_in_arguments_of_parts, host_memory_that_is_read_in_two_forms,
 )  # fmt: skip
 
 
