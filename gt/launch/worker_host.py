@@ -30,6 +30,7 @@ class WorkerHost(Supervisor):
     """order: as the Supervisor's, with `server` (its host and port, "" for ssh's client), `wait` and `variables`."""
 
     def __init__(self, order: dict[str, Any]) -> None:
+        background = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as a shell has it: Ctrl-C is for others
         super().__init__(order)
         for name, value in order.get("variables", {}).items():
             env.foreign(name, value)
@@ -42,9 +43,9 @@ class WorkerHost(Supervisor):
         self._connected = False
         self._code = -1
         self._grace = env.seconds("GT_GRACE")  # now: in a handler of SIGTERM nobody would see that it is no number
-        for number in (signal.SIGTERM, signal.SIGINT):  # Ctrl-C in this rank's shell: the program is in another one
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as a shell has it for what is in the background
-                signal.signal(number, self._on_sigterm)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        if not background:  # Ctrl-C in this rank's shell: the program is in another one
+            signal.signal(signal.SIGINT, self._on_sigterm)
 
     def run(self) -> int:
         """Exit code: 0 once the dispatcher or a signal has ended the workers, 1 if they could not go on."""
