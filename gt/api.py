@@ -150,7 +150,8 @@ def _of_another_server(address: str) -> bool:
     """
     _, port = host_and_port(address)
     open_ = current_session.Current.recorder
-    return open_ is not None and host_and_port(open_.session.address)[1] != port
+    there = getattr(open_.session, "address", "") if open_ is not None else ""  # a session may be within this process
+    return bool(there) and host_and_port(there)[1] != port
 
 
 def import_libraries() -> None:
