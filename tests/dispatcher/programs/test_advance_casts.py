@@ -1,4 +1,4 @@
-"""Casts of gradients moved up behind what makes the gradients: no further than that, and only where something waits for them."""
+"""Casts of gradients moved up behind what makes the gradients: no further, and only where something waits for them."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ import torch
 log = logging.getLogger("gt.worker")
 
 COPIED_BYTES, COPIES = 8 << 20, 4
-# Of each tensor in the measured AdamW step. A server's cache may have 300 MB: four tensors of 8 MB stayed there, and the host was
-# chosen where it took 1.7 times as long as the device.
+# Of each tensor in the measured AdamW step. A server's cache may have 300 MB: four tensors of 8 MB stayed there, and the host
+# was chosen where it took 1.7 times as long as the device.
 ELEMENTS = 1 << 25
 BYTES_PER_ELEMENT = 28  # read and written in host memory
 
