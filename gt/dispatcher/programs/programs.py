@@ -244,6 +244,7 @@ class Programs:
             define=partial(self._define, added),
             bucket=self._context.config.bucket,
             sharded=self._context.config.zero > 0,
+            ends_copies=self._context.config.zero == 3 and self._context.config.schedule is None,
         )
 
     def _write(self, tape: Recording, pairs: list[tuple[int, int]], message: FinishCapture) -> dict[int, list[dict]]:

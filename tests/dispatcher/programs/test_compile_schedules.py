@@ -167,6 +167,32 @@ def test_a_group_that_a_pass_enters_twice_is_told_with_its_lines(session: Callab
     assert f"The forward pass enters {entered}. Enter each group once in a micro-batch" in caplog.text
 
 
+@pytest.mark.usefixtures("plain_threads")
+def test_stage_3_of_zero_says_that_the_config_has_to_name_the_schedule(session: Callable) -> None:
+    def explained(settings: str) -> str:
+        session(f"pp_stage0: {{workers: [0, 1]}}\npp_stage1: {{workers: [2, 3]}}\ngt: {{{settings}}}\n")
+        weights = [torch.ones(4, 4).to("remote").requires_grad_() for _ in range(4)]
+
+        @gt.compile(schedule="1f1b")
+        def step(x: torch.Tensor) -> None:
+            for part in gt.microbatches(x, 2):
+                for n in range(4):
+                    with gt.signal.context(f"pp_stage{n // 2}"):
+                        part = torch.tanh(part @ weights[n])
+                part.sum().backward()
+            with torch.no_grad():
+                for w in weights:
+                    w.sub_(w.grad)
+                    w.grad = None
+
+        for _ in range(4):
+            step(torch.ones(8, 4))
+        return step.explain()
+
+    assert "write schedule: 1f1b below gt: in the config" in explained("zero: 3")
+    assert "schedule 1f1b: 2 stages, 2 micro-batches" in explained("zero: 3, schedule: 1f1b")
+
+
 def test_a_schedule_that_is_none_is_an_error_at_once() -> None:
     with pytest.raises(ValueError, match=r"'1f2b' is not known: want one of gpipe, 1f1b"):
         gt.compile(lambda: None, schedule="1f2b")

@@ -13,6 +13,10 @@ from gt.ir.instr import Define
 if TYPE_CHECKING:
     from gt.dispatcher.programs.passes.stage_costs import OlderShapes
 
+KEEP_COPIES = (
+    ". With zero: 3 a micro-batch frees gathered weights that another one uses, unless the config names the schedule: write "
+    "schedule: {} below gt: in the config"
+)
 MakeDefinition = Callable[[str, dict], Define]  # the definition of a kind with this payload, which all workers will know
 
 
@@ -38,6 +42,7 @@ class PassContext:
     define: MakeDefinition
     bucket: int = BUCKET_BYTES  # bytes of reductions that wait for one another
     sharded: bool = False  # True if parameters rest in pieces of the data-parallel axis
+    ends_copies: bool = False  # True if gathered parameters are freed within the step, as ZeRO stage 3 does by itself
     schedule: dict[str, Any] = field(default_factory=dict)  # the report of the schedule, {} where none was asked for
     recomputed: dict[int, list[int]] = field(default_factory=dict)  # by worker: values, bytes at the peak before and after
     batched: dict[int, list[int]] = field(default_factory=dict)  # by worker: collectives, and as how many they are done
@@ -59,7 +64,7 @@ class PassContext:
         """The result of a pass is not taken."""
         self.rejected[name] = why
         if name == "apply_schedule":
-            self.reject_schedule(why)
+            self.reject_schedule(f"{why}{KEEP_COPIES.format(self.asked) if self.ends_copies else ''}")
         elif name == "rematerialize":
             self.recomputed = {}
         elif name == "advance_host_steps":
