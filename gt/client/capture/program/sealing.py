@@ -123,7 +123,7 @@ def captured_program(
         return copied.setdefault(leaf._ref.id, own)
 
     keep = [t for state in (entry, leaving) for _, t in state.tensors() if t._ref.id in reads or t._ref.id >= first]
-    grads, made = gradients(entry, leaving, reads), take_made(leaving, first, replaced)
+    grads, made = gradients(entry, leaving, reads, first), take_made(leaving, first, replaced)
     others = take_rebound(entry, leaving, first)
     leaving.grads.clear()  # nothing else of GT holds the objects of such memory
     return CapturedProgram(
