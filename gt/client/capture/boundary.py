@@ -508,7 +508,7 @@ def gradients(entry: StateSnapshot, leaving: StateSnapshot, reads: dict, first: 
         read = start if start is not None and start._ref.id in reads else None
         left = leaf.grad
         # One of another step: each replay finds the newest, and leaves that
-        if left is not None and left is start and read is None and left._ref.id < first:
+        if read is None and left is start and left is not None and left._ref.id < first:
             rows.append(LeafGradient(leaf, True, None, None, untouched=True))
         else:
             rows.append(LeafGradient(leaf, start is not None, memory_of(read), memory_of(left)))

@@ -91,8 +91,8 @@ class OutputWatch:
         self._patch(subprocess.Popen, "__init__", "starts a process")
         self._patch(logging.Logger, "handle", "logs")
         for module, name in _SETTINGS:
-            if (owner := sys.modules.get(module)) is not None:
-                self._patch(owner, name, f"changes a setting of {module}")
+            if module in sys.modules:
+                self._patch(sys.modules[module], name, f"changes a setting of {module}")
         self._patch(warnings, "_showwarnmsg", WARNS)  # which is called for those that a filter lets through
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
