@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import getitem, is_
 from typing import Any
@@ -24,14 +24,15 @@ from gt.client.trace.op_info import info_of
 from gt.client.values.fingerprints import comparable, is_scalar_like
 
 aten = torch.ops.aten
-_COPY, _CLONE, _VIEW = info_of(aten.copy_.default), info_of(aten.clone.default), info_of(aten.as_strided.default)
+_COPY, _CLONE = info_of(aten.copy_.default), info_of(aten.clone.default)
 
 _ALIGNED_BYTES = 16  # of the largest element
 _LEAF_TYPES = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str})  # types of arguments that are leaves of a tree
 _flat_trees: dict[int, TreeSpec] = {}  # by number of arguments
 
 
-FLIPS = frozenset({"aten._conj.default", "aten._neg_view.default"})
+CONJUGATES = "aten._conj.default"
+FLIPS = frozenset({CONJUGATES, "aten._neg_view.default"})
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ def call_memory(tape: CallRecording, entry: StateSnapshot, arguments: list, befo
         for number, out in zip(op.outs, made, strict=True):
             if out.kind == "view":
                 base = op.ins[out.of]
+                if template.op == "aten.view_as_real.default" and CONJUGATES in flips.get(base, ()):
+                    continue  # parts of a conjugate are new memory on workers
                 of[number] = of.get(base, base)
                 flips[number] = flips.get(base, frozenset()) ^ FLIPS.intersection((template.op,))
     places = frozenset(place for place, number in given.items() if number in written)
@@ -336,81 +339,3 @@ def mutable_containers(results: Any) -> list:
 
     tree_leaves(results, is_leaf=note)
     return containers
-
-
-@dataclass(slots=True)
-class ArgumentView:
-    """A result that is an argument, or a view of one: the argument, and the size, stride and offset in it or None."""
-
-    argument: int
-    place: tuple[list[int], list[int], int] | None
-
-    def of(self, leaves: list) -> Any:
-        """The result, of the caller's arguments."""
-        tensor = leaves[self.argument]
-        if self.place is None:
-            return tensor
-        sizes, strides, offset = self.place
-        return call(_VIEW, (tensor, sizes, strides, tensor.storage_offset() + offset))
-
-
-def argument_view(result: Any, leaves: list, inputs: dict[int, RemoteTensor], memory: CallMemory) -> ArgumentView | None:
-    """The argument that a result is a view of, where the program fills a copy of it; None for any other result."""
-    if not isinstance(result, RemoteTensor):
-        return None
-    number, owner = result._ref.id, memory.owner(result)
-    for argument, copy in inputs.items():
-        if copy._ref.id != owner or not isinstance(leaves[argument], RemoteTensor):
-            continue
-        if number == owner:
-            return ArgumentView(argument, None)
-        place = _place(result, copy, leaves[argument].stride()) if result.dtype == copy.dtype else None
-        return None if place is None else ArgumentView(argument, place)
-    return None
-
-
-def in_arguments(
-    results: Any, leaves: list, inputs: dict[int, RemoteTensor], memory: CallMemory, whole: Mapping[int, Any]
-) -> Any:
-    """The results of a call that is no program. A returned copy, or view of one, becomes the caller's argument or its view.
-
-    whole: containers that stay the same objects, by identity.
-    """
-    if not inputs:
-        return results
-
-    def original(result: Any) -> Any:
-        view = argument_view(result, leaves, inputs, memory)
-        return view.of(leaves) if view else result
-
-    return tree_map(original, results, is_leaf=one_of(whole))
-
-
-def _place(view: torch.Tensor, copy: torch.Tensor, strides: tuple[int, ...]) -> tuple[list[int], list[int], int] | None:
-    """Size, stride and offset that a view of a dense copy has in a tensor with these strides; None if it has none there.
-
-    A step in the copy is one number of elements in each of its dims. No dim of the view may go beyond the end of one of these.
-    """
-    # Example: the caller's tensor is the first 3 columns of a matrix [4, 5], with strides (5, 1). Its copy has
-    # strides (3, 1). The column copy[:, 2] has offset 2 and step 3 in the copy: that is 0 rows and 2 columns, then
-    # 1 row and 0 columns. In the caller's tensor these are offset 0 * 5 + 2 * 1 = 2 and step 1 * 5 + 0 * 1 = 5
-    dims = sorted((dim for dim, size in enumerate(copy.shape) if size > 1), key=copy.stride, reverse=True)
-
-    def steps(distance: int) -> list[int]:
-        counts = []
-        for dim in dims:
-            count, distance = divmod(distance, copy.stride(dim))
-            counts.append(count)
-        return counts
-
-    start = steps(view.storage_offset() - copy.storage_offset())
-    moves = [steps(step) if size > 1 else [0] * len(dims) for size, step in zip(view.shape, view.stride(), strict=True)]
-    for position, dim in enumerate(dims):
-        # The last element of the view along this dim. A view that goes beyond the dim's end,
-        # as of view(-1), runs on in the next row, where the caller's tensor may have a gap
-        last = start[position] + sum(move[position] * (size - 1) for move, size in zip(moves, view.shape, strict=True))
-        if view.numel() and last >= copy.shape[dim]:
-            return None
-    # The same counts of elements, in the caller's strides
-    there = [sum(count * strides[dim] for count, dim in zip(move, dims, strict=True)) for move in (*moves, start)]
-    return list(view.shape), there[:-1], there[-1]

@@ -28,7 +28,7 @@ from gt.client.capture.aliasing import (
     same_on_host,
     sharing_arguments,
 )
-from gt.client.capture.gradients import LeafGradient, grad_arguments, leads_to, made_paths, memory_of, rebound
+from gt.client.capture.gradients import LeafGradient, find_memory, grad_arguments, leads_to, made_paths, memory_of, rebound
 from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import (
@@ -496,15 +496,22 @@ def loop_carried(
     return list(pairs.items()), None
 
 
-def gradients(entry: StateSnapshot, leaving: StateSnapshot, reads: dict) -> list[LeafGradient]:
-    """The gradients that a program reads and leaves."""
+def gradients(entry: StateSnapshot, leaving: StateSnapshot, reads: dict, first: int) -> list[LeafGradient]:
+    """The gradients that a program reads and leaves. first: the lowest id of a tensor made in the call."""
     before = {id(leaf): entry.grads.get(path) for path, leaf in entry.leaves}
     rows = []
     for _, leaf in leaving.leaves:
+        if not leaf.requires_grad and (id(leaf) not in before or find_memory(leaf)):
+            continue  # state that the step makes, as a parameter of an average
         # No op reads a gradient that zero_grad() has dropped: a replay does not need its values
         start = before.get(id(leaf))
         read = start if start is not None and start._ref.id in reads else None
-        rows.append(LeafGradient(leaf, start is not None, memory_of(read), memory_of(leaf.grad)))
+        left = leaf.grad
+        # One of another step: each replay finds the newest, and leaves that
+        if read is None and left is start and left is not None and left._ref.id < first:
+            rows.append(LeafGradient(leaf, True, None, None, untouched=True))
+        else:
+            rows.append(LeafGradient(leaf, start is not None, memory_of(read), memory_of(left)))
     return rows
 
 

@@ -25,7 +25,6 @@ from gt.client.capture.aliasing import (
     call_memory,
     flatten_call,
     identities,
-    in_arguments,
     keys_of,
     write_back,
     write_uploaded_back,
@@ -63,6 +62,7 @@ from gt.client.capture.gradients import (
 )
 from gt.client.capture.host_draws import UPLOADED, HostDraws
 from gt.client.capture.program import explain
+from gt.client.capture.program.argument_views import in_arguments
 from gt.client.capture.program.captured_program import CapturedProgram
 from gt.client.capture.program.sealing import SealedCall, captured_program, disagreement, own_obstacle
 from gt.client.capture.recording import CallRecording, Difference

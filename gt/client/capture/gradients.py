@@ -114,6 +114,7 @@ class LeafGradient:
     read: NamedMemory | None
     left: NamedMemory | None
     kept: bool = False  # whether somebody holds the one that a replay writes anew; mismatch() finds out
+    untouched: bool = False  # whether the call leaves the one that it found, and no op uses it
 
     def mismatch(self) -> str:
         """The reason why the gradient that the leaf has now prevents a replay, or ""."""
@@ -123,6 +124,9 @@ class LeafGradient:
         if (grad is not None) != self.had:
             then, now = ("a gradient", "none") if self.had else ("no gradient", "one")
             return f"a parameter of shape {list(self.leaf.shape)} had {then} when the step was recorded, and has {now} now"
+
+        if self.untouched:
+            return ""
 
         # The leaf may have a gradient of another program or of eager ops: fill() then copies it into the memory that is read
         filled = read is not None and grad is not read.tensor
@@ -155,6 +159,8 @@ class LeafGradient:
 
         Returns whether the leaf gets another object after it.
         """
+        if self.untouched:
+            return False
         grad, read, left = self.leaf.grad, self.read, self.left
         if self.kept and left is not None:
             left.leave()
@@ -186,7 +192,9 @@ class LeafGradients:
     """
 
     def __init__(self, rows: list[LeafGradient]) -> None:
+        self._untouched = [row.leaf for row in rows if row.untouched]
         self.rows = rows
+        rows = [row for row in rows if not row.untouched]
         self._leaves = [row.leaf for row in rows]
         self._left = [row.left or _NO_MEMORY for row in rows]
         self._made = [row.left for row in rows if row.left is not None and row.left is not row.read]
@@ -202,7 +210,8 @@ class LeafGradients:
         """The reason why the gradients that leaves have now prevent a replay, or ""."""
         self._unset = self._begins and self._are(repeat(None))
         there = not self._unset and self._keeps and self._are(map(_TENSOR, self._left))
-        self._together = (self._unset or there) and _nobody_holds(self._made, there)
+        alike = (self._unset or there) and _nobody_holds(self._made, there)
+        self._together = alike and all(leaf.grad is not None for leaf in self._untouched)
         return "" if self._together else mismatch(self.rows)
 
     def _are(self, tensors: Iterable) -> bool:
@@ -354,7 +363,8 @@ def take_made(leaving: StateSnapshot, first: int, rebound: Collection[int]) -> l
     first: the lowest id of a tensor made in the call. rebound: identities of tensors that are other state.
     """
     items: dict[int, list[StateItem]] = {}
-    leaves = {id(leaf) for _, leaf in leaving.leaves}.union(rebound)
+    leaves = {id(leaf) for _, leaf in leaving.leaves if leaf.requires_grad}.union(rebound)
+    leaving.leaves.clear()  # references that would be counted
     others = []
     for item in leaving.items:
         tensor = item.value
@@ -397,6 +407,7 @@ def leave_entries(entry: StateSnapshot, paths: frozenset[str], rebound: frozense
             return f"{VIEWED} a tensor that the function gives other memory by `.data`: keep a clone() of it"
         rebind(tensor, call(_CLONE, (tensor,)))
     entry.identities.clear()  # references that would be counted
+    entry.leaves.clear()
     items: dict[int, list[StateItem]] = {}
     for item in entry.items:
         if item.path in paths and isinstance(item.value, RemoteTensor) and item.settable():

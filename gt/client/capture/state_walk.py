@@ -409,7 +409,9 @@ class StateWalker:
                 self._queue.append((f"{path}'s hooks", hooks))
 
     def _add_leaf(self, path: str, tensor: RemoteTensor) -> None:
-        if id(tensor) not in self._seen and tensor.requires_grad and is_leaf(tensor):
+        # A frozen parameter keeps the gradient that it had, and optimizers use it until zero_grad() drops it
+        follows = is_leaf(tensor) and (tensor.requires_grad or "_is_param" in tensor.__dict__ or tensor.grad is not None)
+        if id(tensor) not in self._seen and follows:
             self._seen[id(tensor)] = tensor
             self.snapshot.leaves.append((path, tensor))
             if isinstance(tensor.grad, RemoteTensor):

@@ -15,6 +15,7 @@ from gt.client.trace.dispatch import call, empty
 from gt.client.trace.op_info import OpInfo, info_of
 from gt.client.trace.shape_inference import is_remote
 from gt.client.trace.uploads import mixed_devices, upload
+from gt.errors import OpFailed
 
 aten = torch.ops.aten
 
@@ -182,6 +183,24 @@ def checked(name: str) -> Callable:
         return results
 
     return handler
+
+
+def converging(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    """A decomposition without a status, as svd and eigh: torch.linalg.LinAlgError at its line where a worker's op fails.
+
+    The error that it had on the worker is the cause.
+    """
+    results = call(info, args, kwargs)
+    first = results if isinstance(results, RemoteTensor) else min(results, key=torch.Tensor.dim)
+    if first.numel() and not _recorded():
+        try:
+            fetch(first[(0,) * first.dim()])
+        except OpFailed as error:
+            if error.op != info.name:  # its input has failed
+                raise
+            what = str(error).partition(f" failed on worker {error.worker}: ")[2].partition("\n")[0]
+            raise torch.linalg.LinAlgError(what or str(error)) from error
+    return results
 
 
 def _recorded() -> bool:

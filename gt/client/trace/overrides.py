@@ -292,6 +292,13 @@ _ROWS: dict[str, Handler | None] = {
     "aten.linalg_inv_ex.default": host_ops.checked("linalg.inv_ex"),
     "aten._linalg_solve_ex.default": host_ops.checked("torch.linalg.solve_ex"),
     "aten.linalg_lu_factor_ex.default": host_ops.checked("torch.linalg.lu_factor_ex"),
+    **dict.fromkeys(
+        (
+            "aten._linalg_svd.default", "aten._linalg_eigh.default", "aten.linalg_eig.default", "aten._linalg_eigvals.default",
+            "aten.linalg_pinv.atol_rtol_tensor",
+        ),
+        host_ops.converging,
+    ),
     "aten._neg_view.default": instead(aten.neg.default),  # no remote tensor has a negative bit: the view is a copy
     "aten.empty.memory_format": host_ops.new_empty,
     "aten.empty_strided.default": host_ops.new_empty,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import decimal
 import logging
 import pathlib
 import random
@@ -61,6 +62,10 @@ def fingerprint(node: Any) -> Any:
         return type(value), comparable(value) if is_scalar_like(value) else id(value)
     if isinstance(node, logging.Logger):
         return node.manager.disable, tuple(map(_log_settings, _with_parents(node)))
+    if isinstance(node, BaseException):
+        return tuple((type(value), comparable(value)) if is_scalar_like(value) else id(value) for value in node.args)
+    if isinstance(node, decimal.Context):
+        return repr(node)
     if node is warnings:
         return tuple(node.filters), node.showwarning
     if isinstance(node, (bytearray, memoryview, *_C_DATA)) or module_of(type(node)) in ("array", "ctypes", "_ctypes"):

@@ -34,7 +34,7 @@ from gt.ir.layout import Layout, local_shape, replicated
 from gt.wire.codec import packed_payload
 from gt.wire.messages import FinishCapture, PrepareCompilation
 
-MAX_PROGRAMS_PER_SESSION = 64
+MAX_PROGRAMS_PER_SESSION = 256  # a recording beyond that stays an eager call; their instructions have a limit of their own
 STEP = 1024  # tensors that are placed, or aliases that are written, before other sessions have a turn
 MAX_HINTED_KINDS = 4096  # of calls whose inputs' layouts are remembered
 
@@ -175,11 +175,8 @@ class Programs:
 
     def _sealed(self, tape: Recording, pairs: list[tuple[int, int]], message: FinishCapture) -> dict:
         number = message.program
-        if number in self.all or len(self.all) >= MAX_PROGRAMS_PER_SESSION:
-            most = MAX_PROGRAMS_PER_SESSION
-            raise ProtocolError(
-                f"FinishCapture.program is {number}, want a number that is not in use, and at most {most} programs"
-            )
+        if number in self.all:
+            raise ProtocolError(f"FinishCapture.program is {number}, want a number that is not in use")
         if message.backend not in BACKENDS:
             raise ProtocolError(f"FinishCapture.backend is {message.backend!r:.40}, want one of {', '.join(BACKENDS)}")
         if message.recompute not in (0, *BOUNDS):
@@ -189,7 +186,7 @@ class Programs:
         added: dict[str, Define] = {}
         program: Program | None = None
         with self._context.apart():
-            why = self.obstacle(tape, pairs)
+            why = self._too_many() or self.obstacle(tape, pairs)
             context, parts = self._pass_context(tape, message, added), {}
             if not why:
                 tape = run_passes(tape, context, PASSES)
@@ -320,6 +317,13 @@ class Programs:
         for storage in dict.fromkeys(t.storage for i, t in self._table.rows.items() if i not in tape.before):
             if tape.before.keys().isdisjoint(storage.tensors):
                 yield storage
+
+    def _too_many(self) -> str:
+        """The reason why this session can have no other program, or "" if it can."""
+        if len(self.all) < MAX_PROGRAMS_PER_SESSION:
+            return ""
+        cure = "let functions end that are no longer called"
+        return f"the session has {len(self.all)} programs, and may have {MAX_PROGRAMS_PER_SESSION}: {cure}"
 
     def obstacle(self, tape: Recording, pairs: list[tuple[int, int]], inputs: Collection[int] = ()) -> str:
         """The reason why this recording cannot be a program, or "" if it can. inputs: tensors that may change their layout."""

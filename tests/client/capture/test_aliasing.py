@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._pytree import register_dataclass
 
 import gt
@@ -297,6 +298,72 @@ def changed_gradient(device: str, wrap: Callable) -> Any:
     return [compiled(x) for x in xs], [x.grad for x in xs]
 
 
+def returned_aliases_of_an_argument(device: str, wrap: Callable) -> Any:
+    """Aliases are other objects in the argument's memory: what begins to require grad is not the argument."""
+    made = []
+    for alias in (torch.Tensor.detach, lambda x: x.data, lambda x: x.detach().requires_grad_(), nn.Parameter):
+        compiled, xs = wrap(lambda x, alias=alias: (alias(x), x * 2)), rows(device)
+        for x in xs:
+            result = compiled(x)[0]
+            x.mul_(3)
+            made.append((result.detach(), result is x, result.requires_grad, x.requires_grad, isinstance(result, nn.Parameter)))
+            result.requires_grad_()
+            assert not x.requires_grad
+    return made
+
+
+def returned_views_in_another_dtype(device: str, wrap: Callable) -> Any:
+    """The caller's argument changes with a view of its bits, of its parts, and of its conjugate, and these with it."""
+    made = []
+    for view in (
+        lambda x: x.view(torch.int32), lambda x: torch.view_as_complex(x[:, :2])[1:].real, lambda x: x[:, 1:].view(torch.int16),
+        lambda x: torch.view_as_complex(x[:, :2]).conj()[1:], lambda x: torch.view_as_complex(x[:, :2]).conj().imag * 1,
+        lambda x: torch.view_as_real(torch.view_as_complex(x[:, :2])).mT,
+    ):  # fmt: skip
+        compiled = wrap(lambda x, view=view: (view(x), x * 2))
+        for n in range(6):
+            base = torch.arange(24.0).reshape(4, 6).add(n).to(device)
+            x = base[:2] if n < 3 else base[1:3]  # at another place of its memory
+            result = compiled(x[:, :4])[0]
+            base.mul_(2)
+            made.append(result.clone())
+            result.zero_()
+            made.append(base)
+    return torch.utils._pytree.tree_map(lambda x: torch.view_as_real(x.resolve_conj()) if x.is_complex() else x, made)
+
+
+def returned_flat_argument(device: str, wrap: Callable) -> Any:
+    compiled, xs = wrap(lambda x: (x.view(-1), x.flatten()[2:5], x * 2)), rows(device)
+    made = [compiled(x) for x in xs]
+    for x in xs:
+        x.mul_(3)
+    return made
+
+
+def returned_conjugate_of_an_argument(device: str, wrap: Callable) -> Any:
+    compiled, made = wrap(lambda x: (x.conj(), x.mH, x.sum())), []
+    for x in rows(device):
+        x = torch.complex(x, x + 1)
+        results = compiled(x)
+        x.mul_(2)
+        made += [torch.view_as_real(result.resolve_conj()) for result in (*results, x)]
+    return made
+
+
+def returned_leaves(device: str, wrap: Callable) -> Any:
+    """A result that is a leaf requires grad in each call; the caller computes with it."""
+    made = []
+    for leaf in (lambda x: (x * 2).requires_grad_(), lambda x: nn.Parameter(x * 2), lambda x: nn.Parameter(x * 2, False)):
+        compiled = wrap(leaf)
+        for x in rows(device):
+            result = compiled(x)
+            made.append((result.detach(), result.requires_grad, result.is_leaf, isinstance(result, nn.Parameter)))
+            if result.requires_grad:
+                result.square().sum().backward()
+                made.append(result.grad)
+    return made
+
+
 PROGRAMS = (
     changed_argument, changed_argument_of_a_failing_call, one_tensor_twice, view_of_a_changed_weight,
     rows_of_a_buffer, slices_that_move_on, returned_argument, returned_views_of_an_argument, returned_view_of_state,
@@ -304,6 +371,8 @@ PROGRAMS = (
     one_memory_in_several_dtypes, changed_containers, rebound_argument,
     argument_that_begins_to_require_grad, assigned_gradient, changed_gradient, view_of_an_argument_that_stays,
     host_memory_in_two_arguments, host_memory_in_arguments_of_parts, host_memory_that_is_read_in_two_forms,
+    returned_aliases_of_an_argument, returned_views_in_another_dtype, returned_conjugate_of_an_argument, returned_leaves,
+    returned_flat_argument,
 )  # fmt: skip
 
 

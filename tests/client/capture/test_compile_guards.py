@@ -11,6 +11,7 @@ import collections
 import contextlib
 import contextvars
 import dataclasses
+import decimal
 import enum
 import functools
 import importlib
@@ -187,6 +188,10 @@ THINGS: dict[str, tuple[Callable, Callable, Callable]] = {
     "CPU tensor by NumPy": (lambda: torch.ones(3), lambda t: t[0].item(), lambda t, v: at(0)(t.numpy(), v)),
     "large CPU tensor": (lambda: torch.ones(100_000), lambda t: t[0].item(), lambda t, v: at(0)(t.numpy(), v)),
     "array": (lambda: array.array("d", [1.0]), lambda t: t[0], at(0)),
+    "arguments of an exception": (lambda: ValueError(1.0), lambda t: t.args[0], lambda t, v: setattr(t, "args", (v,))),
+    "decimal context": (
+        decimal.Context, lambda t: float(t.divide(decimal.Decimal(2), 3)), lambda t, v: setattr(t, "prec", int(v))
+    ),
     "bytearray": (lambda: bytearray(b"\1"), lambda t: t[0], lambda t, v: at(0)(t, int(v))),
     "sign of zero": (lambda: [0.0], lambda t: t[0], lambda t, v: at(0)(t, -0.0 if v == 2 else 0.0)),
     "int and float": (lambda: [1], lambda t: t[0], lambda t, v: at(0)(t, 1.0 if v == 2 else 1)),

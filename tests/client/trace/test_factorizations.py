@@ -30,6 +30,34 @@ def test_a_failed_factorization_raises_the_error_of_the_cpu(call):
     assert str(got.value) == str(want.value)
 
 
+NOT_FINITE = {
+    "svd": torch.linalg.svd,
+    "svdvals": torch.linalg.svdvals,
+    "pinv": torch.linalg.pinv,
+    "norm": lambda x: torch.linalg.matrix_norm(x, 2),
+    "a batch": lambda x: torch.linalg.svd(torch.stack([torch.eye(2, device=x.device), x])),
+}
+
+
+@pytest.mark.parametrize("call", NOT_FINITE.values(), ids=NOT_FINITE)
+def test_a_decomposition_that_does_not_converge_raises_at_its_line(call):
+    matrix = torch.full((2, 2), float("nan"))
+    with pytest.raises(torch.linalg.LinAlgError) as want:
+        call(matrix)
+    there = matrix.to("remote")
+    with pytest.raises(torch.linalg.LinAlgError) as got:
+        call(there)
+    assert str(got.value).split(":")[-1] == str(want.value).split(":")[-1]
+    assert torch.ones(2, device="remote").sum().item() == 2  # nothing fails later
+
+
+def test_a_decomposition_of_a_failed_input_has_the_inputs_error():
+    failed = torch.ones(3, 3, dtype=torch.long, device="remote") // torch.zeros(3, 3, dtype=torch.long, device="remote")
+    with pytest.raises(gt.OpFailed, match="floor_divide"):
+        torch.linalg.svd(failed.double())
+    del failed
+
+
 def jittered(x: torch.Tensor, notes: list) -> torch.Tensor:
     for jitter in (0.0, 1.0, 10.0):
         try:

@@ -11,11 +11,12 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from gt.client import current_session
 from gt.client.capture import gradients
-from gt.client.capture.aliasing import ArgumentView, CallMemory, ContainerArgument, sharing_arguments, write_back
+from gt.client.capture.aliasing import CallMemory, ContainerArgument, sharing_arguments, write_back
 from gt.client.capture.constants import ArgumentRead, argument_value
 from gt.client.capture.gradients import LeafGradients, MadeState, NamedMemory, ReboundState
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import HostDraws
+from gt.client.capture.program.argument_views import ArgumentView, as_leaf
 from gt.client.capture.program.shared_results import SharedMemory, shared_memory
 from gt.client.capture.watches.scheduler_step import SchedulerStep
 from gt.client.device import random
@@ -35,10 +36,13 @@ class ProgramResult:
     """A result whose memory the next replay writes again, so that the caller gets a copy. lasts: a view of lasting state.
 
     A gradient or state that a place in Python has, too, is one object: the next replay copies it if the caller still holds it.
+    requires_grad, parameter: of a result that is a leaf of autograd's graph.
     """
 
     source: RemoteTensor | NamedMemory
     lasts: bool = False
+    requires_grad: bool = False
+    parameter: bool = False
 
     @property
     def tensor(self) -> RemoteTensor:
@@ -132,7 +136,7 @@ class CapturedProgram:
 
     def copy_results(self, arguments: list, given: tuple) -> Any:
         """The results: each fresh one copied out of the memory that the next replay writes, views of arguments and state."""
-        copies: dict[int, Any] = {}
+        copies: dict[int, RemoteTensor] = {}
         memories: dict[tuple, RemoteTensor] = {}
 
         def made(result: Any) -> Any:
@@ -144,12 +148,14 @@ class CapturedProgram:
                 return result
             if isinstance(result.source, NamedMemory):
                 return result.tensor
-            if result.lasts:
-                return result.tensor.detach()
             # A tensor that the function returns twice is one tensor for the caller, too
             if id(result) not in copies:
                 span = self.spans.get(id(result))
-                copies[id(result)] = call(_CLONE, (result.tensor,)) if span is None else span.view(result.tensor, memories)
+                if result.lasts:
+                    own = result.tensor.detach()
+                else:
+                    own = call(_CLONE, (result.tensor,)) if span is None else span.view(result.tensor, memories)
+                copies[id(result)] = as_leaf(own, result.requires_grad, result.parameter)
             return copies[id(result)]
 
         leaves = list(map(made, self.results))

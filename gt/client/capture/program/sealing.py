@@ -9,13 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten
 
-from gt.client.capture.aliasing import argument_view, one_of, sharing_arguments, written_inputs
+from gt.client.capture.aliasing import one_of, sharing_arguments, written_inputs
 from gt.client.capture.boundary import OUTSIDE, TORCH_GENERATOR, RecordedCall, gradients, hint, modes, side_effect
 from gt.client.capture.gradients import LeafGradients, find_memory, rebound, take_made, take_rebound
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import LEADS_ELSEWHERE
+from gt.client.capture.program.argument_views import argument_view
 from gt.client.capture.program.captured_program import CapturedProgram, ProgramResult
 from gt.client.capture.recording import Difference, difference, reads_differ
 from gt.client.capture.state_walk import StateSnapshot
@@ -117,10 +119,11 @@ def captured_program(
             return leaf
         lasts = now.memory.owner(leaf) in lasting
         source = find_memory(leaf) or (leaf if lasts else make(leaf._ref.meta, leaf._ref))
-        return copied.setdefault(leaf._ref.id, ProgramResult(source, lasts))
+        own = ProgramResult(source, lasts, leaf.requires_grad, isinstance(leaf, Parameter))
+        return copied.setdefault(leaf._ref.id, own)
 
     keep = [t for state in (entry, leaving) for _, t in state.tensors() if t._ref.id in reads or t._ref.id >= first]
-    grads, made = gradients(entry, leaving, reads), take_made(leaving, first, replaced)
+    grads, made = gradients(entry, leaving, reads, first), take_made(leaving, first, replaced)
     others = take_rebound(entry, leaving, first)
     leaving.grads.clear()  # nothing else of GT holds the objects of such memory
     return CapturedProgram(

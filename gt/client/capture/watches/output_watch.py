@@ -13,6 +13,7 @@ import builtins
 import contextlib
 import datetime
 import functools
+import gc
 import io
 import logging
 import os
@@ -30,7 +31,7 @@ import torch
 
 from gt.client.capture.user_code import is_library
 
-WARNS, ASKS_TIME = "warns", "asks for the time"
+WARNS, ASKS_TIME, OPENS = "warns", "asks for the time", "opens a file"
 _FILES = (
     "mkdir rmdir remove unlink rename replace link symlink truncate ftruncate chmod chown utime mkfifo mknod open write writev"
 )
@@ -39,9 +40,11 @@ _TABLE: Iterable[tuple[ModuleType | type, str, str]] = (
     (os, "system fork forkpty kill killpg posix_spawn", "starts or signals a process"),
     (os, "chdir fchdir umask nice setpriority sched_setaffinity", "changes a setting of the process"),
     (sys, "setrecursionlimit setswitchinterval", "changes a setting of Python"),
+    (gc, "enable disable freeze unfreeze set_threshold", "changes a setting of Python"),
     (_thread, "start_new_thread start_joinable_thread", "starts a thread"),
     (atexit, "register unregister", "registers a function for the end of the program"),
     (signal, "setitimer alarm raise_signal", "changes signals"),
+    (torch, "from_file", OPENS),
     (torch, "set_num_threads set_num_interop_threads set_flush_denormal", "changes a setting of torch"),
     (time, "time monotonic perf_counter process_time thread_time", ASKS_TIME),
     (time, "time_ns monotonic_ns perf_counter_ns process_time_ns thread_time_ns", ASKS_TIME),
@@ -57,13 +60,19 @@ _WRITERS = (
     ("sqlite3", "Connection", "uses a database"),
     ("sqlite3", "Cursor", "uses a database"),
 )  # classes in C whose methods have effects
+_SETTINGS = (("torch", "set_printoptions"), ("numpy", "set_printoptions"), ("numpy", "seterr"))  # written in Python
+_CAPTURE = "gt.client.capture."  # code that calls the captured function
+# Folders of packages and of the system, whose files are no data of the program
+_FOLDERS = (sys.prefix, sys.base_prefix, "/proc", "/sys", "/dev")
+_NO_DATA = tuple({f"{os.path.normpath(path)}{os.sep}" for path in _FOLDERS})
 _OF_PYTHON = frozenset({"importlib", "linecache", "tokenize", "inspect"})  # which read and write files for Python itself
 
 
 class OutputWatch:
     """While it is entered, notes this thread's first output, which a replay would not make.
 
-    place: of the caller, or "". what: the output as a verb. Prints of libraries count, their log records and files do not.
+    place: of the caller, or "". what: the output as a verb. Prints of libraries count, and files that they open for the user's
+    code, as numpy.load does. Their log records and other files do not.
     """
 
     def __init__(self) -> None:
@@ -77,10 +86,13 @@ class OutputWatch:
     def __enter__(self) -> OutputWatch:
         self._patch(builtins, "print", "prints", of_libraries=True)
         for owner in (builtins, io):
-            self._patch(owner, "open", "opens a file")
+            self._patch(owner, "open", OPENS)
         self._patch(os, "write", "writes to a file")
         self._patch(subprocess.Popen, "__init__", "starts a process")
         self._patch(logging.Logger, "handle", "logs")
+        for module, name in _SETTINGS:
+            if module in sys.modules:
+                self._patch(sys.modules[module], name, f"changes a setting of {module}")
         self._patch(warnings, "_showwarnmsg", WARNS)  # which is called for those that a filter lets through
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
@@ -99,7 +111,7 @@ class OutputWatch:
         @functools.wraps(function)
         def noting(*values: Any, **options: Any) -> Any:
             if not self.place and threading.get_ident() == self._thread:
-                self._note(sys._getframe(1), what, of_libraries)
+                self._note(sys._getframe(1), what, of_libraries or (what is OPENS and _is_data(values, options)))
             return function(*values, **options)
 
         with contextlib.suppress(AttributeError, TypeError):  # a stream without attributes of its own
@@ -114,12 +126,37 @@ class OutputWatch:
 
     def _note(self, frame: FrameType | None, what: str, of_libraries: bool) -> None:
         # Logger.info and others call handle(), Path.write_text calls open(): the first caller outside of them is of interest
+        top = ""
         while frame is not None and (top := _top(frame)) in sys.stdlib_module_names:
             if top in _OF_PYTHON or (top == "logging" and what == ASKS_TIME):  # a record has the time, and is noted by itself
                 return
             frame = frame.f_back
-        if frame is not None and (of_libraries or not is_library(frame.f_globals.get("__name__"))):
+        if frame is None:
+            return
+        if is_library(frame.f_globals.get("__name__")):
+            if not of_libraries:
+                return
+            if what is OPENS:
+                frame = _users(frame) if top != "gt" else None
+        if frame is not None:
             self.place, self.what = f"{frame.f_code.co_filename}:{frame.f_lineno}", what
+
+
+def _is_data(values: tuple, options: dict[str, Any]) -> bool:
+    """True for a call of open() with a path that is no file of a package or of the system."""
+    path = values[0] if values else options.get("file")
+    with contextlib.suppress(TypeError, ValueError, OSError):
+        return not os.path.abspath(os.fsdecode(path)).startswith(_NO_DATA)  # type: ignore[arg-type]
+    return False
+
+
+def _users(frame: FrameType | None) -> FrameType | None:
+    """The user's code in the call by which this code of a library runs; None if there is none."""
+    while frame is not None and not (name := str(frame.f_globals.get("__name__"))).startswith(_CAPTURE):
+        if not is_library(name):
+            return frame
+        frame = frame.f_back
+    return None
 
 
 def _top(frame: FrameType) -> str:

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -164,6 +165,33 @@ def test_the_clock_and_files_decide_at_each_call(make: Callable[..., Any], tmp_p
     assert "in parts" in step.explain() and "the function asks for the" in step.explain()
 
 
+FILES = {
+    "numpy": (lambda path, n: np.save(path, np.full(2, n)), lambda path: float(np.load(path)[0])),
+    "map": (lambda path, n: np.full(2, float(n)).tofile(path), lambda path: float(np.memmap(path, np.float64, "r")[0])),
+    "torch": (lambda path, n: torch.save({"n": torch.tensor(n)}, path), lambda path: torch.load(path)["n"].item()),
+    "tensor": (lambda path, n: np.full(2, float(n)).tofile(path), lambda path: (
+        torch.from_file(path, size=2, dtype=torch.float64)[0].item())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_that_a_library_opens_is_read_at_each_call(kind: str, tmp_path: pathlib.Path) -> None:
+    path = str(tmp_path / "value.npy")
+    write, read = FILES[kind]
+    step, values = gt.compile(lambda x: x * read(path)), []
+    for n in range(CALLS):
+        write(path, n // 4)
+        values.append(step(torch.ones(())).item())
+    assert values == [n // 4 for n in range(CALLS)], step.explain()
+    assert "in parts" in step.explain() and "the function opens a file" in step.explain()
+
+
+def test_a_file_of_a_package_prevents_no_program() -> None:
+    path = f"{np.__path__[0]}/__init__.py"
+    step = calls(lambda: np.memmap(path, np.uint8, "r").sum())
+    assert step._programs[0].replays >= CALLS - 4, step.explain()
+
+
 @pytest.mark.parametrize("ask", [time.perf_counter_ns, datetime.datetime.now, uuid.uuid4], ids=["clock", "date", "uuid"])
 def test_an_answer_of_the_system_is_another_one_at_each_call(ask: Callable[[], Any]) -> None:
     step = gt.compile(lambda x: (x * 2, str(ask())))
@@ -172,15 +200,18 @@ def test_an_answer_of_the_system_is_another_one_at_each_call(ask: Callable[[], A
 
 
 def test_a_setting_of_the_process_is_set_at_each_call() -> None:
-    before, limit = torch.get_num_threads(), sys.getrecursionlimit()
+    before, limit, digits = torch.get_num_threads(), sys.getrecursionlimit(), np.get_printoptions()["precision"]
     try:
         calls(lambda: torch.set_num_threads(torch.get_num_threads() + 1))
         assert torch.get_num_threads() == before + CALLS
         calls(lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1))
         assert sys.getrecursionlimit() == limit + CALLS
+        calls(lambda: np.set_printoptions(precision=np.get_printoptions()["precision"] + 1))
+        assert np.get_printoptions()["precision"] == digits + CALLS
     finally:
         torch.set_num_threads(before)
         sys.setrecursionlimit(limit)
+        np.set_printoptions(precision=digits)
 
 
 def test_a_warning_that_is_shown_once_prevents_no_program() -> None:
