@@ -3,9 +3,10 @@
 `python benchmarks/gpu/bench_zero.py [--json FILE] [--gpus 2] [--cases dp zero1 ..] [--rivals ddp fsdp2 ..]`. Eight rows of 1024
 tokens for each GPU, fused AdamW, gradients added up in fp32. Prints milliseconds a step, tokens a second, the peak memory of
 each GPU, and one line of JSON. All have to have the first row's losses. `--model tiny --size 2x64` tries it on CPUs.
-`--gpus 1 --cases offload offload-all --rivals fsdp2-offload`: state in host memory. "busy" is the share of the timed steps in
-which a kernel ran on the GPUs; "link" the bytes that state has to cross the link for a step, over what pinned copies both ways
-at once move in that time.
+`--gpus 1 --cases offload offload-all --rivals fsdp2-offload`: state in host memory. `--model 9.9b --size 4x1024 --gpus 1
+--cases offload --rivals`: a model whose state, 158 GB, is more than one GPU has. "busy" is the share of the timed steps in
+which a kernel ran on the GPUs; "link" the bytes of a step between host and GPU, over what pinned copies both ways at once move
+in that time.
 """
 
 from __future__ import annotations
@@ -29,9 +30,8 @@ CASES = {  # settings below `gt:` beside data_parallel and precision
     "offload": "zero: 0, offload: {optimizer: cpu}", "offload-all": "zero: 3, offload: {optimizer: cpu, params: cpu}",
 }  # fmt: skip
 RIVALS = ("ddp", "fsdp2", "fsdp2-reshard", "fsdp2-prefetch", "fsdp2-checkpoint", "fsdp2-offload")
-# Bytes a parameter that cross the link at each step, both ways together, where the host computes the step: an fp32 gradient and
-# value; a value for forward and for backward where parameters are offloaded too
-LINK_BYTES = {"offload": 8, "offload-all": 12, "fsdp2-offload": 12}
+# Bytes a parameter that cross the link at each step of FSDP2: an fp32 gradient, and a value for forward and for backward
+RIVAL_LINK_BYTES = 12
 # of a case: the native rows of the same strategy, of which the best counts
 BESIDE = {
     "dp": ("ddp",), "zero1": ("fsdp2",), "zero2": ("fsdp2",), "zero3": ("fsdp2-reshard", "fsdp2-prefetch"),
@@ -40,13 +40,20 @@ BESIDE = {
 COLUMNS = {
     "": -30, "ms": 10, "alone ms": 10, "tokens/s": 11, "first s": 9, "losses off by": 15, "busy": 8, "link": 8, "peak MiB": 28,
 }  # fmt: skip
+# "tiny" tries the bench on CPUs. "9.9b" has no more room on the host than on the GPU: it is made by the workers.
+LLAMAS = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
+             "num_key_value_heads": 2},
+    "9.9b": {"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+BY_WORKERS = ("9.9b",)
 RATE, MEMORY = 1.0, 1.05  # at least and at most, times that of the best native row
 NOISE = 1e-2  # relative: what bf16 does to losses of so many steps where kernels differ
 LR = 1e-4
 
 
 def model_of(name: str) -> Any:
-    """On the CPU in fp32, the same in each process."""
+    """In fp32 on the default device, the CPU unless one is entered. It is the same in each process."""
     import torch
     import transformers as hf
     import zoo
@@ -55,9 +62,8 @@ def model_of(name: str) -> Any:
     if name == "1.1b":
         return zoo.llama(4)[0].train()
     config = hf.LlamaConfig(
-        vocab_size=zoo.VOCABULARY, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=2048, use_cache=False, tie_word_embeddings=False,
-    )  # fmt: skip
+        **LLAMAS[name], vocab_size=zoo.VOCABULARY, max_position_embeddings=2048, use_cache=False, tie_word_embeddings=False
+    )
     return hf.LlamaForCausalLM(config).train()
 
 
@@ -90,7 +96,8 @@ def ours(case: str, gpus: int, size: str, name: str, seconds: float) -> cases.Ro
         file.flush()
         (gt.gpu_workers if cuda else gt.cpu_workers)(gpus, config=file.name)
     rows, length = map(int, size.split("x"))
-    model = model_of(name).to("remote")
+    with torch.device("remote" if name in BY_WORKERS else "cpu"):
+        model = model_of(name).to("remote")
     optimizer = optimizer_of(model)
 
     @gt.compile(backend="cudagraphs" if cuda else "eager")
@@ -107,24 +114,34 @@ def ours(case: str, gpus: int, size: str, name: str, seconds: float) -> cases.Ro
     first = time.perf_counter() - start
     with cases.GpuUtilization() as busy:
         ms, alone = cases.timed(lambda: step(**batch), torch.remote.synchronize, seconds)
+    moved = link_bytes()
     step(**batch).item()
     stats = gt.stats()
+    moved = link_bytes() - moved
     print(step.explain(), file=sys.stderr)
     gt.shutdown()
     peaks = [round(worker["peak_bytes"] / 2**20) for worker in stats["workers"]]
     live = [round(worker["live_bytes"] / 2**20) for worker in stats["workers"]]
     found = {"ms": ms, "alone ms": alone, "first s": first, "losses": losses, "peak MiB": peaks, "live MiB": live}
-    return found | shares(case, model, ms, busy)
+    if "offload" in stats:
+        print(f"the step is computed {stats['offload']}", file=sys.stderr)
+    return found | shares(moved, ms, busy)
 
 
-def shares(kind: str, model: Any, ms: float, busy: cases.GpuUtilization) -> cases.Row:
-    """The shares of time in which GPUs computed, and of the link in use, as far as they are known."""
+def link_bytes() -> int:
+    """Bytes between workers and their hosts so far."""
+    import gt
+
+    return sum(worker["bytes_to_host"] + worker["bytes_to_device"] for worker in gt.stats()["workers"])
+
+
+def shares(moved: int, ms: float, busy: cases.GpuUtilization) -> cases.Row:
+    """The shares of time in which GPUs computed, and of the link in use. moved: bytes of a step, 0 without offload."""
     import torch
 
     found: cases.Row = {"busy": busy.share}
-    if kind in LINK_BYTES and torch.cuda.is_available():
-        nbytes = LINK_BYTES[kind] * sum(p.numel() for p in model.parameters())
-        found["link"] = nbytes / (ms / 1e3) / cases.link_rate()
+    if moved and torch.cuda.is_available():
+        found["link"] = moved / (ms / 1e3) / cases.link_rate()
     return found
 
 
@@ -192,7 +209,8 @@ def rival(own: native.World, kind: str, size: str, name: str, seconds: float) ->
         ms, alone = cases.timed(step, own.wait, seconds, own.agree)
     peaks = [round(mib) for mib in own.gathered(own.peak())]
     found = {"ms": ms, "alone ms": alone, "first s": first, "losses": losses[: cases.STEPS], "peak MiB": peaks}
-    return found | shares(kind, model, ms, busy)
+    moved = RIVAL_LINK_BYTES * sum(p.numel() for p in model.parameters()) if "offload" in kind else 0
+    return found | shares(moved, ms, busy)
 
 
 # ---- the table
@@ -222,7 +240,7 @@ def bars(report: cases.Report, case: str, row: cases.Row) -> None:
 
 def main() -> int:
     parser = cases.flags(__doc__ or "")
-    parser.add_argument("--model", default="1.1b", choices=["1.1b", "tiny"])
+    parser.add_argument("--model", default="1.1b", choices=["1.1b", *LLAMAS])
     parser.add_argument("--size", default="8x1024", help="rows a GPU x tokens")
     parser.add_argument("--gpus", type=int, default=2)
     usual = ([name for name in names if "offload" not in name] for names in (CASES, RIVALS))
@@ -251,9 +269,8 @@ def main() -> int:
             row |= {"tokens/s": length / row["ms"] * 1e3, "apart": cases.apart(row["losses"], wanted)}
             if row["apart"] > NOISE:
                 row, said = None, f"its losses {row['losses']} are not those of the first row, {wanted}; {row['ms']:.2f} ms"
-        lines = (
-            [] if name.startswith("native") else [line for line in said.splitlines() if "backend" in line or "graph" in line]
-        )
+        shown = () if name.startswith("native") else ("backend", "graph", "offload", "computed")
+        lines = [line for line in said.splitlines() if any(word in line for word in shown)]
         report.row(name, row, said, cells, lines)
         if row is not None and not name.startswith("native"):
             bars(report, name, row)

@@ -461,25 +461,27 @@ class CompiledFunction(Generic[P, R]):
             tape.cut |= watch.what != WARNS  # a warning is mostly shown once
             tape.prevents.append(Difference(watch.place, f"the function {watch.what}"))
 
+    def _asked_backend(self) -> str:
+        return self.backend or current_session.Current.backend
+
     def _chosen_backend(self) -> str:
         """The backend of programs. Graphs of steps with offloaded state have not run on a GPU, so these are compiled alone."""
-        backend = self.backend or current_session.Current.backend
+        backend = self._asked_backend()
         return "inductor" if backend == "cudagraphs" and current_session.Current.offloads else backend
 
     def _recompute_mode(self) -> int:
         """Value of messages.FinishCapture.recompute for this function."""
-        graphs = self._chosen_backend() == "cudagraphs"
+        graphs = self._asked_backend() == "cudagraphs"
         return int(graphs) if self.recompute is None else 2 * self.recompute
 
     def _how_to_record(self) -> int:
         """Value of ir.instr.RECORD for this function.
 
-        No deferral with a schedule, which needs times of single ops, nor with offload: state leaves the device as it is made.
+        No deferral with a schedule, which needs times of single ops.
         """
-        live = current_session.Current
-        if (backend := self._chosen_backend()) == "eager":
+        if (backend := self._asked_backend()) == "eager":
             return 0
-        deferred = backend == "cudagraphs" and not (self.schedule or live.schedule or live.offloads)
+        deferred = backend == "cudagraphs" and not (self.schedule or current_session.Current.schedule)
         return 1 + self._recompute_mode() if deferred else COMPILED_LATER
 
     def _seal(

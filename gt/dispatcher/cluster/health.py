@@ -211,6 +211,8 @@ def answer(survey: Survey, sent: int, received: int, relayed: int) -> tuple[dict
     planner = survey.session.planner
     if planner.sharded.stage or planner.offload.active:
         body["sharding"] = sharded_memory(planner.sharded.stage, survey.session.context.table.rows.values())
+    if planner.offload.active:
+        body["offload"] = str(planner.offload.choice)
     order = schedule_report(survey.session, workers)
     if order is None:
         return body, ""

@@ -1,7 +1,7 @@
 """The pass manager: the passes over a captured step, in order. One verifier checks the result of each.
 
-    recording -> apply_schedule -> prefetch_gathers -> bucket_reductions -> advance_host_steps -> rematerialize
-              -> hoist_transfers -> batch_collectives -> program
+    recording -> apply_schedule -> prefetch_gathers -> advance_casts -> bucket_reductions -> advance_host_steps
+              -> rematerialize -> hoist_transfers -> batch_collectives -> program
 
 A pass that has nothing to do returns its argument. A result that the verifier refuses is not taken: the pass before it stands.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from gt.dispatcher.programs.passes.advance_casts import advance_casts
 from gt.dispatcher.programs.passes.advance_host_steps import advance_host_steps
 from gt.dispatcher.programs.passes.batch_collectives import batch_collectives
 from gt.dispatcher.programs.passes.bucket_reductions import bucket_reductions
@@ -24,7 +25,7 @@ from gt.dispatcher.programs.reorder_check import CannotReorder, Verifier
 Pass = Callable[[Recording, PassContext], Recording]
 
 PASSES: tuple[Pass, ...] = (
-    apply_schedule, prefetch_gathers, bucket_reductions, advance_host_steps, rematerialize, hoist_transfers,
+    apply_schedule, prefetch_gathers, advance_casts, bucket_reductions, advance_host_steps, rematerialize, hoist_transfers,
     batch_collectives,
 )  # fmt: skip
 

@@ -120,6 +120,38 @@ def test_reductions_that_are_done_as_one_are_not_parted():
     assert not about.rejected and kinds[3:5] == ["all_reduce", "all_reduce"] and kinds[-1] == "op"
 
 
+def on_device(define: Define) -> Define:
+    return Define(define.number + 20, "op", {k: v for k, v in define.payload.items() if k != "fresh"})
+
+
+def test_a_step_on_the_device_takes_what_it_evicts_along_and_the_next_state_comes_back_before_it():
+    one, add = on_device(step(1)), on_device(op(3, "aten._foreach_add_.Scalar", 2, None, 2))
+    rows = [(add, [51, 52]), (one, [1, 11, 21]), (RESTORE, [22]), (EVICT, [21]), (one, [2, 12, 22]), (EVICT, [22])]
+    assert order(rows_of(*BACKWARD, *rows)) == [
+        ("op", [5, 6, 12]),
+        ("op", [12, 2, 30]),
+        ("restore", [22]),
+        ("op", [2, 12, 22]),
+        ("evict", [22]),
+        ("op", [30, 6, 11]),
+        ("op", [1, 11, 21]),
+        ("evict", [21]),
+        ("op", [30, 31]),
+        ("op", [51, 52]),
+    ]
+
+
+def test_a_step_on_the_device_without_evicted_state_stays():
+    recording = rows_of(*BACKWARD, (on_device(step(2)), [1, 2, 11, 12, 21, 22]), (RESTORE, [40]), (EVICT, [40]))
+    assert passed(recording, advance_host_steps, bucket=NBYTES)[0] is recording
+
+
+def test_state_that_is_read_after_its_step_is_evicted_where_it_was():
+    one = on_device(step(1))
+    rows = order(rows_of(*BACKWARD, (READ, [5, 50]), (one, [2, 12, 22]), (READ, [22, 51]), (EVICT, [22])))
+    assert rows[2] == ("op", [2, 12, 22]) and rows[-2:] == [("op", [22, 51]), ("evict", [22])]
+
+
 def test_what_is_evicted_after_its_last_use_is_changed_behind_that():
     rows = order(rows_of(*BACKWARD[:2], (EVICT, [2]), *BACKWARD[2:], STEP))
     assert rows[2:4] == [("evict", [2]), ("host_op", [2, 12, 22])]
@@ -135,6 +167,7 @@ def test_random_programs_keep_their_values(seed):
     """The verifier takes each result; every instruction is there once, or in parts."""
     rng = random.Random(seed)
     count = rng.randint(1, 5)
+    place = on_device if seed % 2 else lambda define: define
     params, grads, state = ([base + n for n in range(count)] for base in (1, 100, 200))
     rows: list[tuple[Define, list[int]]] = [(READ, [9, grad]) for grad in rng.sample(grads, count)]
     alive, fresh = [*params, *grads, 9], 300
@@ -152,8 +185,9 @@ def test_random_programs_keep_their_values(seed):
                 define, ids = {"add": (ADD, [a, b, fresh]), "add_": (ADD_, [a, b]), "view": (VIEW, [a, fresh])}[kind]
                 rows.append((define, ids))
                 alive += [fresh] if kind != "add_" else []
-        rows.append((add, [*state]))
-        rows.append((step(count), [*params, *grads, *state]))
+        rows.append((place(add), [*state]))
+        rows.append((place(step(count)), [*params, *grads, *state]))
+        rows += [(EVICT, [i]) for i in rng.sample(state, count) if rng.random() < 0.7]
     recording = rows_of(*rows)
     result, about = passed(recording, advance_host_steps, bucket=rng.choice((1, 2 * NBYTES)))
     assert not about.rejected

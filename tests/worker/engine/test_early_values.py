@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 from gt.worker.engine.torch.compiler import early_results
 from gt.worker.engine.torch.gpu.early_values import MAX_KNOWN, MAX_SLOTS, MAX_TAPS, EarlyNumbers, Tap
-from gt.worker.engine.torch.gpu.graphs import _final
+from gt.worker.engine.torch.gpu.graphs import GraphRun, _final
 
 CPU = torch.device("cpu")
 
@@ -130,6 +132,62 @@ def test_a_slot_that_has_changed_hands_waits_for_its_own_replay(early: EarlyNumb
     assert slots.arrived[place] < new.count
     slots.record(place, after)
     assert early.read(after) == 2.0
+
+
+class Device:
+    """A device that records the copies of numbers to the host, and makes them when it is replayed."""
+
+    device = CPU
+
+    def __init__(self, early: EarlyNumbers, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.early, self.patch = early, monkeypatch
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        slots, issued = self.early._slots, []
+        assert slots is not None
+        with self.patch.context() as patch:
+            patch.setattr(slots, "record", lambda *copies: issued.append(copies))
+            run()
+        return lambda: [slots.record(number, tensor) for number, tensor in issued] and None
+
+
+def graph_run(early: EarlyNumbers, device: Device, work: Callable[[], torch.Tensor]) -> GraphRun:
+    """A run that makes tensor 1, which the program returns."""
+    tensors: dict[int, torch.Tensor] = {}
+
+    def execute(rows: list) -> SimpleNamespace:
+        tensors[1] = work()
+        return SimpleNamespace(count_again=lambda: None, undo=lambda: None)
+
+    graphs, runner = SimpleNamespace(early=early), SimpleNamespace(run_all_or_none=execute)
+    same = {"without_ownership": lambda i, tensor: tensor, "kept": [], "pooled": {}, "pool": set(), "recording": True}
+    replays: Any = SimpleNamespace(graphs=graphs, runner=runner, tensors=tensors, device=device, unchanged={1}, **same)
+    return GraphRun(replays, [], [], {1}, set())
+
+
+def test_a_slot_whose_number_is_no_result_is_given_to_no_other_graph(
+    early: EarlyNumbers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def twice() -> torch.Tensor:
+        early.tap(number(9))  # compiled code makes it, and the program changes it or drops it
+        loss = number(5)
+        early.made(1, loss)
+        return loss
+
+    device = Device(early, monkeypatch)
+    runs = [graph_run(early, device, twice) for _ in range(2)]
+    for replay in range(3):
+        for run in runs:
+            run([], 0)
+            run._replays.recording = False
+            slots = early._slots
+            assert slots is not None and slots.arrived.tolist() == slots.launched, f"after replay {replay}"
+    assert len(slots.free) == MAX_SLOTS - 4
+    del run
+    runs.clear()
+    early.forget()
+    gc.collect()
+    assert len(slots.free) == MAX_SLOTS
 
 
 class Kernel:

@@ -135,7 +135,7 @@ def host_step_lines(advanced: dict[str, list[int]]) -> list[str]:
     """
     alike: dict[str, list[str]] = {}
     for name, (parts, early) in advanced.items():
-        text = f"{early} of {parts} parts of the optimizer's step on the host begin during the backward pass"
+        text = f"{early} of {parts} parts of the offloaded optimizer's step begin during the backward pass"
         alike.setdefault(text, []).append(name)
     return [f"{text} on {', '.join(names)}" for text, names in alike.items()]
 

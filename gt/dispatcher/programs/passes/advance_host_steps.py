@@ -1,10 +1,10 @@
-"""The pass that moves the optimizer's step on the host up to where its gradients are final.
+"""The pass that moves the optimizer's step on offloaded state up to where its gradients are final.
 
-On the host the step runs beside the device (gt.worker.engine.torch.gpu.host_lane), so a part of it can hide behind the backward
-pass of earlier layers. A fused step is cut into parts of about `bucket` bytes of gradients. Each moves up behind the last
-write to its gradients or read of its parameters. A norm over all gradients, or a loss scale, keeps the step at the end.
-ZeRO-Offload (Ren et al., USENIX ATC 2021) leaves the device idle during the step. SuperOffload (Lian et al., 2025) overlaps
-both, by speculation too, which this pass has none of.
+A step on the host runs beside the device (gt.worker.engine.torch.gpu.host_lane). A step on the device waits for its state,
+which crosses the link both ways. Both can hide behind the backward pass of earlier layers. A fused step is cut into parts of
+about `bucket` bytes of gradients. Each moves up behind the last write to its gradients or read of its parameters. What it
+evicts follows it. A norm over all gradients, or a loss scale, keeps the step at the end. ZeRO-Offload (Ren et al., USENIX ATC
+2021) leaves the device idle during the step; SuperOffload (Lian et al., 2025) overlaps both, and speculates besides.
 
 Example; `h1` is the gradient for the layer before:
 
@@ -15,37 +15,44 @@ Example; `h1` is the gradient for the layer before:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
-from gt.dispatcher.programs.passes.bucket_reductions import REDUCTIONS, ListOp, names_only
+from gt.dispatcher.programs.passes.bucket_reductions import LIST_OPS, REDUCTIONS, ListOp, is_fused_step, names_only
 from gt.dispatcher.programs.passes.context import PassContext
 from gt.dispatcher.programs.recording import Code, Instruction, Recording
 from gt.ir.dataflow import accesses
+from gt.ir.instr import OFFLOAD
 
-STEP = "aten._fused_"  # ops of which each index is a parameter with its gradient, the second list, and its state
-MOVABLE = ("host_op", "restore")  # kinds that leave the device alone; `restore` begins to read a file
+Memory = Hashable
+MOVABLE = ("host_op", "restore")  # kinds that leave the device alone; `restore` begins to bring a tensor back
 
 
 def advance_host_steps(recording: Recording, context: PassContext) -> Recording:
-    """The recording with its host steps moved up, unless a schedule has placed them."""
-    if context.scheduled or not any(map(_is_step, (row for rows in recording.code.values() for row in rows))):
+    """The recording with steps on offloaded state moved up, unless a schedule has placed them."""
+    if context.scheduled or not any(row.kind in OFFLOAD for rows in recording.code.values() for row in rows):
         return recording
     code: Code = {worker: _advanced(worker, rows, context) for worker, rows in recording.code.items()}
     return replace(recording, code=code) if context.advanced else recording
 
 
-def _is_step(row: Instruction) -> bool:
-    return row.kind == "host_op" and row.define.payload["op"].startswith(STEP) and not row.makes
+def _is_step(row: Instruction, memory: Sequence[Memory], evicted: Set[Memory]) -> bool:
+    """True for a fused step on the host, or on the device with state that is evicted."""
+    return is_fused_step(row) and (row.kind == "host_op" or not evicted.isdisjoint(memory))
+
+
+def _is_list_op(row: Instruction) -> bool:
+    """True for an op on the device that counts steps, for example: a step pulls it up, where what it uses permits it."""
+    return row.kind == "op" and row.define.payload["op"].startswith(LIST_OPS) and not row.makes
 
 
 @dataclass(slots=True, eq=False)
 class _Movable:
     """A row that may move up. before: the last row before it that stays; behind: the last of these that it depends on.
 
-    after: movable rows that it depends on.
+    after: movable rows that it depends on. then: rows that evict what it has used, and follow it.
     """
 
     row: Instruction
@@ -53,6 +60,7 @@ class _Movable:
     before: int
     behind: int
     after: list[_Movable]
+    then: list[_Movable] = field(default_factory=list)
     placed: bool = False
 
 
@@ -64,9 +72,6 @@ class _Uses:
     written: int = -1
     readers: list[_Movable] = field(default_factory=list)
     writers: list[_Movable] = field(default_factory=list)
-
-
-Memory = Hashable
 
 
 def _advanced(worker: int, rows: list[Instruction], context: PassContext) -> list[Instruction]:
@@ -94,7 +99,7 @@ def _advanced(worker: int, rows: list[Instruction], context: PassContext) -> lis
         for movable in ready.get(n, ()):
             after = following[movable].after if movable in following else ()
             for restore in (m for m in after if m.row.kind == "restore" and m.behind <= n):
-                order += _placed(restore)  # files are read while this step is computed
+                order += _placed(restore)  # state comes back while this step is computed
             order += _placed(movable)
     return order
 
@@ -106,32 +111,57 @@ def _placed(movable: _Movable) -> Iterator[Instruction]:
         for before in movable.after:
             yield from _placed(before)
         yield movable.row
+        for following in movable.then:
+            yield from _placed(following)
 
 
 def _movables(worker: int, rows: Sequence[Instruction], context: PassContext) -> dict[int, list[_Movable]]:
     """By number, the rows that may move, steps in parts, and what they depend on."""
     uses: dict[Memory, _Uses] = defaultdict(_Uses)
     movables: dict[int, list[_Movable]] = {}
-    homes, before = context.homes, -1
-    for n, (row, access) in enumerate(zip(rows, accesses(rows))):
-        # Tensors from before that share a storage are one memory, which the rows themselves do not show.
-        memory: list[Memory] = [("before", homes[i]) if i in homes else i for i in access.reads]
+    before = -1
+    accessed, read = accesses(rows), _memory(rows, context)
+    evicted = {where for row, memory in zip(rows, read) if row.kind == "evict" for where in memory}
+    for n, (row, access, memory) in enumerate(zip(rows, accessed, read)):
         changed = row.define.effects.writes
-        if row.kind not in MOVABLE:
+        step = _is_step(row, memory, evicted)
+        if row.kind == "evict" and (evict := _following(row, memory[0], before, uses)) is not None:
+            movables[n] = [evict]
+            uses[memory[0]].writers.append(evict)
+            continue
+        if not (step or row.kind in MOVABLE or _is_list_op(row)):
             before = n
             for i in (*memory, *access.makes):
                 uses[i].read = n
             for i in (*(memory[k] for k in changed), *access.makes):
                 uses[i].written = n
             continue
-        parts = _parts(worker, row, memory, uses, context) if _is_step(row) else [(row, [*range(len(memory))])]
-        movables[n] = [_Movable(part, _is_step(part), before, *_dependences(memory, k, changed, uses)) for part, k in parts]
+        parts = _parts(worker, row, memory, uses, context) if step else [(row, [*range(len(memory))])]
+        movables[n] = [_Movable(part, step, before, *_dependences(memory, k, changed, uses)) for part, k in parts]
         for movable, (_, numbers) in zip(movables[n], parts, strict=True):
             for k in numbers:
                 (uses[memory[k]].writers if k in changed else uses[memory[k]].readers).append(movable)
         for i in access.makes:
             uses[i].writers += movables[n]
     return movables
+
+
+def _memory(rows: Sequence[Instruction], context: PassContext) -> list[list[Memory]]:
+    """The memory that each row reads."""
+    # Tensors from before that share a storage are one memory, which the rows themselves do not show.
+    homes = context.homes
+    return [[("before", homes[i]) if i in homes else i for i in access.reads] for access in accesses(rows)]
+
+
+def _following(row: Instruction, memory: Memory, before: int, uses: Mapping[Memory, _Uses]) -> _Movable | None:
+    """The eviction of memory that a step on the device has used last, as a row that follows the step; None for another one."""
+    behind, after = _dependences([memory], [0], (0,), uses)
+    last = after[-1] if after else None
+    if last is None or not last.step or last.row.kind == "host_op" or uses[memory].read > last.before:
+        return None
+    evict = _Movable(row, False, before, behind, after)
+    last.then.append(evict)
+    return evict
 
 
 def _dependences(

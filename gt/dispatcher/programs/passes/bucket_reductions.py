@@ -28,6 +28,7 @@ from gt.ir.template import Chosen, T, from_wire, to_wire
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 SCATTERED_SHARE = 8  # at most 1/8 of the terms' bytes wait for a reduce_scatter: ZeRO stages 2 and 3 are there to save memory
 LIST_OPS = ("aten._fused_", "aten._foreach_")  # ops that do the same to each tensor of a list
+FUSED_STEP = LIST_OPS[0]  # ops of which each index is a parameter with its gradient, the second list, and its state
 
 
 def bucket_reductions(recording: Recording, context: PassContext) -> Recording:
@@ -42,6 +43,11 @@ def names_only(row: Instruction) -> bool:
     """True for a row that only gives names to memory: an alias, or views."""
     effects = row.define.effects
     return bool(row.makes) and len(effects.views) == len(row.makes) and not effects.writes
+
+
+def is_fused_step(row: Instruction) -> bool:
+    """True for an optimizer's step on lists of parameters, on the device or in host memory."""
+    return row.kind in OPS and row.define.payload["op"].startswith(FUSED_STEP) and not row.makes
 
 
 # ---- the optimizer

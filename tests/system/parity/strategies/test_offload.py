@@ -97,10 +97,11 @@ def test_training_is_that_without_offload(session, tmp_path, offload, step, opti
 
 
 @pytest.mark.parametrize("backend", longer(["inductor", "cudagraphs"], ["cudagraphs"]))
-@pytest.mark.parametrize("offload", SPACES)
-def test_segments_are_compiled_between_what_is_evicted(graphs, tmp_path, offload, backend):
+@pytest.mark.parametrize("step", ["host", "device"])
+@pytest.mark.parametrize("offload", longer(SPACES, [SPACES[0], SPACES[2]]))
+def test_segments_are_compiled_between_what_is_evicted(graphs, tmp_path, offload, step, backend):
     """Their inputs may rest elsewhere, and what ends with them is freed there, too. Without a GPU there are no graphs."""
-    offload = offload.replace("PATH", str(tmp_path / "files")).replace("STEP", "step: host")
+    offload = offload.replace("PATH", str(tmp_path / "files")).replace("STEP", f"step: {step}")
     made, said = {}, []
     with serving(2, "torch") as server:
         for each in ("eager", backend):
@@ -120,12 +121,13 @@ def test_segments_are_compiled_between_what_is_evicted(graphs, tmp_path, offload
     assert all(torch.equal(a, b) for a, b in zip(compiled[1], eager[1], strict=True))
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", longer([0, 1, 2, 3], [0, 3]))
 @pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("step", ["host", "device"])
 @pytest.mark.parametrize("offload", SPACES[:2])
-def test_a_captured_step_on_the_host_begins_during_backward(session, tmp_path, offload, zero, clip):
+def test_a_captured_step_on_offloaded_state_begins_during_backward(session, tmp_path, offload, step, zero, clip):
     """Its numbers are those of eager mode without offload. A norm over all gradients has it wait."""
-    offload = offload.replace("PATH", str(tmp_path / "files")).replace("STEP", "step: host")
+    offload = offload.replace("PATH", str(tmp_path / "files")).replace("STEP", f"step: {step}")
     session(f"gt: {{data_parallel: [0, 1], zero: {zero}}}")
     want, kept = trained(clip=clip, fused=True)
     wanted, said = values(kept), []
@@ -133,7 +135,7 @@ def test_a_captured_step_on_the_host_begins_during_backward(session, tmp_path, o
     losses, kept = trained(True, None, clip, said, fused=True)
     assert len(losses) == STEPS and losses == want
     assert all(torch.equal(a, b) for a, b in zip(values(kept), wanted, strict=True))
-    early = re.search(r"[12] of [23] parts of the optimizer's step on the host begin during the backward pass on w", said[0])
+    early = re.search(r"[1-3] of [2-4] parts of the offloaded optimizer's step begin during the backward pass on w", said[0])
     assert (early is not None) == (clip is None), said[0]
 
 

@@ -88,7 +88,8 @@ class GraphRecording:
     views: Tensors = field(default_factory=dict)  # results that are views of fixed inputs
     pooled: Tensors = field(default_factory=dict)  # results in the pool, whose memory these tensors do not own
     slot_views: list[tuple[int, Slot, ViewMetadata]] = field(default_factory=list)  # results that are views of slots
-    taps: dict[int, Tap] = field(default_factory=dict)  # numbers among the results that replays copy to the host
+    tapped: list[Tap] = field(default_factory=list)  # all numbers that replays copy to the host, changed ones too
+    taps: dict[int, Tap] = field(default_factory=dict)  # by id, those of them that are results as they were copied
     fixed_memory: set[int] = field(init=False)  # addresses of fixed inputs
 
     def __post_init__(self) -> None:
@@ -297,7 +298,7 @@ class GraphRun:
         recording.replay()
         early = self._replays.graphs.early
         if early is not None:
-            for tap in recording.taps.values():
+            for tap in recording.tapped:
                 early.launched(tap)
         for slot in recording.slots:
             slot.copy_back()
@@ -337,7 +338,7 @@ class GraphRun:
             tensors.update(before)
 
         # The capture has succeeded. Launch it once: this replay's values are still to be computed.
-        recording = GraphRecording(replay, work[0], fixed, slots, freed)
+        recording = GraphRecording(replay, work[0], fixed, slots, freed, tapped=taps)
         try:
             owned = self._classify_results(recording, results)
             recording.taps = _final(taps, {i: t for i, t in owned.items() if i in replays.unchanged})
