@@ -135,13 +135,7 @@ def _changes(into: Any, state: Any, name: str, problems: _Comparison) -> Iterato
     elif isinstance(into, torch.Generator):
         yield Change(name, partial(into.set_state, state), partial(into.set_state, into.get_state()))
     elif isinstance(into, torch.Tensor):
-        if not isinstance(state, torch.Tensor) or state.shape != into.shape:
-            problems.append(f"{name or 'the state'} is {_show(state)}, want {_show(into)}")
-        elif into.device.type == "meta":
-            problems.append(f"{name or 'the state'} is a tensor on the meta device, which only a module's load can replace")
-        else:
-            yield Change(name, lambda: _end_gradients([into]))
-            yield Change(name, lambda: into.copy_(problems.unread(state)))
+        yield from _tensor_changes(into, state, name, problems)
     elif isinstance(into, Mapping):
         for key, part in into.items():
             if not isinstance(state, Mapping) or key not in state:
@@ -155,6 +149,29 @@ def _changes(into: Any, state: Any, name: str, problems: _Comparison) -> Iterato
             return
         for n, part in enumerate(into):
             yield from _changes(part, state[n], _join(name, n), problems)
+
+
+def _tensor_changes(into: torch.Tensor, state: Any, name: str, problems: _Comparison) -> Iterator[Change]:
+    if not isinstance(state, torch.Tensor) or state.shape != into.shape:
+        problems.append(f"{name or 'the state'} is {_show(state)}, want {_show(into)}")
+    elif into.device.type == "meta":
+        problems.append(f"{name or 'the state'} is a tensor on the meta device, which only a module's load can replace")
+    elif refusal := _unwritable(into):
+        problems.append(f"{name or 'the state'} {refusal}")
+    else:
+        yield Change(name, lambda: _end_gradients([into]))
+        yield Change(name, lambda: into.copy_(problems.unread(state)))
+
+
+def _unwritable(into: torch.Tensor) -> str:
+    """The reason why a tensor's values cannot be written in place, or ""."""
+    if into.layout is not torch.strided or into.is_nested:
+        return f"is a nested tensor or has layout {into.layout}, and is not written in place: want a dense tensor"
+    if any(size > 1 and not stride for size, stride in zip(into.shape, into.stride(), strict=True)):
+        return "is expanded: several of its elements are one in memory; load into its clone()"
+    if into.is_inference() and not torch.is_inference_mode_enabled():
+        return "was made in inference mode, and is not written outside of it: load within torch.inference_mode()"
+    return ""
 
 
 def _holds_tensors(part: Any) -> bool:
@@ -172,9 +189,15 @@ def _show(thing: Any) -> str:
 
 
 def _module_changes(module: torch.nn.Module, state: Any, name: str, problems: _Comparison) -> Iterator[Change]:
-    own = {key: value for key, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    held = module.state_dict(keep_vars=True)
+    # A module's code takes its extra state, a tensor of any shape too
+    own = {key: value for key, value in held.items() if isinstance(value, torch.Tensor) and not _is_extra(key)}
     if not isinstance(state, Mapping):
         problems.append(f"{name or 'the state'} is {_show(state)}, want the state of a {type(module).__name__}")
+        return
+    lazy = [key for key, value in own.items() if torch.nn.parameter.is_lazy(value)]
+    if lazy:
+        problems.append(f"{_join(name, lazy[0])} is a lazy module's, and has no shape yet: call the module once first")
         return
     given = dict(state)
     for key, value in own.items():  # a name of a tied weight that the file has by its other name
@@ -182,31 +205,59 @@ def _module_changes(module: torch.nn.Module, state: Any, name: str, problems: _C
             twin = next((k for k, v in own.items() if v is value and k in given), None)
             if twin is not None:
                 given[key] = given[twin]
-    for key, value in own.items():
-        if key not in given:
-            problems.lacks(f"{_join(name, key)} is not in the checkpoint")
-        elif not isinstance(given[key], torch.Tensor) or given[key].shape != value.shape:
-            problems.append(f"{_join(name, key)} is {_show(given[key])}, want {_show(value)}")
-    for key in given:
-        if _unknown(key, own, module):
-            problems.lacks(f"{_join(name, key)} is in the checkpoint, and not in the module")
+    metadata = getattr(state, "_metadata", None)
+    if not _is_metadata(metadata):  # torch's own load would stop at it, half way through the module
+        problems.append(f"{name or 'the state'} has versions of modules that are no numbers")
+    shown = given if _fits(given, own, held) else _through_hooks(module, given, metadata)
+    _compare(shown, own, held, name, problems)
     left = [key for key, buffer in module.named_buffers() if buffer.device.type == "meta" and key not in own]
     if left:
         problems.append(
             f"{_join(name, left[0])} is a buffer on the meta device that no checkpoint has: "
             f"use module.to_empty(device={Shown.device.type!r}) and initialise it first"
         )
-    meta = {key for key, value in own.items() if value.device.type == "meta" and key in given}
+    meta = {key for key, value in own.items() if value.device.type == "meta" and key in shown}
     yield from _extra_changes(module, given, name)
     here = {key: value for key, value in given.items() if key not in meta}
-    metadata = getattr(state, "_metadata", None)
-    if not _is_metadata(metadata):  # torch's own load would stop at it, half way through the module
-        problems.append(f"{name or 'the state'} has versions of modules that are no numbers")
     # Existing tensors are written in place, which optimizers and captured steps
     # refer to. Tensors on the meta device have no memory, and are replaced
-    yield Change(name, lambda: _end_gradients([value for key, value in own.items() if key in here]))
+    yield Change(name, lambda: _end_gradients([value for key, value in own.items() if key in shown and key not in meta]))
     yield Change(name, lambda: _copy_into(module, here, metadata, problems.unread))
-    yield Change(name, lambda: _replace(module, given, own, meta))
+    yield Change(name, lambda: _replace(module, shown, own, meta))
+
+
+def _compare(
+    given: Mapping[str, Any], own: Mapping[str, Any], held: Mapping[str, Any], name: str, problems: _Comparison
+) -> None:
+    """Note the differences between a module's tensors and those of a state. held: all that is in the module's state."""
+    for key, value in own.items():
+        if key not in given:
+            problems.lacks(f"{_join(name, key)} is not in the checkpoint")
+        elif not isinstance(given[key], torch.Tensor) or given[key].shape != value.shape:
+            problems.append(f"{_join(name, key)} is {_show(given[key])}, want {_show(value)}")
+        elif value.device.type != "meta" and (refusal := _unwritable(value)):
+            problems.append(f"{_join(name, key)} {refusal}")
+    for key, value in held.items():
+        if _is_extra(key) and isinstance(value, torch.Tensor) and key not in given:
+            problems.lacks(f"{_join(name, key)} is not in the checkpoint")
+    for key in given:
+        if key not in held:
+            problems.lacks(f"{_join(name, key)} is in the checkpoint, and not in the module")
+
+
+def _fits(given: Mapping[str, Any], own: Mapping[str, Any], held: Mapping[str, Any]) -> bool:
+    """True if names and shapes are the module's, before its hooks have seen them."""
+    shapes = {key: value.shape for key, value in given.items() if isinstance(value, torch.Tensor)}
+    return given.keys() <= held.keys() and all(shapes.get(key) == value.shape for key, value in own.items())
+
+
+def _through_hooks(module: torch.nn.Module, given: dict[str, Any], metadata: Any) -> dict[str, Any]:
+    """A state after the hooks that modules have for older states, which rename tensors or give them other shapes."""
+    rows, versions = dict(given), metadata if _is_metadata(metadata) and metadata else {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        for hook in part._load_state_dict_pre_hooks.values():
+            hook(rows, f"{path}." if path else "", versions.get(path, {}), True, [], [], [])
+    return rows
 
 
 def _is_metadata(metadata: Any) -> bool:
@@ -227,8 +278,9 @@ def _extra_changes(module: torch.nn.Module, given: Mapping[str, Any], name: str)
             yield Change(_join(name, key), do, undo)
 
 
-def _unknown(key: str, own: Mapping[str, Any], module: torch.nn.Module) -> bool:
-    return key not in own and key not in module.state_dict()
+def _is_extra(key: str) -> bool:
+    """True for the name of a module's extra state."""
+    return key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
 def _end_gradients(tensors: list[torch.Tensor]) -> None:
@@ -245,9 +297,19 @@ def _end_gradients(tensors: list[torch.Tensor]) -> None:
 
 def _copy_into(module: torch.nn.Module, given: dict, metadata: Any, unread: Unread) -> None:
     """Copy into values that exist, some at a time: only so many are read at once."""
-    for part in _parts(given):
+    for part in [given] if _sees_all(module) else _parts(given):
         here = {key: unread(value) if isinstance(value, torch.Tensor) else value for key, value in part.items()}
         module.load_state_dict(here if metadata is None else _WithMetadata(here, metadata), strict=False)
+
+
+def _sees_all(module: torch.nn.Module) -> bool:
+    """True if a module or a hook could tell a part from the whole state. Those of torch look at their own names only."""
+    for part in module.modules():
+        hooks = [getattr(hook, "hook", hook) for hook in part._load_state_dict_pre_hooks.values()]
+        code = [type(part)._load_from_state_dict, *hooks, *part._load_state_dict_post_hooks.values()]
+        if not all(str(getattr(each, "__module__", "")).partition(".")[0] == "torch" for each in code):
+            return True
+    return False
 
 
 def _parts(given: dict) -> Iterator[dict]:

@@ -225,6 +225,8 @@ def save(state: Any, path: str | os.PathLike, *, wait: bool = True) -> Save:
     with _Current.turn:
         finish()
         saved, made = _SavedState(state), Save(os.fspath(path))
+        # Once the main thread has ended, as in an atexit handler, nothing would wait for another thread
+        wait = wait or not threading.main_thread().is_alive()
         if Current.recorder is not None and not isinstance(Current.recorder.session, Session):  # `gt plan`: there are no values
             made._ended.set()
         elif wait:

@@ -25,6 +25,7 @@ from gt.ir.template import T
 
 PART_BYTES = 64 << 20  # bytes of offloaded tensors in one part; a worker has two parts at once
 MIN_BYTES = 4 << 10  # on a worker: of smaller tensors nothing is gained
+FILLS = frozenset({"zeros_like", "ones_like", "full_like"})  # with these an optimizer makes its state, from a parameter
 
 
 class Offload:
@@ -133,6 +134,15 @@ class Offload:
                 storage.space = self.space(tensor)
             if not (self._op_on_host and self._rests(tensor)):
                 self.evict((storage,))
+
+    def made(self, known: OpSchema, ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """Evict state as it is made: else the first step would need room for all of it on the device."""
+        if known.name in FILLS and self._optimizer and ins and ins[0].storage.param:
+            for tensor in outs:
+                storage = tensor.storage
+                if tensor.layout is not None and _bytes(tensor) >= self._least(storage):
+                    storage.space = self.space(tensor)
+                    self.evict((storage,))
 
     def _least(self, storage: Storage) -> int:
         """Bytes of the smallest tensor that is offloaded. The host's step wants all state."""
