@@ -19,8 +19,6 @@ from gt.errors import ProtocolError
 from gt.ir.dataflow import accesses, decode
 from gt.ir.instr import COMPILED_LATER, FORGET, FREE, Define
 
-FILLS = frozenset({"aten.zeros_like.default", "aten.ones_like.default", "aten.full_like.default"})  # they read a shape alone
-
 
 @dataclass(slots=True)
 class StreamEnds:
@@ -124,9 +122,6 @@ class DeferredRuns:
         if self.recompute:
             rest = self._lowering.rematerialized(rest, lasting, self.recompute)
 
-        if any(row.kind == "evict" for rows in rest.code.values() for row in rows):
-            rest = replace(rest, code={index: fills_late(rows) for index, rows in rest.code.items()})
-
         # 2. Two programs for each worker, and the ids to free behind them: what only passed from the first to the second, and
         #    tensors from before that the call freed. What the call itself made and freed dies within a program.
         parts: dict[int, tuple[list[dict], list[int]]] = {}
@@ -181,27 +176,6 @@ def _with_unique_names(code: Code, fresh: Callable[[], int]) -> Code:
                 row = Instruction(row.seq, row.define, [*taken, *between, *made], row.action, row)
             renamed[worker].append(row)
     return renamed
-
-
-def fills_late(rows: Sequence[Instruction]) -> list[Instruction]:
-    """Rows, with each that makes a filled tensor right before its first use.
-
-    An optimizer makes all of its state at the start of its first step. Where state is offloaded, it is never whole on the
-    device: each part of the step makes its own, and evicts it.
-    """
-    uses: dict[int, list[int]] = {}  # tensor -> rows that read it
-    for n, row in enumerate(rows):
-        for i in row.reads:
-            uses.setdefault(i, []).append(n)
-    before: dict[int, list[Instruction]] = {}  # row -> fills that precede it
-    moved: set[int] = set()
-    for n, row in enumerate(rows):
-        if row.kind == "op" and row.define.payload["op"] in FILLS:
-            first = min((uses[i][0] for i in row.makes if i in uses), default=n)
-            if first > n:
-                before.setdefault(first, []).append(row)
-                moved.add(n)
-    return [ordered for n, row in enumerate(rows) for ordered in (*before.get(n, ()), *(() if n in moved else (row,)))]
 
 
 def _without_uploads(rows: Sequence[Instruction]) -> list[Instruction]:

@@ -17,14 +17,11 @@ from torch import nn
 import gt
 from gt.client import current_session
 from gt.client.trace import recorder
-from gt.dispatcher.programs.deferred import DeferredRuns, fills_late
-from gt.dispatcher.programs.recording import Instruction
+from gt.dispatcher.programs.deferred import DeferredRuns
 from gt.dispatcher.state.outbox import MAX_PENDING_BATCHES, Outbox
 from gt.errors import OpFailed, SystemFailure
 from gt.worker.engine.torch import TorchEngine
 from gt.worker.engine.torch.gpu.graphs import Graphs
-from tests.dispatcher.programs.test_advance_host_steps import EVICT
-from tests.dispatcher.programs.test_bucket_reductions import ADD_, op
 from tests.helpers.models import GPT, accumulating
 from tests.helpers.processes import wait_until
 from tests.helpers.serving import serving
@@ -420,10 +417,3 @@ def test_a_large_argument_is_placed_before_the_call(connect: Callable[..., None]
         x = torch.full((400, 400), float(k))
         assert step(x).item() == (x + 1).sum().item()
     assert ways[0] == "whole" and step._programs[0].replays, step.explain()
-
-
-def test_offloaded_state_is_made_part_by_part() -> None:
-    fill = op(60, "aten.zeros_like.default", 1, ["new", [[8], [1], 0, "float32"], -1])
-    rows = [(fill, [1, 21]), (fill, [2, 22]), (fill, [3, 23]), (ADD_, [1, 21]), (EVICT, [21]), (ADD_, [2, 22]), (EVICT, [22])]
-    made = fills_late([Instruction(n, define, list(ids)) for n, (define, ids) in enumerate(rows)])
-    assert [row.seq for row in made] == [2, 0, 3, 4, 1, 5, 6]
