@@ -2,8 +2,11 @@
 
 With `precision: bf16` parameters are cast when their module is called, ahead of its layers. The backward pass mirrors this, so
 it casts all gradients to fp32 at its end. What waits for a gradient in fp32 could begin no earlier: a reduction over the
-data-parallel workers, or an offloaded optimizer's step. So such casts, and factors of a loss scale, move up first.
-`bucket_reductions` and `advance_host_steps` then have most of the backward pass to hide behind. Example:
+data-parallel workers, or an offloaded optimizer's step. So such casts, and factors of a loss scale, move up first. This is
+busy code motion: as early as definitions permit (Knoop et al., Lazy code motion, PLDI 1992). `bucket_reductions` and
+`advance_host_steps` then hide behind the backward pass.
+
+Example:
 
     before:  g2 = mm ...; h = mm ...; g1 = mm h ...; f2 = _to_copy g2; f1 = _to_copy g1; all_reduce f2; all_reduce f1
     after:   g2 = mm ...; f2 = _to_copy g2; h = mm ...; g1 = mm h ...; f1 = _to_copy g1; all_reduce f2; all_reduce f1

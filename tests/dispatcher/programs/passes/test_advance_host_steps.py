@@ -10,7 +10,7 @@ from gt.dispatcher.programs.passes.advance_host_steps import advance_host_steps
 from gt.dispatcher.programs.recording import Instruction, Recording
 from gt.ir.instr import Define
 from tests.dispatcher.programs.passes import passed
-from tests.dispatcher.programs.test_bucket_reductions import ADD, ADD_, VIEW, op, reduce
+from tests.dispatcher.programs.passes.test_bucket_reductions import ADD, ADD_, VIEW, op, reduce
 
 READ = op(20, "aten.neg.default", 1, ["new", [[8], [1], 0, "float32"], -1])
 RESTORE, EVICT = Define(21, "restore", {}), Define(22, "evict", {"space": "nvme", "path": "/x"})

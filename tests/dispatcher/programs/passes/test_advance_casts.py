@@ -10,8 +10,8 @@ from gt.dispatcher.programs.passes.advance_casts import advance_casts
 from gt.dispatcher.programs.recording import Instruction, Recording
 from gt.ir.instr import Define
 from tests.dispatcher.programs.passes import passed
-from tests.dispatcher.programs.test_advance_host_steps import EVICT, step
-from tests.dispatcher.programs.test_bucket_reductions import ADD, ADD_, VIEW, op, reduce
+from tests.dispatcher.programs.passes.test_advance_host_steps import EVICT, step
+from tests.dispatcher.programs.passes.test_bucket_reductions import ADD, ADD_, VIEW, op, reduce
 
 CAST = op(50, "aten._to_copy.default", 1, ["new", [[8], [1], 0, "float32"], -1])
 SCALE = op(51, "aten.mul.Tensor", 2, ["new", [[8], [1], 0, "float32"], -1])

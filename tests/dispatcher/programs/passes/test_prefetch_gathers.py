@@ -14,7 +14,7 @@ from gt.dispatcher.programs.passes.prefetch_gathers import prefetch_gathers
 from gt.dispatcher.programs.recording import Instruction, Recording
 from gt.ir.instr import Define
 from tests.dispatcher.programs.passes import context
-from tests.dispatcher.programs.test_bucket_reductions import ADD, ADD_, ALIAS, HALVES, SCATTER, TEAM, VIEW
+from tests.dispatcher.programs.passes.test_bucket_reductions import ADD, ADD_, ALIAS, HALVES, SCATTER, TEAM, VIEW
 
 
 def gather(elements: int = 8) -> Define:

@@ -15,7 +15,7 @@ from gt.dispatcher.programs.reorder_check import CannotReorder, DataFlow, check_
 from gt.ir.instr import Define
 from gt.ir.spec import contiguous
 from tests.dispatcher.programs.passes import context
-from tests.dispatcher.programs.test_bucket_reductions import op
+from tests.dispatcher.programs.passes.test_bucket_reductions import op
 from tests.helpers.serving import settled
 
 SPEC = contiguous((8,), "float32").wire()
