@@ -197,6 +197,7 @@ class LeafGradients:
         rows = [row for row in rows if not row.untouched]
         self._leaves = [row.leaf for row in rows]
         self._left = [row.left or _NO_MEMORY for row in rows]
+        self._sets = [(row.leaf, row.left) for row in rows if row.left is not None]
         self._made = [row.left for row in rows if row.left is not None and row.left is not row.read]
         # A leaf has a gradient after a replay exactly if it had one before. Where that
         # is already the object which the replay leaves, nothing is to be filled or set
@@ -225,7 +226,7 @@ class LeafGradients:
     def set(self) -> None:
         """After a replay: give leaves the gradients that it leaves."""
         if self._together and self._unset:
-            for leaf, memory in zip(self._leaves, self._left, strict=True):
+            for leaf, memory in self._sets:
                 leaf.grad = memory.tensor
         for row in self._changed:
             row.set()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -16,8 +18,11 @@ from gt.client.trace.op_info import OpInfo, info_of
 from gt.client.trace.shape_inference import is_remote
 from gt.client.trace.uploads import mixed_devices, upload
 from gt.errors import OpFailed
+from gt.ir.instr import STATE
 
 aten = torch.ops.aten
+# torch wraps the step of every optimizer in a function with this code
+_STEP = next(c for c in torch.optim.Optimizer.profile_hook_step.__code__.co_consts if isinstance(c, CodeType))
 
 
 def fetch(tensor: RemoteTensor) -> torch.Tensor:
@@ -127,9 +132,25 @@ def is_new(tensor: RemoteTensor) -> bool:
 def placed(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     """An op with a device argument (x.new_zeros, zeros_like): remote, or on the other device that the argument names."""
     kwargs.pop("pin_memory", None)
-    if is_remote(kwargs.get("device")):
-        return call(info, args, kwargs)
-    return from_shapes(info, args, kwargs)
+    if not is_remote(kwargs.get("device")):
+        return from_shapes(info, args, kwargs)
+    tensor = call(info, args, kwargs)
+    if Current.offloads and _is_state(args):
+        Current.recorder.code.extend((STATE, tensor._ref.id))  # type: ignore[union-attr]
+    return tensor
+
+
+def _is_state(args: tuple) -> bool:
+    """True if an optimizer's step fills a tensor like a parameter: offloaded state leaves the device as it is made.
+
+    Else the first step would need room for all of it there.
+    """
+    if not (args and isinstance(args[0], RemoteTensor) and args[0].is_leaf and args[0].requires_grad):
+        return False
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _STEP:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def from_shapes(info: OpInfo, args: tuple, kwargs: dict) -> Any:

@@ -1,8 +1,8 @@
 """Optimizer state and parameters that rest in host memory or in files of their workers, by the config's `offload`.
 
-The client declares state after a step; that of a fused op is known at once. A list op on much state is done in parts. Before
-one part is computed, the state of the next begins to come back. After a part its own state is evicted. Others are evicted after
-each use. Workers bring back every tensor that is used; this module decides when.
+The client declares state as an optimizer fills it like a parameter, and other state after the step. A list op on much state is
+done in parts. Before one part is computed, the state of the next begins to come back. After a part its own state is evicted.
+Others are evicted after each use. Workers bring back every tensor that is used; this module decides when.
 
 Where the host computes the step, an op on state in host memory becomes a `host_op`. State and results stay in host memory.
 Other operands take part by copies (host_copies.py).
@@ -25,7 +25,6 @@ from gt.ir.template import T
 
 PART_BYTES = 64 << 20  # bytes of offloaded tensors in one part; a worker has two parts at once
 MIN_BYTES = 4 << 10  # on a worker: of smaller tensors nothing is gained
-FILLS = frozenset({"zeros_like", "ones_like", "full_like"})  # with these an optimizer makes its state, from a parameter
 
 
 class Offload:
@@ -134,15 +133,6 @@ class Offload:
                 storage.space = self.space(tensor)
             if not (self._op_on_host and self._rests(tensor)):
                 self.evict((storage,))
-
-    def made(self, known: OpSchema, ins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """Evict state as it is made: else the first step would need room for all of it on the device."""
-        if known.name in FILLS and self._optimizer and ins and ins[0].storage.param:
-            for tensor in outs:
-                storage = tensor.storage
-                if tensor.layout is not None and _bytes(tensor) >= self._least(storage):
-                    storage.space = self.space(tensor)
-                    self.evict((storage,))
 
     def _least(self, storage: Storage) -> int:
         """Bytes of the smallest tensor that is offloaded. The host's step wants all state."""

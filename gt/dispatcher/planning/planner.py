@@ -254,7 +254,6 @@ class Planner:
             self.offload.note_versions()
             if not known.columns:
                 self.offload.after(known, ins)
-                self.offload.made(known, ins, [rows[i] for i in outs])
         if self._failures.troubled:
             self._failures.spread(row)
 

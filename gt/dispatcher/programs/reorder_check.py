@@ -22,6 +22,7 @@ from gt.dispatcher.state.failures import Planned
 from gt.ir.dataflow import NONE, Definitions, reaching_definitions
 from gt.ir.instr import COLLECTIVES, TRANSFERS
 
+USED_ELSEWHERE = "a tensor that another micro-batch or stage writes"
 Messages = Mapping[tuple[Instruction, int], int]  # by a send or receive and its part, the place on its channel
 NO_MESSAGES: Messages = MappingProxyType({})
 
@@ -94,9 +95,7 @@ def check_same_dataflow(worker: int, old: DataFlow, new: Sequence[Instruction], 
             continue
         op = ops.get(row.seq)
         where = f"{op.origin.file}:{op.origin.line} {op.known.name}" if op is not None else row.kind
-        raise CannotReorder(
-            f"{where} on worker {worker} uses a tensor that another micro-batch or stage writes: the order matters"
-        )
+        raise CannotReorder(f"{where} on worker {worker} uses {USED_ELSEWHERE}: the order matters")
     if len(after) < len(new) - stands.count(-1):
         return None
     fresh = count(max(old.numbers, default=-1) + 1)  # for rows that replace no old one and make nothing

@@ -332,6 +332,37 @@ def returned_views_in_another_dtype(device: str, wrap: Callable) -> Any:
     return torch.utils._pytree.tree_map(lambda x: torch.view_as_real(x.resolve_conj()) if x.is_complex() else x, made)
 
 
+def returned_views_in_larger_elements(device: str, wrap: Callable) -> Any:
+    """The argument may have more elements than larger ones have room for, or none."""
+    made = []
+    for view, shape in (
+        (lambda x: x[:4].view(torch.int64), (5,)), (lambda x: x[0].view(torch.complex64), (3, 2)),
+        (lambda x: x.view(torch.int64), (0,)),
+    ):  # fmt: skip
+        compiled = wrap(lambda x, view=view: (view(x), x * 2))
+        for n in range(6):
+            base = torch.arange(15.0).add(n).to(device)
+            x = base[:5] if shape == (5,) else base.view(3, 5)[:, :2] if shape == (3, 2) else base[:0]
+            result = compiled(x)[0]
+            base.mul_(2)
+            made.append(torch.view_as_real(result) if result.is_complex() else result.clone())
+    return made
+
+
+def returned_twice(device: str, wrap: Callable) -> Any:
+    """A leaf and another object of its memory are two results, in either order; each is what the function returned."""
+    made = []
+    for both in (lambda t: (t, t.detach()), lambda t: (t.detach(), t), lambda t: (nn.Parameter(t.detach()), t.detach(), t)):
+        compiled = wrap(lambda x, both=both: both((x * 2).detach().requires_grad_()))
+        for x in rows(device):
+            results = compiled(x)
+            made.append([(r.requires_grad, isinstance(r, nn.Parameter)) for r in results])
+            made.append([a is b for a in results for b in results])
+            results[-1].detach().mul_(5)
+            made += [r.detach().clone() for r in results]
+    return made
+
+
 def returned_flat_argument(device: str, wrap: Callable) -> Any:
     compiled, xs = wrap(lambda x: (x.view(-1), x.flatten()[2:5], x * 2)), rows(device)
     made = [compiled(x) for x in xs]
@@ -372,7 +403,7 @@ PROGRAMS = (
     argument_that_begins_to_require_grad, assigned_gradient, changed_gradient, view_of_an_argument_that_stays,
     host_memory_in_two_arguments, host_memory_in_arguments_of_parts, host_memory_that_is_read_in_two_forms,
     returned_aliases_of_an_argument, returned_views_in_another_dtype, returned_conjugate_of_an_argument, returned_leaves,
-    returned_flat_argument,
+    returned_flat_argument, returned_views_in_larger_elements, returned_twice,
 )  # fmt: skip
 
 

@@ -39,9 +39,12 @@ class ViewPlace:
         """The view of the caller's argument."""
         offset = tensor.storage_offset()
         if tensor.dtype != self.dtype:
-            # The rest of the memory as a flat tensor, which alone may have elements of another size
+            # The rest of the memory as a flat tensor, which alone may have elements of another size. Of larger elements
+            # there are as many as are whole
             ends = ((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-            flat = call(_VIEW, (tensor, [max(1 + sum(ends), 0)], [1], offset))
+            length = 1 + sum(ends) if tensor.numel() else 0
+            length -= length % max(self.dtype.itemsize // tensor.dtype.itemsize, 1)
+            flat = call(_VIEW, (tensor, [length], [1], offset))
             offset, tensor = offset * tensor.dtype.itemsize // self.dtype.itemsize, call(_VIEW_DTYPE, (flat, self.dtype))
         view = call(_VIEW, (tensor, self.sizes, self.strides, offset + self.offset))
         for op in self.flips:

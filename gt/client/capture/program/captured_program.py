@@ -72,12 +72,12 @@ class CapturedProgram:
     written: tuple[int, ...]  # inputs that the program changes, and the caller's tensors with them
     memory: CallMemory  # memory of the recorded call
     keep: list = field(default_factory=list)  # tensors whose ids the program uses
-    spans: dict[int, SharedMemory] = field(init=False)  # results that share memory, by their identity
+    spans: dict[int, SharedMemory] = field(init=False)  # tensors that share memory, by their ids
     replays: int = 0
 
     def __post_init__(self) -> None:
         fresh = [result for result in self.results if type(result) is ProgramResult and not result.lasts]
-        copied = {id(result): result.tensor for result in fresh if not isinstance(result.source, NamedMemory)}
+        copied = {result.tensor._ref.id: result.tensor for result in fresh if not isinstance(result.source, NamedMemory)}
         self.spans = shared_memory(copied, self.memory)
         weakref.finalize(self, _drop, self.recorder, self.number).atexit = False
 
@@ -136,7 +136,8 @@ class CapturedProgram:
 
     def copy_results(self, arguments: list, given: tuple) -> Any:
         """The results: each fresh one copied out of the memory that the next replay writes, views of arguments and state."""
-        copies: dict[int, RemoteTensor] = {}
+        copies: dict[int, RemoteTensor] = {}  # by the identity of a result
+        aliases: dict[int, RemoteTensor] = {}  # by the id of its tensor
         memories: dict[tuple, RemoteTensor] = {}
 
         def made(result: Any) -> Any:
@@ -150,11 +151,15 @@ class CapturedProgram:
                 return result.tensor
             # A tensor that the function returns twice is one tensor for the caller, too
             if id(result) not in copies:
-                span = self.spans.get(id(result))
+                number = result.tensor._ref.id
+                span = self.spans.get(number)
                 if result.lasts:
                     own = result.tensor.detach()
+                elif number in aliases:  # another object of the same tensor, as t.detach() beside t
+                    own = aliases[number].detach()
                 else:
                     own = call(_CLONE, (result.tensor,)) if span is None else span.view(result.tensor, memories)
+                    aliases[number] = own
                 copies[id(result)] = as_leaf(own, result.requires_grad, result.parameter)
             return copies[id(result)]
 

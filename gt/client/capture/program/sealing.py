@@ -104,7 +104,8 @@ def captured_program(
     same = {k: t for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs}  # read in place
     lasting = {memory_id(tensor) for _, tensor in entry.tensors()} - {old for old, _ in sealed.carried}
     lasting |= set(map(memory_id, same.values()))
-    copied: dict[int, ProgramResult] = {}  # by id: a tensor that is returned twice is one tensor
+    # By id and what the leaf is: a tensor that is returned twice is one tensor
+    copied: dict[tuple[int, bool, bool], ProgramResult] = {}
 
     replaced = rebound(entry, first)
 
@@ -119,8 +120,8 @@ def captured_program(
             return leaf
         lasts = now.memory.owner(leaf) in lasting
         source = find_memory(leaf) or (leaf if lasts else make(leaf._ref.meta, leaf._ref))
-        own = ProgramResult(source, lasts, leaf.requires_grad, isinstance(leaf, Parameter))
-        return copied.setdefault(leaf._ref.id, own)
+        kind = leaf.requires_grad, isinstance(leaf, Parameter)
+        return copied.setdefault((leaf._ref.id, *kind), ProgramResult(source, lasts, *kind))
 
     keep = [t for state in (entry, leaving) for _, t in state.tensors() if t._ref.id in reads or t._ref.id >= first]
     grads, made = gradients(entry, leaving, reads, first), take_made(leaving, first, replaced)

@@ -51,11 +51,11 @@ class SharedMemory:
 
 
 def shared_memory(results: Mapping[int, RemoteTensor], memory: CallMemory) -> dict[int, SharedMemory]:
-    """The memory of each result that shares it with another one. results: by their identities, as the answer."""
+    """The memory of each result that shares it with another one. results: by the ids of their tensors, as the answer."""
     groups: dict[int, dict[int, RemoteTensor]] = defaultdict(dict)
-    for identity, tensor in results.items():
+    for number, tensor in results.items():
         if tensor.numel():
-            groups[memory.owner(tensor)][identity] = tensor
+            groups[memory.owner(tensor)][number] = tensor
     spans: dict[int, SharedMemory] = {}
     for members in groups.values():
         if len(members) > 1:

@@ -20,6 +20,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import warnings
@@ -31,7 +32,7 @@ import torch
 
 from gt.client.capture.user_code import is_library
 
-WARNS, ASKS_TIME, OPENS = "warns", "asks for the time", "opens a file"
+WARNS, ASKS_TIME, ASKS_SETTING, OPENS = "warns", "asks for the time", "asks for a setting", "opens a file"
 _FILES = (
     "mkdir rmdir remove unlink rename replace link symlink truncate ftruncate chmod chown utime mkfifo mknod open write writev"
 )
@@ -40,12 +41,15 @@ _TABLE: Iterable[tuple[ModuleType | type, str, str]] = (
     (os, "system fork forkpty kill killpg posix_spawn", "starts or signals a process"),
     (os, "chdir fchdir umask nice setpriority sched_setaffinity", "changes a setting of the process"),
     (sys, "setrecursionlimit setswitchinterval", "changes a setting of Python"),
+    (sys, "getrecursionlimit getswitchinterval", ASKS_SETTING),
     (gc, "enable disable freeze unfreeze set_threshold", "changes a setting of Python"),
+    (gc, "isenabled get_threshold get_count get_stats", ASKS_SETTING),
     (_thread, "start_new_thread start_joinable_thread", "starts a thread"),
     (atexit, "register unregister", "registers a function for the end of the program"),
     (signal, "setitimer alarm raise_signal", "changes signals"),
     (torch, "from_file", OPENS),
     (torch, "set_num_threads set_num_interop_threads set_flush_denormal", "changes a setting of torch"),
+    (torch, "get_num_threads get_num_interop_threads", ASKS_SETTING),
     (time, "time monotonic perf_counter process_time thread_time", ASKS_TIME),
     (time, "time_ns monotonic_ns perf_counter_ns process_time_ns thread_time_ns", ASKS_TIME),
     (time, "localtime gmtime ctime asctime strftime", ASKS_TIME),
@@ -60,11 +64,19 @@ _WRITERS = (
     ("sqlite3", "Connection", "uses a database"),
     ("sqlite3", "Cursor", "uses a database"),
 )  # classes in C whose methods have effects
-_SETTINGS = (("torch", "set_printoptions"), ("numpy", "set_printoptions"), ("numpy", "seterr"))  # written in Python
+_SETTINGS = (
+    ("torch", "set_printoptions", "changes a setting of torch"),
+    ("numpy", "set_printoptions seterr", "changes a setting of numpy"),
+    ("numpy", "get_printoptions geterr", ASKS_SETTING),
+    ("torch", "initial_seed", "asks for the seed"),
+    ("torch.random", "initial_seed", "asks for the seed"),
+)  # functions that are written in Python
 _CAPTURE = "gt.client.capture."  # code that calls the captured function
-# Folders of packages and of the system, whose files are no data of the program
-_FOLDERS = (sys.prefix, sys.base_prefix, "/proc", "/sys", "/dev")
+# Folders of packages and of the system, whose files are no data of the program; memory that processes share is data
+_PACKAGES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_FOLDERS = (*filter(None, _PACKAGES), "/proc", "/sys", "/dev")
 _NO_DATA = tuple({f"{os.path.normpath(path)}{os.sep}" for path in _FOLDERS})
+_DATA = f"{os.sep}dev{os.sep}shm{os.sep}"
 _OF_PYTHON = frozenset({"importlib", "linecache", "tokenize", "inspect"})  # which read and write files for Python itself
 
 
@@ -90,9 +102,9 @@ class OutputWatch:
         self._patch(os, "write", "writes to a file")
         self._patch(subprocess.Popen, "__init__", "starts a process")
         self._patch(logging.Logger, "handle", "logs")
-        for module, name in _SETTINGS:
-            if module in sys.modules:
-                self._patch(sys.modules[module], name, f"changes a setting of {module}")
+        for module, names, what in _SETTINGS:
+            for name in names.split() if module in sys.modules else ():
+                self._patch(sys.modules[module], name, what)
         self._patch(warnings, "_showwarnmsg", WARNS)  # which is called for those that a filter lets through
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
@@ -146,7 +158,8 @@ def _is_data(values: tuple, options: dict[str, Any]) -> bool:
     """True for a call of open() with a path that is no file of a package or of the system."""
     path = values[0] if values else options.get("file")
     with contextlib.suppress(TypeError, ValueError, OSError):
-        return not os.path.abspath(os.fsdecode(path)).startswith(_NO_DATA)  # type: ignore[arg-type]
+        file = os.path.abspath(os.fsdecode(path))  # type: ignore[arg-type]
+        return file.startswith(_DATA) or not file.startswith(_NO_DATA)
     return False
 
 

@@ -58,7 +58,11 @@ def _advanced(rows: list[Instruction], memory: Sequence[MemoryAccess]) -> list[I
 
 
 def _awaited_casts(rows: Sequence[Instruction], memory: Sequence[MemoryAccess]) -> set[int]:
-    """Casts, by number, of which only reductions, optimizers' steps and other such casts use the result."""
+    """Casts, by number, of which only reductions, optimizers' steps and other such casts use the result.
+
+    A step waits for them where its state is offloaded. Any other step follows the backward pass.
+    """
+    offloads = any(row.kind in OFFLOAD for row in rows)
     awaited: set[int] = set()  # memory that a later one of these reads
     others: set[int] = set()  # memory that other rows read
     casts: set[int] = set()
@@ -67,9 +71,10 @@ def _awaited_casts(rows: Sequence[Instruction], memory: Sequence[MemoryAccess]) 
         cast = _is_cast(row, access) and access.makes[0] in awaited and access.makes[0] not in others
         if cast:
             casts.add(n)
-        if cast or row.kind in REDUCTIONS or is_fused_step(row):
+        step = is_fused_step(row)
+        if cast or row.kind in REDUCTIONS or (step and offloads):
             awaited.update(access.reads)
-        elif not names_only(row):
+        elif not (step or names_only(row)):
             others.update(access.reads)
     return casts
 

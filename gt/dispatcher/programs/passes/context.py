@@ -8,14 +8,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from gt.config.schema import BUCKET_BYTES
+from gt.dispatcher.programs.reorder_check import USED_ELSEWHERE
 from gt.ir.instr import Define
 
 if TYPE_CHECKING:
     from gt.dispatcher.programs.passes.stage_costs import OlderShapes
 
 KEEP_COPIES = (
-    ". With zero: 3 a micro-batch frees gathered weights that another one uses, unless the config names the schedule: write "
-    "schedule: {} below gt: in the config"
+    ". If it is a weight: with zero: 3 a micro-batch frees gathered weights that another one uses, unless the config names the "
+    "schedule; write schedule: {} below gt: in the config"
 )
 MakeDefinition = Callable[[str, dict], Define]  # the definition of a kind with this payload, which all workers will know
 
@@ -46,7 +47,7 @@ class PassContext:
     schedule: dict[str, Any] = field(default_factory=dict)  # the report of the schedule, {} where none was asked for
     recomputed: dict[int, list[int]] = field(default_factory=dict)  # by worker: values, bytes at the peak before and after
     batched: dict[int, list[int]] = field(default_factory=dict)  # by worker: collectives, and as how many they are done
-    advanced: dict[int, list[int]] = field(default_factory=dict)  # by worker: parts of host steps, and those that moved up
+    advanced: dict[int, list[int]] = field(default_factory=dict)  # by worker: parts of offloaded steps, and those that moved up
     rejected: dict[str, str] = field(default_factory=dict)  # passes whose result was not verified, and why
 
     @cached_property
@@ -64,7 +65,8 @@ class PassContext:
         """The result of a pass is not taken."""
         self.rejected[name] = why
         if name == "apply_schedule":
-            self.reject_schedule(f"{why}{KEEP_COPIES.format(self.asked) if self.ends_copies else ''}")
+            copies = self.ends_copies and USED_ELSEWHERE in why
+            self.reject_schedule(f"{why}{KEEP_COPIES.format(self.asked) if copies else ''}")
         elif name == "rematerialize":
             self.recomputed = {}
         elif name == "advance_host_steps":

@@ -13,11 +13,12 @@ import os
 import pathlib
 import sqlite3
 import sys
+import tempfile
 import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -174,6 +175,19 @@ FILES = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def shared_memory() -> Iterator[str]:
+    folder = "/dev/shm"
+    if not os.access(folder, os.W_OK):
+        pytest.skip("no shared memory is a folder here")
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        yield made
+
+
+def test_a_file_in_shared_memory_is_read_at_each_call(shared_memory: str) -> None:
+    test_a_file_that_a_library_opens_is_read_at_each_call("numpy", pathlib.Path(shared_memory))
+
+
 @pytest.mark.parametrize("kind", FILES)
 def test_a_file_that_a_library_opens_is_read_at_each_call(kind: str, tmp_path: pathlib.Path) -> None:
     path = str(tmp_path / "value.npy")
@@ -197,6 +211,27 @@ def test_an_answer_of_the_system_is_another_one_at_each_call(ask: Callable[[], A
     step = gt.compile(lambda x: (x * 2, str(ask())))
     answers = {step(torch.ones(4))[1] for _ in range(CALLS)}
     assert len(answers) == CALLS, step.explain()
+
+
+SETTINGS = {
+    "recursion": (sys.getrecursionlimit, sys.setrecursionlimit, 1000),
+    "threads": (torch.get_num_threads, torch.set_num_threads, 1),
+    "seed": (lambda: torch.initial_seed(), torch.manual_seed, 1),
+    "numpy": (lambda: np.get_printoptions()["precision"], lambda n: np.set_printoptions(precision=n), 1),
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_setting_that_a_step_asks_for_is_that_of_each_call(kind: str) -> None:
+    ask, change, least = SETTINGS[kind]
+    before, step, values = ask(), gt.compile(lambda x: x * ask()), []
+    try:
+        for n in range(CALLS):
+            change(least + n // 4)
+            values.append(step(torch.ones(())).item())
+    finally:
+        change(before)
+    assert values == [least + n // 4 for n in range(CALLS)], step.explain()
 
 
 def test_a_setting_of_the_process_is_set_at_each_call() -> None:

@@ -62,6 +62,13 @@ def test_what_more_than_reductions_and_steps_read_stays():
     assert order(*rows) == [ids for _, ids in rows]
 
 
+def test_a_sum_of_activations_has_no_step_wait_for_casts():
+    """A tensor-parallel layer's sum is no gradient's: the step on the device follows the backward pass in any case."""
+    device = Define(31, "op", {k: v for k, v in step(1).payload.items() if k != "fresh"})
+    same = recording(*BACKWARD, (SUM, [30]), (CAST, [12, 22]), (device, [2, 22, 40]), workers=2)
+    assert passed(same, advance_casts)[0] is same
+
+
 def test_without_reductions_or_offloaded_state_nothing_is_done():
     device = Define(31, "op", {k: v for k, v in step(1).payload.items() if k != "fresh"})
     rows = [*BACKWARD, (CAST, [12, 22]), (device, [2, 22, 40])]

@@ -1,4 +1,4 @@
-"""Host steps moved up to where their gradients are final: the same values, in parts, and no further than they may."""
+"""Steps on offloaded state moved up to where their gradients are final: the same values, in parts, and no further."""
 
 from __future__ import annotations
 

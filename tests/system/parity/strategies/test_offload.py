@@ -149,6 +149,20 @@ def test_a_list_op_on_much_state_is_done_in_parts(session, monkeypatch):
     assert trained(fused=True)[0] == want
 
 
+@pytest.mark.parametrize("step", ["host", "device"])
+def test_what_a_program_fills_like_a_parameter_is_no_state(session, step):
+    """A mask, and a gradient that is made ahead, stay on the device, as does all that is computed of them."""
+    session(f"gt: {{data_parallel: [0], offload: {{optimizer: cpu, step: {step}}}}}")
+    layer = nn.Linear(WIDTH, WIDTH).to("remote")
+    mask = torch.ones_like(layer.weight)
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    before = moved()
+    for _ in range(3):
+        (torch.nn.functional.linear(torch.ones(2, WIDTH, device="remote"), layer.weight * mask)).sum().backward()
+    assert not any(away for _, away, _ in counted())
+    assert not any((moved() - before).values())
+
+
 def test_state_is_freed_with_its_optimizer(session, tmp_path):
     session(f"gt: {{data_parallel: [0, 1], zero: 1, offload: {{optimizer: nvme, path: {tmp_path}}}}}")
     _, kept = trained(fused=True)
