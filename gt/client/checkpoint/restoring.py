@@ -245,8 +245,9 @@ def _module_changes(module: torch.nn.Module, state: Any, name: str, problems: _C
     # Existing tensors are written in place, which optimizers and captured steps
     # refer to. Tensors on the meta device have no memory, and are replaced
     yield Change(name, lambda: _end_gradients([value for key, value in own.items() if key in given and key not in meta]))
-    yield Change(name, lambda: _copy_into(module, here, metadata, problems.unread, hooked))
+    # First: some modules of torch add a tensor that their part of a state lacks, and would copy it to the meta device
     yield Change(name, lambda: _replace(module, given, own, meta))
+    yield Change(name, lambda: _copy_into(module, here, metadata, problems.unread, hooked))
 
 
 def _held(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -114,6 +114,17 @@ def test_a_hook_sees_the_whole_state(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
 
 
+def test_a_norm_on_the_meta_device_takes_a_state_without_versions(one: None, tmp_path: Path) -> None:
+    """Without torch's warning of a copy to meta: a norm adds the count that its part of an older state lacks."""
+    model = nn.BatchNorm1d(3)
+    model(torch.randn(4, 3))
+    gt.save({"model": dict(model.state_dict())}, tmp_path / "c")
+    new = nn.BatchNorm1d(3).to("meta")
+    gt.load(tmp_path / "c", into={"model": new}, device="remote")
+    assert all(torch.equal(value.cpu(), model.state_dict()[name]) for name, value in new.state_dict().items())
+    assert new.num_batches_tracked.item() == 1
+
+
 class Hooked(nn.Module):
     """A weight and a buffer; `hook(module, state)` sees a state before it is loaded."""
 
