@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -53,12 +55,15 @@ class _Comparison(list[str]):
     """Differences between a state and the objects that it is for.
 
     strict: a name that only one of both has is a difference. unread: a loaded tensor anew, which takes memory while it is
-    copied; the one of the state is not read for it.
+    copied; the one of the state is not read for it. undone: takes back what load hooks changed in the objects, if the load is
+    refused. cause: the error of the first hook that failed.
     """
 
     def __init__(self, strict: bool, unread: Unread) -> None:
         super().__init__()
         self._strict, self.unread = strict, unread
+        self.undone = contextlib.ExitStack()
+        self.cause: Exception | None = None
 
     def lacks(self, text: str) -> None:
         if self._strict:
@@ -71,17 +76,27 @@ def restore(into: Any, state: Any, where: Path, unread: Unread, strict: bool = T
     unread, strict: see _Comparison.
     """
     problems = _Comparison(strict, unread)
+    with problems.undone:
+        changes = _compared(into, state, where, problems)
+        with torch.no_grad():
+            # Those that may be refused come first, and can be undone
+            _apply(sorted(changes, key=lambda change: change.undo is None), where)
+        problems.undone.pop_all()
+
+
+def _compared(into: Any, state: Any, where: Path, problems: _Comparison) -> list[Change]:
+    """The changes that are to be made, if there is no difference."""
     try:
         changes = list(_changes(into, state, "", problems))
+    except GTError:
+        raise
     except (TypeError, ValueError, LookupError, AttributeError) as error:  # a state of other types than its object makes
         raise CheckpointError(f"{where} does not fit: {type(error).__name__} {error!s:.200}") from error
     if problems:
         left = len(problems) - MAX_SHOWN
         more = f"; and {left} more differences" if left > 0 else ""
-        raise CheckpointError(f"{where} does not fit: {'; '.join(problems[:MAX_SHOWN])}{more}")
-    with torch.no_grad():
-        # Those that may be refused come first, and can be undone
-        _apply(sorted(changes, key=lambda change: change.undo is None), where)
+        raise CheckpointError(f"{where} does not fit: {'; '.join(problems[:MAX_SHOWN])}{more}") from problems.cause
+    return changes
 
 
 def trains(into: Any) -> bool:
@@ -189,9 +204,7 @@ def _show(thing: Any) -> str:
 
 
 def _module_changes(module: torch.nn.Module, state: Any, name: str, problems: _Comparison) -> Iterator[Change]:
-    held = module.state_dict(keep_vars=True)
-    # A module's code takes its extra state, a tensor of any shape too
-    own = {key: value for key, value in held.items() if isinstance(value, torch.Tensor) and not _is_extra(key)}
+    held, own = _held(module)
     if not isinstance(state, Mapping):
         problems.append(f"{name or 'the state'} is {_show(state)}, want the state of a {type(module).__name__}")
         return
@@ -208,22 +221,40 @@ def _module_changes(module: torch.nn.Module, state: Any, name: str, problems: _C
     metadata = getattr(state, "_metadata", None)
     if not _is_metadata(metadata):  # torch's own load would stop at it, half way through the module
         problems.append(f"{name or 'the state'} has versions of modules that are no numbers")
-    shown = given if _fits(given, own, held) else _through_hooks(module, given, metadata)
-    _compare(shown, own, held, name, problems)
+    hooked = _is_users(module, _load_hooks) or not _fits(given, own, held)
+    if hooked:
+        try:
+            given = _through_hooks(module, given, metadata, name, problems)
+        except GTError:
+            raise
+        except Exception as error:
+            problems.append(f"{name or 'the state'} is refused by a load hook: {type(error).__name__} {error!s:.200}")
+            problems.cause = problems.cause or error
+            return
+        held, own = _held(module)  # anew: a hook may have given the module other tensors
+    _compare(given, own, held, name, problems)
     left = [key for key, buffer in module.named_buffers() if buffer.device.type == "meta" and key not in own]
     if left:
         problems.append(
             f"{_join(name, left[0])} is a buffer on the meta device that no checkpoint has: "
             f"use module.to_empty(device={Shown.device.type!r}) and initialise it first"
         )
-    meta = {key for key, value in own.items() if value.device.type == "meta" and key in shown}
+    meta = {key for key, value in own.items() if value.device.type == "meta" and key in given}
     yield from _extra_changes(module, given, name)
     here = {key: value for key, value in given.items() if key not in meta}
     # Existing tensors are written in place, which optimizers and captured steps
     # refer to. Tensors on the meta device have no memory, and are replaced
-    yield Change(name, lambda: _end_gradients([value for key, value in own.items() if key in shown and key not in meta]))
-    yield Change(name, lambda: _copy_into(module, here, metadata, problems.unread))
-    yield Change(name, lambda: _replace(module, shown, own, meta))
+    yield Change(name, lambda: _end_gradients([value for key, value in own.items() if key in given and key not in meta]))
+    # First: some modules of torch add a tensor that their part of a state lacks, and would copy it to the meta device
+    yield Change(name, lambda: _replace(module, given, own, meta))
+    yield Change(name, lambda: _copy_into(module, here, metadata, problems.unread, hooked))
+
+
+def _held(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The module's state, and its tensors."""
+    held = module.state_dict(keep_vars=True)
+    # A module's code takes its extra state, a tensor of any shape too
+    return held, {key: value for key, value in held.items() if isinstance(value, torch.Tensor) and not _is_extra(key)}
 
 
 def _compare(
@@ -235,6 +266,8 @@ def _compare(
             problems.lacks(f"{_join(name, key)} is not in the checkpoint")
         elif not isinstance(given[key], torch.Tensor) or given[key].shape != value.shape:
             problems.append(f"{_join(name, key)} is {_show(given[key])}, want {_show(value)}")
+        elif given[key].device.type == "meta":  # by a hook, from a tensor of the module
+            problems.append(f"{_join(name, key)} is on the meta device after the load hooks, and has no values")
         elif value.device.type != "meta" and (refusal := _unwritable(value)):
             problems.append(f"{_join(name, key)} {refusal}")
     for key, value in held.items():
@@ -251,13 +284,73 @@ def _fits(given: Mapping[str, Any], own: Mapping[str, Any], held: Mapping[str, A
     return given.keys() <= held.keys() and all(shapes.get(key) == value.shape for key, value in own.items())
 
 
-def _through_hooks(module: torch.nn.Module, given: dict[str, Any], metadata: Any) -> dict[str, Any]:
-    """A state after the hooks that modules have for older states, which rename tensors or give them other shapes."""
-    rows, versions = dict(given), metadata if _is_metadata(metadata) and metadata else {}
-    for path, part in module.named_modules(remove_duplicate=False):
+def _through_hooks(
+    module: torch.nn.Module, given: dict[str, Any], metadata: Any, name: str, problems: _Comparison
+) -> dict[str, Any]:
+    """A state after the hooks that modules have for older states, which rename tensors or give them other shapes.
+
+    As in torch a hook sees the names of its module only. Each runs once: the values are then copied without hooks.
+    """
+    if any(part._load_state_dict_pre_hooks for part in module.modules()):
+        problems.undone.callback(_remembered(module))
+    if _is_users(module, _load_hooks):
+        # A hook may compute in place, and the remote tensors that gt.load returns stay as they are
+        given = {key: problems.unread(value) if isinstance(value, torch.Tensor) else value for key, value in given.items()}
+    versions = metadata if _is_metadata(metadata) and metadata else {}
+    missing: list[str] = []
+    unexpected: list[str] = []
+    errors: list[str] = []
+
+    def walk(part: torch.nn.Module, rows: dict[str, Any], prefix: str) -> dict[str, Any]:
         for hook in part._load_state_dict_pre_hooks.values():
-            hook(rows, f"{path}." if path else "", versions.get(path, {}), True, [], [], [])
-    return rows
+            hook(rows, prefix, versions.get(prefix[:-1], {}), True, missing, unexpected, errors)
+        shown = {key: value for key, value in rows.items() if key.startswith(prefix)}
+        for child, below in part._modules.items():
+            if below is not None:
+                inner = f"{prefix}{child}."
+                seen = {key: shown.pop(key) for key in list(shown) if key.startswith(inner)}
+                shown.update(walk(below, seen, inner))
+        return shown
+
+    named = {key: value for key, value in given.items() if isinstance(key, str)}
+    shown = {**{key: value for key, value in given.items() if key not in named}, **walk(module, named, "")}
+    problems.extend(f"{name or 'the state'} is refused by a load hook: {text!s:.200}" for text in errors)
+    for key in dict.fromkeys([*missing, *unexpected]):
+        problems.lacks(f"{_join(name, key)} is missing or unexpected, says a load hook")
+    return shown
+
+
+def _remembered(module: torch.nn.Module) -> Callable[[], None]:
+    """A function that gives modules the attributes, and tensors the shapes, that they have now."""
+    boxes: list[tuple[Any, Any]] = []
+    for part in module.modules():
+        names = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+        inner = [vars(part)[name] for name in names if isinstance(vars(part).get(name), (dict, set))]
+        boxes += [(box, box.copy()) for box in (vars(part), *inner)]
+    tensors = [(tensor, tensor.detach()) for tensor in itertools.chain(module.parameters(), module.buffers())]
+
+    def put_back() -> None:
+        for box, before in boxes:
+            box.clear()
+            box.update(before)
+        for tensor, old in tensors:
+            if tensor.shape != old.shape:  # by resize_ or .data
+                tensor.data = old
+
+    return put_back
+
+
+@contextlib.contextmanager
+def _without_hooks(module: torch.nn.Module) -> Iterator[None]:
+    """Load hooks that have seen the state do not see it again: a second call could change it again."""
+    kept = [(hooks, hooks.copy()) for part in module.modules() if (hooks := part._load_state_dict_pre_hooks)]
+    try:
+        for hooks, _ in kept:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)
 
 
 def _is_metadata(metadata: Any) -> bool:
@@ -295,21 +388,26 @@ def _end_gradients(tensors: list[torch.Tensor]) -> None:
                 tensor.grad = None
 
 
-def _copy_into(module: torch.nn.Module, given: dict, metadata: Any, unread: Unread) -> None:
-    """Copy into values that exist, some at a time: only so many are read at once."""
-    for part in [given] if _sees_all(module) else _parts(given):
-        here = {key: unread(value) if isinstance(value, torch.Tensor) else value for key, value in part.items()}
-        module.load_state_dict(here if metadata is None else _WithMetadata(here, metadata), strict=False)
+def _copy_into(module: torch.nn.Module, given: dict, metadata: Any, unread: Unread, hooked: bool) -> None:
+    """Copy into values that exist, some at a time: only so many are read at once. hooked: load hooks have seen the state."""
+    with _without_hooks(module) if hooked else contextlib.nullcontext():
+        for part in [given] if _is_users(module, _load_code) else _parts(given):
+            here = {key: unread(value) if isinstance(value, torch.Tensor) else value for key, value in part.items()}
+            module.load_state_dict(here if metadata is None else _WithMetadata(here, metadata), strict=False)
 
 
-def _sees_all(module: torch.nn.Module) -> bool:
-    """True if a module or a hook could tell a part from the whole state. Those of torch look at their own names only."""
-    for part in module.modules():
-        hooks = [getattr(hook, "hook", hook) for hook in part._load_state_dict_pre_hooks.values()]
-        code = [type(part)._load_from_state_dict, *hooks, *part._load_state_dict_post_hooks.values()]
-        if not all(str(getattr(each, "__module__", "")).partition(".")[0] == "torch" for each in code):
-            return True
-    return False
+def _load_hooks(part: torch.nn.Module) -> list[Any]:
+    return [getattr(hook, "hook", hook) for hook in part._load_state_dict_pre_hooks.values()]
+
+
+def _load_code(part: torch.nn.Module) -> list[Any]:
+    return [type(part)._load_from_state_dict, *_load_hooks(part), *part._load_state_dict_post_hooks.values()]
+
+
+def _is_users(module: torch.nn.Module, code: Callable[[torch.nn.Module], list[Any]]) -> bool:
+    """True if not all of modules' code is torch's, which looks at its own names only: other code sees the whole state."""
+    called = itertools.chain.from_iterable(map(code, module.modules()))
+    return not all(str(getattr(each, "__module__", "")).partition(".")[0] == "torch" for each in called)
 
 
 def _parts(given: dict) -> Iterator[dict]:
