@@ -274,8 +274,13 @@ def _adopt(memory: NamedMemory, other: NamedMemory) -> None:
 
 def find_memory(tensor: RemoteTensor) -> NamedMemory | None:
     """The memory that this object names, if programs write it."""
-    memory = _memories.get(id(_ref(tensor)))
+    memory = named_memory(tensor)
     return memory if memory is not None and memory.tensor is tensor else None
+
+
+def named_memory(tensor: RemoteTensor) -> NamedMemory | None:
+    """The same of this object or another one of its tensor, as g.detach() of g."""
+    return _memories.get(id(_ref(tensor)))
 
 
 @dataclass(slots=True)

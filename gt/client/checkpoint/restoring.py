@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -241,7 +242,8 @@ def _module_changes(module: torch.nn.Module, state: Any, name: str, problems: _C
         )
     meta = {key for key, value in own.items() if value.device.type == "meta" and key in given}
     yield from _extra_changes(module, given, name)
-    here = {key: value for key, value in given.items() if key not in meta}
+    # A user's own code for it sees the whole state: it may fill what a state lacks
+    here = given if _is_users(module, _load_code) else {key: value for key, value in given.items() if key not in meta}
     # Existing tensors are written in place, which optimizers and captured steps
     # refer to. Tensors on the meta device have no memory, and are replaced
     yield Change(name, lambda: _end_gradients([value for key, value in own.items() if key in given and key not in meta]))
@@ -312,7 +314,9 @@ def _through_hooks(
                 shown.update(walk(below, seen, inner))
         return shown
 
-    named = {key: value for key, value in given.items() if isinstance(key, str)}
+    named: dict[str, Any] = OrderedDict((key, value) for key, value in given.items() if isinstance(key, str))
+    if metadata is not None:
+        named._metadata = metadata  # type: ignore[attr-defined]  # as torch shows it
     shown = {**{key: value for key, value in given.items() if key not in named}, **walk(module, named, "")}
     problems.extend(f"{name or 'the state'} is refused by a load hook: {text!s:.200}" for text in errors)
     for key in dict.fromkeys([*missing, *unexpected]):
@@ -334,7 +338,7 @@ def _remembered(module: torch.nn.Module) -> Callable[[], None]:
             box.clear()
             box.update(before)
         for tensor, old in tensors:
-            if tensor.shape != old.shape:  # by resize_ or .data
+            if tensor.shape != old.shape or tensor.dtype != old.dtype:  # by resize_ or .data
                 tensor.data = old
 
     return put_back

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from gt.errors import OpFailed
 from gt.ir.instr import STATE
 
 aten = torch.ops.aten
+_FILLS = frozenset({"aten.zeros_like.default", "aten.ones_like.default", "aten.full_like.default"})
 # torch wraps the step of every optimizer in a function with this code
 _STEP = next(c for c in torch.optim.Optimizer.profile_hook_step.__code__.co_consts if isinstance(c, CodeType))
 
@@ -135,22 +136,26 @@ def placed(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     if not is_remote(kwargs.get("device")):
         return from_shapes(info, args, kwargs)
     tensor = call(info, args, kwargs)
-    if Current.offloads and _is_state(args):
+    if Current.offloads and info.name in _FILLS and _is_state(args):
         Current.recorder.code.extend((STATE, tensor._ref.id))  # type: ignore[union-attr]
     return tensor
 
 
 def _is_state(args: tuple) -> bool:
-    """True if an optimizer's step fills a tensor like a parameter: offloaded state leaves the device as it is made.
+    """True if an optimizer fills a tensor like a parameter: offloaded state leaves the device as it is made.
 
-    Else the first step would need room for all of it there.
+    Else the first step would need room for all of it there. A closure of the step computes with gradients: it makes no state.
     """
-    if not (args and isinstance(args[0], RemoteTensor) and args[0].is_leaf and args[0].requires_grad):
+    if not (isinstance(args[0], RemoteTensor) and args[0].is_leaf and args[0].requires_grad):
         return False
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not _STEP:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _STEP:
+            return not torch.is_grad_enabled()
+        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+            return True  # as Adagrad does
+        frame = frame.f_back
+    return False
 
 
 def from_shapes(info: OpInfo, args: tuple, kwargs: dict) -> Any:

@@ -352,14 +352,35 @@ def returned_views_in_larger_elements(device: str, wrap: Callable) -> Any:
 def returned_twice(device: str, wrap: Callable) -> Any:
     """A leaf and another object of its memory are two results, in either order; each is what the function returned."""
     made = []
-    for both in (lambda t: (t, t.detach()), lambda t: (t.detach(), t), lambda t: (nn.Parameter(t.detach()), t.detach(), t)):
-        compiled = wrap(lambda x, both=both: both((x * 2).detach().requires_grad_()))
+    for leaf, both in (
+        (True, lambda t: (t, t.detach())), (True, lambda t: (t.detach(), t)), (False, lambda t: (t, t.detach(), t)),
+        (True, lambda t: (nn.Parameter(t.detach()), t.detach(), t)),
+    ):  # fmt: skip
+        compiled = wrap(lambda x, leaf=leaf, both=both: both((x * 2).detach().requires_grad_(leaf)))
         for x in rows(device):
             results = compiled(x)
             made.append([(r.requires_grad, isinstance(r, nn.Parameter)) for r in results])
             made.append([a is b for a in results for b in results])
             results[-1].detach().mul_(5)
             made += [r.detach().clone() for r in results]
+    return made
+
+
+def returned_gradient_twice(device: str, wrap: Callable) -> Any:
+    """A parameter's gradient, and another object of it."""
+    weight = torch.ones(3, device=device, requires_grad=True)
+
+    def step(x: torch.Tensor) -> Any:
+        weight.grad = None
+        (weight * x).sum().backward()
+        return weight.grad, weight.grad.detach()
+
+    compiled, made = wrap(step), []
+    for x in rows(device):
+        grad, other = compiled(x)
+        made.append((grad is other, grad is weight.grad))
+        other.mul_(2)
+        made += [grad.clone(), other.clone(), weight.grad.clone()]
     return made
 
 
@@ -404,6 +425,7 @@ PROGRAMS = (
     host_memory_in_two_arguments, host_memory_in_arguments_of_parts, host_memory_that_is_read_in_two_forms,
     returned_aliases_of_an_argument, returned_views_in_another_dtype, returned_conjugate_of_an_argument, returned_leaves,
     returned_flat_argument, returned_views_in_larger_elements, returned_twice,
+    returned_gradient_twice,
 )  # fmt: skip
 
 

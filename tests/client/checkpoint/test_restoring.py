@@ -273,6 +273,35 @@ def test_a_default_of_a_hook_on_the_meta_device_is_named(tmp_path: Path) -> None
     assert model.w.is_meta
 
 
+class Frozen(nn.Module):
+    """A norm whose load code fills what a state lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(3))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        if f"{prefix}mean" not in state:
+            state[f"{prefix}mean"] = torch.zeros(3)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def test_load_code_of_a_user_sees_tensors_of_the_meta_device_too(one: None, tmp_path: Path) -> None:
+    gt.save({"model": {"mean": torch.full((3,), 5.0)}}, tmp_path / "c")
+    with torch.device("meta"):
+        model = Frozen()
+    gt.load(tmp_path / "c", into={"model": model}, device="cpu")
+    assert model.mean.tolist() == [5.0] * 3
+
+
+def test_a_hook_sees_the_versions_as_torch_shows_them(tmp_path: Path) -> None:
+    model, seen = nn.BatchNorm1d(3), []
+    gt.save({"model": model.state_dict()}, tmp_path / "c")
+    model.register_load_state_dict_pre_hook(lambda module, state, *rest: seen.append(state._metadata[""]["version"]))
+    gt.load(tmp_path / "c", into={"model": model})
+    assert seen == [2]
+
+
 def test_a_save_at_the_end_of_the_program_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in an atexit handler: once the main thread has ended, no other thread is waited for."""
     monkeypatch.setattr(saving.Save, "_begin", lambda self, writer: pytest.fail("a thread was started"))

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from gt.client.capture.aliasing import one_of, sharing_arguments, written_inputs
 from gt.client.capture.boundary import OUTSIDE, TORCH_GENERATOR, RecordedCall, gradients, hint, modes, side_effect
-from gt.client.capture.gradients import LeafGradients, find_memory, rebound, take_made, take_rebound
+from gt.client.capture.gradients import LeafGradients, find_memory, named_memory, rebound, take_made, take_rebound
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import LEADS_ELSEWHERE
 from gt.client.capture.program.argument_views import argument_view
@@ -104,8 +104,7 @@ def captured_program(
     same = {k: t for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs}  # read in place
     lasting = {memory_id(tensor) for _, tensor in entry.tensors()} - {old for old, _ in sealed.carried}
     lasting |= set(map(memory_id, same.values()))
-    # By id and what the leaf is: a tensor that is returned twice is one tensor
-    copied: dict[tuple[int, bool, bool], ProgramResult] = {}
+    copied: dict[int, ProgramResult] = {}  # by identity: an object that is returned twice is one object
 
     replaced = rebound(entry, first)
 
@@ -119,9 +118,10 @@ def captured_program(
         if not isinstance(leaf, RemoteTensor) or (leaf._ref.id < first and leaf._ref.id not in inputs):
             return leaf
         lasts = now.memory.owner(leaf) in lasting
-        source = find_memory(leaf) or (leaf if lasts else make(leaf._ref.meta, leaf._ref))
-        kind = leaf.requires_grad, isinstance(leaf, Parameter)
-        return copied.setdefault((leaf._ref.id, *kind), ProgramResult(source, lasts, *kind))
+        memory = named_memory(leaf)
+        source = memory or (leaf if lasts else make(leaf._ref.meta, leaf._ref))
+        other = memory is not None and memory.tensor is not leaf
+        return copied.setdefault(id(leaf), ProgramResult(source, lasts, leaf.requires_grad, isinstance(leaf, Parameter), other))
 
     keep = [t for state in (entry, leaving) for _, t in state.tensors() if t._ref.id in reads or t._ref.id >= first]
     grads, made = gradients(entry, leaving, reads, first), take_made(leaving, first, replaced)

@@ -18,6 +18,7 @@ import io
 import logging
 import os
 import signal
+import site
 import subprocess
 import sys
 import sysconfig
@@ -74,7 +75,9 @@ _SETTINGS = (
 _CAPTURE = "gt.client.capture."  # code that calls the captured function
 # Folders of packages and of the system, whose files are no data of the program; memory that processes share is data
 _PACKAGES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-_FOLDERS = (*filter(None, _PACKAGES), "/proc", "/sys", "/dev")
+_PACKAGES += [*getattr(site, "getsitepackages", list)(), f"{sys.base_prefix}/lib/python3/dist-packages"]
+_SHARED = [f"{prefix}/{folder}" for prefix in (sys.prefix, sys.base_prefix) for folder in ("share", "etc")]
+_FOLDERS = (*filter(None, _PACKAGES), *_SHARED, "/proc", "/sys", "/dev")
 _NO_DATA = tuple({f"{os.path.normpath(path)}{os.sep}" for path in _FOLDERS})
 _DATA = f"{os.sep}dev{os.sep}shm{os.sep}"
 _OF_PYTHON = frozenset({"importlib", "linecache", "tokenize", "inspect"})  # which read and write files for Python itself

@@ -162,6 +162,27 @@ def test_what_a_program_fills_like_a_parameter_is_no_state(session, step):
     assert not any(away for _, away, _ in counted())
     assert not any((moved() - before).values())
 
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def closure():
+        weight = layer.weight * torch.ones_like(layer.weight)
+        loss = torch.nn.functional.linear(torch.ones(2, WIDTH, device="remote"), weight).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert not any(away for _, away, _ in counted())
+
+
+def test_state_that_an_optimizer_makes_with_itself_leaves_the_device(session):
+    session("gt: {data_parallel: [0], offload: {optimizer: cpu, step: host}}")
+    layer = nn.Linear(WIDTH, WIDTH).to("remote")
+    layer(torch.ones(2, WIDTH, device="remote")).sum().backward()
+    optimizer = torch.optim.Adagrad(layer.parameters())
+    torch.ones(1).to("remote").add(1).cpu()
+    assert sum(sum(away.values()) for _, away, _ in counted()) >= 4 * WIDTH * WIDTH
+    optimizer.step()
+
 
 def test_state_is_freed_with_its_optimizer(session, tmp_path):
     session(f"gt: {{data_parallel: [0, 1], zero: 1, offload: {{optimizer: nvme, path: {tmp_path}}}}}")
