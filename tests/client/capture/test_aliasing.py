@@ -366,24 +366,6 @@ def returned_twice(device: str, wrap: Callable) -> Any:
     return made
 
 
-def returned_gradient_twice(device: str, wrap: Callable) -> Any:
-    """A parameter's gradient, and another object of it."""
-    weight = torch.ones(3, device=device, requires_grad=True)
-
-    def step(x: torch.Tensor) -> Any:
-        weight.grad = None
-        (weight * x).sum().backward()
-        return weight.grad, weight.grad.detach()
-
-    compiled, made = wrap(step), []
-    for x in rows(device):
-        grad, other = compiled(x)
-        made.append((grad is other, grad is weight.grad))
-        other.mul_(2)
-        made += [grad.clone(), other.clone(), weight.grad.clone()]
-    return made
-
-
 def returned_flat_argument(device: str, wrap: Callable) -> Any:
     compiled, xs = wrap(lambda x: (x.view(-1), x.flatten()[2:5], x * 2)), rows(device)
     made = [compiled(x) for x in xs]
@@ -425,7 +407,6 @@ PROGRAMS = (
     host_memory_in_two_arguments, host_memory_in_arguments_of_parts, host_memory_that_is_read_in_two_forms,
     returned_aliases_of_an_argument, returned_views_in_another_dtype, returned_conjugate_of_an_argument, returned_leaves,
     returned_flat_argument, returned_views_in_larger_elements, returned_twice,
-    returned_gradient_twice,
 )  # fmt: skip
 
 

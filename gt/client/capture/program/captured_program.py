@@ -36,14 +36,13 @@ class ProgramResult:
     """A result whose memory the next replay writes again, so that the caller gets a copy. lasts: a view of lasting state.
 
     A gradient or state that a place in Python has, too, is one object: the next replay copies it if the caller still holds it.
-    requires_grad, parameter: of a result that is a leaf of autograd's graph. alias: true for another object of such a gradient.
+    requires_grad, parameter: of a result that is a leaf of autograd's graph.
     """
 
     source: RemoteTensor | NamedMemory
     lasts: bool = False
     requires_grad: bool = False
     parameter: bool = False
-    alias: bool = False
 
     @property
     def tensor(self) -> RemoteTensor:
@@ -148,14 +147,13 @@ class CapturedProgram:
                 return result.of(given)
             if type(result) is not ProgramResult:
                 return result
-            named = isinstance(result.source, NamedMemory)
-            if named and not result.alias:
+            if isinstance(result.source, NamedMemory):
                 return result.tensor
             # A tensor that the function returns twice is one tensor for the caller, too
             if id(result) not in copies:
                 number = result.tensor._ref.id
                 span = self.spans.get(number)
-                if result.lasts or named:
+                if result.lasts:
                     own = result.tensor.detach()
                 elif number in aliases:  # another object of the same tensor, as t.detach() beside t
                     own = aliases[number].detach()

@@ -118,10 +118,10 @@ def captured_program(
         if not isinstance(leaf, RemoteTensor) or (leaf._ref.id < first and leaf._ref.id not in inputs):
             return leaf
         lasts = now.memory.owner(leaf) in lasting
-        memory = named_memory(leaf)
-        source = memory or (leaf if lasts else make(leaf._ref.meta, leaf._ref))
-        other = memory is not None and memory.tensor is not leaf
-        return copied.setdefault(id(leaf), ProgramResult(source, lasts, leaf.requires_grad, isinstance(leaf, Parameter), other))
+        # A gradient and another object of it are one object: an alias that the caller holds would prevent replays
+        source = find_memory(leaf) or (leaf if lasts else make(leaf._ref.meta, leaf._ref))
+        own = ProgramResult(source, lasts, leaf.requires_grad, isinstance(leaf, Parameter))
+        return copied.setdefault(id(named_memory(leaf) or leaf), own)
 
     keep = [t for state in (entry, leaving) for _, t in state.tensors() if t._ref.id in reads or t._ref.id >= first]
     grads, made = gradients(entry, leaving, reads, first), take_made(leaving, first, replaced)
