@@ -23,7 +23,7 @@ from math import prod
 from gt.dispatcher.programs.passes.bucket_reductions import LIST_OPS, REDUCTIONS, ListOp, is_fused_step, names_only
 from gt.dispatcher.programs.passes.context import PassContext
 from gt.dispatcher.programs.recording import Code, Instruction, Recording
-from gt.ir.dataflow import accesses
+from gt.ir.dataflow import MemoryAccess, accesses
 from gt.ir.instr import OFFLOAD
 
 Memory = Hashable
@@ -120,7 +120,8 @@ def _movables(worker: int, rows: Sequence[Instruction], context: PassContext) ->
     uses: dict[Memory, _Uses] = defaultdict(_Uses)
     movables: dict[int, list[_Movable]] = {}
     before = -1
-    accessed, read = accesses(rows), _memory(rows, context)
+    accessed = accesses(rows)
+    read = _memory(accessed, context)
     evicted = {where for row, memory in zip(rows, read) if row.kind == "evict" for where in memory}
     for n, (row, access, memory) in enumerate(zip(rows, accessed, read)):
         changed = row.define.effects.writes
@@ -146,11 +147,11 @@ def _movables(worker: int, rows: Sequence[Instruction], context: PassContext) ->
     return movables
 
 
-def _memory(rows: Sequence[Instruction], context: PassContext) -> list[list[Memory]]:
+def _memory(accessed: Sequence[MemoryAccess], context: PassContext) -> list[list[Memory]]:
     """The memory that each row reads."""
     # Tensors from before that share a storage are one memory, which the rows themselves do not show.
     homes = context.homes
-    return [[("before", homes[i]) if i in homes else i for i in access.reads] for access in accesses(rows)]
+    return [[("before", homes[i]) if i in homes else i for i in access.reads] for access in accessed]
 
 
 def _following(row: Instruction, memory: Memory, before: int, uses: Mapping[Memory, _Uses]) -> _Movable | None:
