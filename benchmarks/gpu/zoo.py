@@ -363,10 +363,126 @@ def graph_network(nodes: int = 20_000, edges: int = 120_000, graphs: int = 256) 
     return GraphNetwork(), batch
 
 
+def segformer() -> Model:
+    """Segmentation: attention over reduced keys, depthwise convolutions, and scores that are enlarged to the picture."""
+    import transformers as hf
+
+    config = hf.SegformerConfig(
+        depths=[3, 4, 6, 3], hidden_sizes=[64, 128, 320, 512], decoder_hidden_size=512, num_labels=150, drop_path_rate=0.0,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout_prob=0.0,
+    )  # fmt: skip
+    batch = {"pixel_values": torch.randn(8, 3, 512, 512), "labels": torch.randint(150, (8, 512, 512))}
+    return hf.SegformerForSemanticSegmentation(config), batch
+
+
+class Pairs(nn.Module):
+    """CLIP with its contrastive loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers as hf
+
+        self.body = hf.CLIPModel(hf.CLIPConfig())
+
+    def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
+        return self.body(input_ids=input_ids, pixel_values=pixel_values, return_loss=True).loss
+
+
+def clip() -> Model:
+    return Pairs(), {"input_ids": torch.randint(3, 49406, (256, 77)), "pixel_values": torch.randn(256, 3, 224, 224)}
+
+
+def video() -> Model:
+    import torchvision
+
+    batch = {"pixel_values": torch.randn(16, 3, 16, 112, 112), "labels": torch.randint(400, (16,))}
+    return Classifier(torchvision.models.video.r3d_18()), batch
+
+
+def bart() -> Model:
+    import transformers as hf
+
+    config = hf.BartConfig(
+        d_model=768, encoder_layers=6, decoder_layers=6, encoder_attention_heads=12, decoder_attention_heads=12,
+        encoder_ffn_dim=3072, decoder_ffn_dim=3072, dropout=0.1, attention_dropout=0.0, use_cache=False,
+    )  # fmt: skip
+    batch = tokens(16, 512, 50265)
+    return hf.BartForConditionalGeneration(config), {**batch, "labels": torch.randint(5, 50265, (16, 256))}
+
+
+def densenet() -> Model:
+    import torchvision
+
+    return Classifier(torchvision.models.densenet121()), images(64)
+
+
+def gemma2() -> Model:
+    """Scores with a soft cap, and every second layer attends to a window."""
+    import transformers as hf
+
+    config = hf.Gemma2Config(
+        vocab_size=VOCABULARY, hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=128, sliding_window=256, use_cache=False, attn_implementation="eager",
+    )  # fmt: skip
+    return hf.Gemma2ForCausalLM(config), tokens(8, 1024)
+
+
+class DiffusionTransformer(nn.Module):
+    """Noise of latents in patches, each block shifted and scaled by what the time says (DiT, 2022)."""
+
+    def __init__(self, wide: int = 768, depth: int = 12, heads: int = 12, side: int = 16, channels: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.enter = nn.Conv2d(channels, wide, 2, stride=2)
+        self.places = nn.Parameter(torch.randn(1, side * side, wide) * 0.02)
+        self.time = nn.Sequential(nn.Linear(256, wide), nn.SiLU(), nn.Linear(wide, wide))
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm1": nn.LayerNorm(wide, elementwise_affine=False),
+                    "norm2": nn.LayerNorm(wide, elementwise_affine=False),
+                    "joint": nn.Linear(wide, 3 * wide),
+                    "out": nn.Linear(wide, wide),
+                    "mlp": nn.Sequential(nn.Linear(wide, 4 * wide), nn.GELU("tanh"), nn.Linear(4 * wide, wide)),
+                    "shifts": nn.Linear(wide, 6 * wide),
+                }
+            )
+            for _ in range(depth)
+        )
+        self.leave = nn.ConvTranspose2d(wide, channels, 2, stride=2)
+
+    def forward(self, latents: torch.Tensor, noise: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        dtype = self.places.dtype
+        at = times[:, None, None, None]
+        x = self.enter((latents * (1 - at) + noise * at).to(dtype))
+        height, width = x.shape[2:]
+        x = x.flatten(2).transpose(1, 2) + self.places
+        rates = torch.exp(-9.2 * torch.arange(128, device=x.device) / 128)
+        angles = times[:, None] * 1000 * rates
+        said = F.silu(self.time(torch.cat([angles.cos(), angles.sin()], 1).to(dtype)))
+        for block in self.blocks:
+            shift1, scale1, gate1, shift2, scale2, gate2 = block["shifts"](said)[:, None].chunk(6, -1)
+            q, k, v = block["joint"](block["norm1"](x) * (1 + scale1) + shift1).chunk(3, -1)
+            q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
+            x = x + gate1 * block["out"](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+            x = x + gate2 * block["mlp"](block["norm2"](x) * (1 + scale2) + shift2)
+        found = self.leave(x.transpose(1, 2).unflatten(2, (height, width)))
+        return F.mse_loss(found.float(), noise - latents)
+
+
+def diffusion_transformer() -> Model:
+    shape = (32, 4, 32, 32)
+    return DiffusionTransformer(), {"latents": torch.randn(shape), "noise": torch.randn(shape), "times": torch.rand(32)}
+
+
 ZOO: dict[str, Callable[[], Model]] = {
     "llama": llama, "llama-mha": lambda: llama(32), "gpt2-dropout": gpt2, "bert": bert, "t5": t5, "resnet50": resnet50,
     "qwen3-moe": qwen3_moe, "vit": vit, "convnext": convnext, "qwen3": qwen3, "gemma": gemma, "whisper": whisper, "unet": unet,
     "mamba": mamba, "dlrm": dlrm, "lstm": lstm, "wav2vec2": wav2vec2, "efficientnet": efficientnet,
     "swin": swin, "deberta": deberta, "gnn": graph_network,
+    "segformer": segformer, "clip": clip, "video": video, "bart": bart, "densenet": densenet, "gemma2": gemma2,
+    "dit": diffusion_transformer,
 }  # fmt: skip
-RANDOM = frozenset({"gpt2-dropout", "whisper", "swin"})  # their losses depend on what dropout, or a depth that is random, draws
+RANDOM = frozenset(
+    {"gpt2-dropout", "whisper", "swin", "bart"}
+)  # their losses depend on what dropout, or a depth that is random, draws
