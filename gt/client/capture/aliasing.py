@@ -17,8 +17,8 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from gt.client.capture.recording import CallRecording
-from gt.client.capture.state_walk import TENSOR_FIELDS, StateSnapshot, tensor_identity
-from gt.client.device.remote_tensor import RemoteTensor, is_leaf, memory_id
+from gt.client.capture.state_walk import TENSOR_FIELDS, StateSnapshot
+from gt.client.device.remote_tensor import RemoteTensor, is_leaf, memory_id, tensor_identity
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of
 from gt.client.values.fingerprints import comparable, is_scalar_like

@@ -36,11 +36,10 @@ from gt.client.capture.state_walk import (
     StateItem,
     StateSnapshot,
     snapshot,
-    tensor_identity,
 )
 from gt.client.capture.user_code import module_of
 from gt.client.capture.watches.node_hooks import comparable_hooks
-from gt.client.device.remote_tensor import RemoteTensor, Shown, is_leaf
+from gt.client.device.remote_tensor import RemoteTensor, Shown, is_leaf, tensor_identity
 from gt.client.groups.group_context import stack
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of
@@ -308,7 +307,7 @@ def returned_objects(
     # The common case needs no second walk of Python state
     if len(whole) == len(found) and not others:
         return whole
-    before, now = _objects(entry, roots), _objects(snapshot(roots, entry.followed), roots)
+    before, now = _objects(entry, roots), _objects(snapshot(roots, entry.followed, entry.unread), roots)
     # State that is there after the call is returned as it is, and the loop below refuses what the call made or let go
     for key in [key for key in found if key in now and key not in whole]:
         whole[key] = found[key]

@@ -72,6 +72,7 @@ from gt.client.capture.watches.function_caches import held_on_cpu, name_cached
 from gt.client.capture.watches.moved_arguments import MovedArguments
 from gt.client.capture.watches.output_watch import WARNS, OutputWatch
 from gt.client.capture.watches.scheduler_watch import SchedulerWatch, holds_groups, may_make_schedulers, names_beside
+from gt.client.capture.watches.unread_state import UnreadState
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.reports import progress, spans
@@ -167,7 +168,7 @@ class CompiledFunction(Generic[P, R]):
         self._numbers_in_parts = False  # whether rates are numbers in calls that run in parts
         self._followed: tuple[set[str], set[str]] | None = None  # names of the last snapshot: see StateSnapshot
         self._returns_state = False  # True once a call has returned a list or dictionary that Python state holds
-        self._code = CodeWatch()
+        self._code, self._unread = CodeWatch(), UnreadState()
         self._cuts: Counter[tuple[str, str]] = Counter()  # (where a run of ops ended, why) -> how often, in these calls
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -258,6 +259,7 @@ class CompiledFunction(Generic[P, R]):
         lines = [f"{name}: {count} program{'' if count == 1 else 's'}", *parts]
         for program in self._programs:
             lines += explain.program_lines(program)
+        lines += explain.unread_lines(self._unread.paths())
         lines += self._reasons.lines(bool(self._programs))
         return TextReport("\n".join(lines))
 
@@ -331,7 +333,7 @@ class CompiledFunction(Generic[P, R]):
                 recorder.tape = tape
             schedulers = SchedulerWatch(entry, tape, self._rates)
             with cycles_collected(), self._watched(tape, draws):
-                with schedulers, MovedArguments(leaves, prepared, last is None or last.apart) as moved:
+                with schedulers, self._unread, MovedArguments(leaves, prepared, last is None or last.apart) as moved:
                     results = self.fn(*containers.args, **containers.kwargs)
                 whole = returned_objects(results, entry, roots, containers, tape)
                 results = recorded_results(results, tape, whole, leaves, last is None)
@@ -372,6 +374,7 @@ class CompiledFunction(Generic[P, R]):
         self, schedulers: SchedulerWatch, tape: CallRecording, entry: StateSnapshot, leaving: StateSnapshot
     ) -> None:
         self._code.note_unknown(tape, entry.codes | leaving.codes)
+        self._unread.finish(self._code.ran, tape, leaving)
         self._schedules |= schedulers.finish(leaving)
         self._makes_schedulers |= schedulers.makes
         schedulers.end()
@@ -399,7 +402,7 @@ class CompiledFunction(Generic[P, R]):
 
     def _snapshot(self, roots: dict[str, Any]) -> StateSnapshot:
         """The Python state below the roots."""
-        state = snapshot(roots, self._followed)
+        state = snapshot(roots, self._followed, self._unread.names())
         self._followed = state.followed
         return state
 
@@ -414,6 +417,7 @@ class CompiledFunction(Generic[P, R]):
 
     def _enter(self, recorder: Recorder, key: tuple, roots: dict) -> tuple[StateSnapshot, RecordedCall | None]:
         """The Python state before a recorded call, and the last call if this one may be compared with it."""
+        self._unread.begin(program.guard.snapshot for program in self._programs if program.key == key)
         entry = self._snapshot(roots)
         # Where values are read the first call decides whether Python has to run; capturable optimizers have other last bits
         wait = not self._recorded and seems_to_read(entry)

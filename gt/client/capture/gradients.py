@@ -22,8 +22,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gt.client.capture.state_walk import StateItem, StateSnapshot, tensor_identity
-from gt.client.device.remote_tensor import Alias, Ref, RemoteTensor, is_leaf, make, memory_id, rebind
+from gt.client.capture.state_walk import StateItem, StateSnapshot
+from gt.client.device.remote_tensor import Alias, Ref, RemoteTensor, is_leaf, make, memory_id, rebind, tensor_identity
 from gt.client.device.sparse_tensor import RemoteSparse
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of

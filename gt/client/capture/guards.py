@@ -83,7 +83,7 @@ class Guard:
         counts: path of a counter -> what a replay adds to it. No op depends on its value, which is not compared.
         state: CPU tensors that a replay changes. HostDraws compares what the function reads of them.
         """
-        self._snapshot = snapshot
+        self.snapshot = snapshot
         self._made = range(entry.serial, snapshot.serial)  # tables of hooks of the call's own nodes, which will end
         self._node_hooks = comparable_hooks(snapshot.node_hooks, self._made)
         self._state = [(tensor, tensor.shape, tensor.dtype) for tensor in state]
@@ -122,7 +122,7 @@ class Guard:
 
     def _has_cleared(self) -> bool:
         """True once a cache was cleared. It may be filled again since: its function has run anew."""
-        for path, function, _ in self._snapshot.caches:
+        for path, function, _ in self.snapshot.caches:
             hits, misses, *_ = function.cache_info()
             before = self._cache_uses[path]
             if hits < before[0] or misses < before[1]:
@@ -157,10 +157,10 @@ class Guard:
             return f"{path} had {old} elements and has {new}"
 
         if not all([disjoint(names) for disjoint, names in self._absent]):
-            path, added = next((path, names & own.keys()) for path, own, names in self._snapshot.absent if names & own.keys())
+            path, added = next((path, names & own.keys()) for path, own, names in self.snapshot.absent if names & own.keys())
             return f"{path} had no {min(added)}, and has one now"
 
-        if self._snapshot.caches and self._has_cleared():
+        if self.snapshot.caches and self._has_cleared():
             return f"the cache of {min(self._cleared)} was cleared"
 
         # Tensors that are the same objects, with other memory, requires_grad or hooks
@@ -174,11 +174,11 @@ class Guard:
         if [list(map(id, thing)) for thing in self._ordered] != self._keys:
             return next(
                 f"the keys of {path} are in another order"
-                for path, thing, keys in self._snapshot.orders
+                for path, thing, keys in self.snapshot.orders
                 if list(map(id, thing)) != keys
             )
         if list(map(type, self._kinds)) != self._types:
-            return next(f"{path} has another class" for path, thing, kind in self._snapshot.kinds if type(thing) is not kind)
+            return next(f"{path} has another class" for path, thing, kind in self.snapshot.kinds if type(thing) is not kind)
 
         # Last, since it is the dearest: whole contents of arrays, sets and generators
         for path, (thing, then) in self._fingerprints.items():
@@ -193,7 +193,7 @@ class Guard:
         for tensors, now, then in zip((self._leaves, self._others), self._identities_now(), self._identities, strict=True):
             for tensor, current, former in zip(tensors, zip(*now, strict=True), zip(*then, strict=True), strict=True):
                 if current != former:
-                    return next(path for path, (known, _) in self._snapshot.identities.items() if known is tensor)
+                    return next(path for path, (known, _) in self.snapshot.identities.items() if known is tensor)
         raise AssertionError("no tensor differs")
 
 

@@ -277,7 +277,8 @@ def difference(a: CallRecording, b: CallRecording, names_a: dict[int, Any], name
         extra = longer.ops[min(len(a.ops), len(b.ops))]
         text = f"this call has {len(b.ops)} ops, the call before had {len(a.ops)}; {extra.name} is the first that only one has"
         return Difference(where(extra.origin), text)
-    for path in sorted(a.counts.items() ^ b.counts.items()):
+    added = [{item for item in tape.counts.items() if item[1]} for tape in (a, b)]
+    for path in sorted(added[0] ^ added[1]):
         was, now = (tape.counts.get(path[0], 0) for tape in (a, b))
         return Difference("", f"the function adds {now} to {path[0]}, and has added {was} in the call before")
     return None

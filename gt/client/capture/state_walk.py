@@ -19,7 +19,7 @@ import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
@@ -41,7 +41,7 @@ from gt.client.capture.user_code import (
     module_of,
 )
 from gt.client.capture.watches.node_hooks import hooks_of_nodes, next_serial
-from gt.client.device.remote_tensor import RemoteTensor, is_leaf
+from gt.client.device.remote_tensor import RemoteTensor, is_leaf, tensor_identity
 from gt.client.device.sparse_tensor import RemoteSparse
 from gt.client.values.code_names import names_in, operands, texts
 from gt.client.values.counters import counted, may_count
@@ -54,9 +54,8 @@ _CLASS_BOOKKEEPING = frozenset({
 })  # fmt: skip
 _CALLED_BY_TORCH = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})  # methods of modules
 # Names in user code with which it may read any attribute, named or not
-_DYNAMIC_ACCESS = frozenset(
-    {"asdict", "astuple", "getattr", "setattr", "vars", "__dict__", "attrgetter", "__getattr__", "__getattribute__"}
-)
+WHOLE = frozenset({"asdict", "astuple", "vars", "__dict__"})  # all of an object's at once
+_DYNAMIC_ACCESS = WHOLE | {"getattr", "setattr", "attrgetter", "__getattr__", "__getattribute__"}
 _GETTERS = (operator.attrgetter, operator.methodcaller)
 _IMPORTS = (frozenset({"import_module"}), frozenset({"__import__"}), frozenset({"sys", "modules"}))  # by a text in the code
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
@@ -76,6 +75,7 @@ _CHANNELS = (queue.SimpleQueue, socket.socket, mmap.mmap)  # whose content is no
 _BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
 _CONTAINERS = (dict, types.MappingProxyType, list, tuple, deque, set, frozenset, functools.partial)
 _CHILD_FIELDS = frozenset({"_parameters", "_buffers", "_modules"})
+_NONE: Mapping[int, Iterable[str]] = types.MappingProxyType({})
 TENSOR_FIELDS = frozenset({"_ref", "_is_param"})  # attributes that GT and torch give a tensor
 _HOOK_FIELDS = frozenset(key for key in torch.nn.Module().__dict__ if key.startswith("_")) - _CHILD_FIELDS
 
@@ -135,6 +135,7 @@ class StateSnapshot:
     node_hooks: dict[int, list] = field(default_factory=hooks_of_nodes)  # of autograd nodes that are alive
     serial: int = field(default_factory=next_serial)  # above those of their tables
     followed: tuple[set[str], set[str]] | None = None  # names with which a later walk may begin: used, and stored
+    unread: Mapping[int, Iterable[str]] = field(default_factory=dict)  # attributes that were left out: see UnreadState
     left_flags: frozenset[str] = frozenset()  # paths of those that `leave_out` has left out: they tell kinds apart
 
     def add_lasting(self, path: str, tensor: RemoteTensor) -> None:
@@ -171,14 +172,16 @@ class StateSnapshot:
         self.lengths = [row for row in self.lengths if row[2] not in paths]
 
 
-def snapshot(roots: dict[str, Any], followed: tuple[set[str], set[str]] | None = None) -> StateSnapshot:
+def snapshot(
+    roots: dict[str, Any], followed: tuple[set[str], set[str]] | None = None, unread: Mapping[int, Iterable[str]] = _NONE
+) -> StateSnapshot:
     """Everything below the roots (name -> object) that user code can reach by the attributes that it names.
 
     User code that is met names more attributes, so walks are repeated until none adds a name. followed: of an earlier snapshot
-    of these roots. Where the code still names the same, one walk is enough.
+    of these roots. Where the code still names the same, one walk is enough. unread: see UnreadState.
     """
     if followed is not None:
-        walker = StateWalker(roots, *followed)
+        walker = StateWalker(roots, *followed, unread=unread)
         state = walker.run()
         if (walker.names, walker.stores) == followed:
             state.names, state.counters, state.followed = walker.names, walker.counters(), followed
@@ -187,12 +190,12 @@ def snapshot(roots: dict[str, Any], followed: tuple[set[str], set[str]] | None =
     stored: set[str] = set()
     while True:
         # Names grow with each walk, and are finite: the loop ends when a walk meets no code that names more
-        walker = StateWalker(roots, used, stored)
+        walker = StateWalker(roots, used, stored, unread=unread)
         state = walker.run()
         state.names = walker.names
         # Code with getattr() and the like may read any attribute, so all of them count
         if walker.names & _DYNAMIC_ACCESS:
-            state = StateWalker(roots, None, walker.stores, walker.names).run()
+            state = StateWalker(roots, None, walker.stores, walker.names, _NONE if walker.names & WHOLE else unread).run()
             state.names = walker.names
             return state
         if walker.names <= used:
@@ -210,9 +213,10 @@ class StateWalker:
     """
 
     def __init__(
-        self, roots: dict[str, Any], used: set[str] | None, stored: set[str], named: AbstractSet[str] = frozenset()
-    ) -> None:
-        self.snapshot, self.used, self._stored = StateSnapshot(), used, stored
+        self, roots: dict[str, Any], used: set[str] | None, stored: set[str], named: AbstractSet[str] = frozenset(),
+        unread: Mapping[int, Iterable[str]] = _NONE,
+    ) -> None:  # fmt: skip
+        self.snapshot, self.used, self._stored, self._unread = StateSnapshot(unread=unread), used, stored, unread
         self._of_libraries = stored | (named if used is None else used) | _CALLED_BY_TORCH  # compared in libraries
         self._builtins: set[str] = set()  # names of builtins that code uses
         self.names: set[str] = set()  # that functions on the walk use
@@ -554,7 +558,7 @@ class StateWalker:
             self._add_stored(path, getattr(node, "__dict__", {}))
             return
         self.snapshot.kinds.append((path, node, kind))
-        if isinstance(node, torch.optim.Optimizer):
+        if isinstance(node, torch.optim.Optimizer) and "param_groups" in vars(node):  # not a wrapper, as Accelerate's
             self.snapshot.optimizers.append(node)
         self._queue.append((kind.__name__, kind))
         own = getattr(node, "__dict__", None)
@@ -575,6 +579,7 @@ class StateWalker:
             self._library_state.update(map(id, own.values()))
         # Library code is not walked, so it is not known which attributes it names: where it knows the object, all count
         every = self.used is None or has_library_base(type(node)) or id(node) in self._library_state
+        unread = self._unread.get(id(own), ())
 
         # A module's children are at `model.layer`, not at `model._modules['layer']`, in paths that a user reads.
         # Its empty tables of hooks are compared by length alone: a model has a dozen of them for each module
@@ -585,15 +590,9 @@ class StateWalker:
                     self._add_item(f"{path}.{key}", value, key, False, part)
             elif module and name in _HOOK_FIELDS and isinstance(value, dict) and not value:
                 self._add_length(f"{path}.{name}", value)
-            elif every or name in self.used:  # type: ignore[operator]
+            elif (every or name in self.used) and name not in unread:  # type: ignore[operator]
                 if isinstance(value, dict) and module_of(type(node)).startswith(STATEFUL):
                     self._unordered.add(id(value))
                 self._add_item(f"{path}.{name}", own, name, False, value)
                 if type(value) is int and may_count(kind, name):  # type: ignore[arg-type]
                     self._note_integer(name)
-
-
-def tensor_identity(tensor: RemoteTensor) -> tuple:
-    """The part of a tensor that decides which ops follow: its memory, requires_grad, and the number of its hooks."""
-    hooks = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return (tensor._ref.id, tensor.requires_grad, len(hooks[0] or ()), len(hooks[1] or ()))

@@ -183,6 +183,7 @@ def prepare() -> None:
         {
             **lightning.calls(register),
             "accelerate.state": accelerate.prefer_remote,
+            "transformers.training_args": accelerate.trainer_on_remote,
             "torch.distributed.checkpoint._state_dict_stager": distributed_checkpoint.stage_remote,
             "torch.distributed.checkpoint.filesystem": distributed_checkpoint.check_before_load,
             "torch.distributed.checkpoint.state_dict": distributed_checkpoint.keep_loss_scale,

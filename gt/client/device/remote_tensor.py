@@ -408,6 +408,12 @@ def is_leaf(tensor: torch.Tensor) -> bool:
         return False
 
 
+def tensor_identity(tensor: RemoteTensor) -> tuple:
+    """The part of a tensor that decides which ops follow: its memory, requires_grad, and the number of its hooks."""
+    hooks = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return (tensor._ref.id, tensor.requires_grad, len(hooks[0] or ()), len(hooks[1] or ()))
+
+
 def _below() -> bool:
     """True where torch keeps Python's kernels out, as `torch.tensor([x, y])` does while it reads the values of a list."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)

@@ -17,3 +17,20 @@ def prefer_remote(module: Any) -> None:
         return original(self) if Shown.device is LAZY else Shown.device
 
     module.PartialState.default_device = property(default_device, doc="The device of this program: remote, if it is named.")
+
+
+def trainer_on_remote(module: Any) -> None:
+    """transformers.training_args: the Trainer takes Accelerate's device, where it would take a local GPU or the CPU."""
+    setup = vars(module.TrainingArguments)["_setup_devices"]  # a cached property
+    has_bf16 = module.is_torch_bf16_gpu_available
+
+    def _setup_devices(self: Any) -> torch.device:
+        device, found = setup.func(self), getattr(self.distributed_state, "device", None)
+        if found is None or found.type != Shown.device.type or Shown.device is LAZY:
+            return device
+        self._n_gpu = 1  # local GPUs are of no account: more than one would be used by DataParallel
+        return found
+
+    module.TrainingArguments._setup_devices = type(setup)(_setup_devices)
+    module.TrainingArguments._setup_devices.__set_name__(module.TrainingArguments, "_setup_devices")
+    module.is_torch_bf16_gpu_available = lambda: Shown.device is not LAZY or has_bf16()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,22 +207,29 @@ def test_recomputed_activations_have_the_same_gradients(one: None) -> None:
 
 
 def train(device: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple[list[float], float]:
-    """Losses and the last evaluation of a Trainer, on the device that Accelerate is told."""
+    """Losses and the last evaluation of a Trainer: on the CPU if asked for, else on the device that it takes by itself."""
     from accelerate.state import AcceleratorState
 
-    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", device)
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
     AcceleratorState._reset_state(reset_partial_state=True)
     given: dict[str, Any] = {"output_dir": str(folder / device), "report_to": [], "logging_steps": 1, "disable_tqdm": True}
     given |= {"per_device_train_batch_size": 2, "learning_rate": 1e-3, "seed": 3, "save_strategy": "epoch"}
-    again = arguments.pop("again", False)
+    again, captured = arguments.pop("again", False), arguments.pop("captured", False)
     for resumed in (False, True)[: 1 + again]:
         model, batch = make("llama", rows=8)
+        if captured:
+            batch = {key: batch[key] for key in ("input_ids", "labels")}  # a mask that changes is a program for each kind of it
         data = [{key: value[n] for key, value in batch.items()} for n in range(8)]
-        settings = hf.TrainingArguments(**given, **arguments, num_train_epochs=2 + resumed)
+        settings = hf.TrainingArguments(**{**given, "num_train_epochs": 2 + resumed, "use_cpu": device == "cpu", **arguments})
         trainer = hf.Trainer(model=model, args=settings, train_dataset=data, eval_dataset=data)
         trainer.remove_callback(hf.trainer_callback.PrinterCallback)
+        if captured and device == "remote":
+            trainer.training_step = step = gt.compile(trainer.training_step)
         trainer.train(resume_from_checkpoint=resumed)
         assert {p.device.type for p in model.parameters()} == {device}
+        if captured and device == "remote":
+            replays = [int(count) for count in re.findall(r"(\d+) replays", step.explain())]
+            assert sum(replays) >= 8 and " parts" not in step.explain(), step.explain()
     found = [row["loss"] for row in trainer.state.log_history if "loss" in row], trainer.evaluate()["eval_loss"]
     AcceleratorState._reset_state(reset_partial_state=True)
     return found
@@ -231,6 +239,8 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "resumed": {"again": True},
     "accumulating": {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 2},
     "checkpointing": {"activation_checkpointing": True},
+    "captured": {"captured": True, "num_train_epochs": 4, "save_strategy": "no"},
+    "captured in bf16": {"captured": True, "bf16": True, "num_train_epochs": 4, "save_strategy": "no"},
     "best": {"eval_strategy": "epoch", "load_best_model_at_end": True, "optim": "adamw_torch"},
 }
 

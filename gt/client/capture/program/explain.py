@@ -12,6 +12,8 @@ from gt.client.session import Session
 from gt.errors import GTError
 from gt.ir.text import size
 
+MAX_PATHS = 12  # attributes that explain() lists
+
 
 def program_lines(program: CapturedProgram) -> list[str]:
     """A program's ops and replays, its schedule, its backend and its measures to save memory, as lines. May wait."""
@@ -28,6 +30,12 @@ def program_lines(program: CapturedProgram) -> list[str]:
     if answer["backend"] != "eager":
         details += backend_lines(program.recorder.session, program.number, answer["backend"])
     return lines + [f"    {line}" for line in details]
+
+
+def unread_lines(paths: list[str]) -> list[str]:
+    """The attributes that a function's calls do not use, and that are not compared, as a line."""
+    more = f" and {len(paths) - MAX_PATHS} more" if len(paths) > MAX_PATHS else ""
+    return [f"  not compared, since the calls do not use it: {', '.join(paths[:MAX_PATHS])}{more}"] if paths else []
 
 
 def _counted(count: int, noun: str) -> str:

@@ -32,6 +32,9 @@ class CodeWatch:
     """The code that runs in recorded calls of one compiled function. As a context manager it notes what runs inside."""
 
     def __init__(self) -> None:
+        self.ran: list[types.CodeType] | None = (
+            None  # in the last call, libraries' code too but GT's; None where it was not watched
+        )
         self._users: list[types.CodeType] = []  # those of the user's
         self._found: list[weakref.ref[types.FunctionType]] = []
         self._searched: set[types.CodeType] = set()
@@ -49,6 +52,7 @@ class CodeWatch:
         # A session is GT's, also a test's own, with the modules beside it
         self._package = f"{type(current_session.current().session).__module__.rpartition('.')[0]}."
         self._events = call_events(self._add, self._output)
+        self.ran = None if self._events is None else []
         if self._events is not None:
             self._events.begin()
         return self
@@ -60,7 +64,10 @@ class CodeWatch:
 
     def _add(self, frame: types.FrameType, code: types.CodeType) -> None:
         """Code runs for the first time in this call."""
-        own = str(frame.f_globals.get("__name__", "")).startswith(self._package)
+        name = str(frame.f_globals.get("__name__", ""))
+        if self.ran is not None and not name.startswith("gt."):
+            self.ran.append(code)
+        own = name.startswith(self._package)
         if not own and not is_library_code(frame.f_globals) and not _only_a_traceback(frame.f_globals):
             self._users.append(code)
 

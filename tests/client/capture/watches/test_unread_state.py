@@ -1,0 +1,197 @@
+"""Attributes that change between calls cost no program where the calls do not use them, and are compared where they do."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gt
+from gt.client.capture.watches.unread_state import AttributeWatch
+
+pytestmark = pytest.mark.usefixtures("plain_threads", "one")
+CALLS = 12
+
+
+class Trained(nn.Module):
+    """A model that keeps a record of its training, as people write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        self.scale, self.shift, self.shifts = 1.0, 0.0, False
+        self.steps, self.history, self.best, self.log = 0, [], 1e9, {}  # type: ignore[var-annotated]
+
+    def train_on(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.layer(x).square().mean() * self.scale
+        loss = loss + self.shift if self.shifts else loss
+        loss.backward()
+        with torch.no_grad():
+            self.layer.weight -= 0.1 * self.layer.weight.grad
+        self.layer.weight.grad = None
+        return loss.detach()
+
+    def note(self, loss: float) -> None:
+        self.steps += 1
+        self.history.append(loss)
+        self.best = min(self.best, loss)
+        self.log[self.steps] = {"loss": loss}
+
+
+def losses(device: str, change: Callable[[Trained, int], Any] = lambda model, n: None) -> tuple[list[float], Any]:
+    """Losses of calls, each after a change, and the compiled function on `remote`."""
+    model = Trained().to(device)
+    step: Any = gt.compile(model.train_on) if device == "remote" else model.train_on
+    found = []
+    generator = torch.Generator().manual_seed(1)
+    for n in range(CALLS):
+        change(model, n)
+        found.append(step(torch.randn(3, 4, generator=generator)).item())
+        model.note(found[-1])
+    assert not any(isinstance(value, AttributeWatch) for cls in Trained.__mro__ for value in vars(cls).values())
+    return found, step
+
+
+def test_a_record_of_the_training_costs_no_program() -> None:
+    found, step = losses("remote")
+    assert found == losses("cpu")[0]
+    text = step.explain()
+    assert text.splitlines()[0].endswith(": 1 program") and "9 replays" in text, text
+    assert "not compared, since the calls do not use it: best, history, log, steps" in text, text
+
+
+def double(model: Trained, n: int) -> None:
+    model.scale = 2.0 if n >= 6 else 1.0
+
+
+def double_again(model: Trained, n: int) -> None:
+    model.scale = 1.0 + (n >= 5) + (n >= 8)
+
+
+def shift_from_the_eighth_on(model: Trained, n: int) -> None:
+    model.shift = float(n)  # unread at first, and changes before each call
+    model.shifts = n >= 8
+
+
+def replace_the_history(model: Trained, n: int) -> None:
+    if n == 8:
+        model.history = [0.0]
+
+
+@pytest.mark.parametrize("change", [double, double_again, shift_from_the_eighth_on, replace_the_history])
+def test_what_a_call_uses_is_compared(change: Callable[[Trained, int], Any]) -> None:
+    assert losses("remote", change)[0] == losses("cpu", change)[0]
+
+
+@dataclasses.dataclass
+class Settings:
+    rate: float = 1.0
+    seen: int = 0
+
+    @property
+    def doubled(self) -> float:
+        return 2 * self.rate
+
+
+WAYS: dict[str, Callable[[Any], float]] = {
+    "by its name": lambda held: held.rate,
+    "by a text": lambda held: getattr(held, "ra" + "te"),
+    "by its dictionary": lambda held: vars(held)["rate"],
+    "by a copy": lambda held: copy.copy(held).rate,
+    "by all fields": lambda held: dataclasses.asdict(held)["rate"],
+    "by a property": lambda held: held.doubled,
+}
+
+
+class Holder(nn.Module):
+    def __init__(self, way: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.settings, self.way, self.calls = Settings(), way, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.way(self.settings)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_attribute_is_used_in_any_way(way: str) -> None:
+    model = Holder(WAYS[way])
+    step = gt.compile(model.forward)
+    x = torch.ones(2).to("remote")
+    with torch.no_grad():
+        for n in range(CALLS):
+            model.settings.rate, model.settings.seen = 1.0 + n // 3, n
+            model.calls = n
+            want = WAYS[way](model.settings)
+            assert step(x).tolist() == [want, want], (n, step.explain())
+
+
+class Wide(Settings):
+    """A subclass, of which a watch on its base notes the uses."""
+
+
+class Own(Settings):
+    """One with an attribute of its own, behind which the base's is not seen."""
+
+    rate = 5.0
+
+
+@pytest.mark.parametrize("kind", [Wide, Own])
+def test_objects_of_a_class_and_of_its_subclass(kind: type[Settings]) -> None:
+    model = Holder(lambda held: held[0].rate * held[1].rate)
+    model.settings = [Settings(), kind()]  # type: ignore[assignment]
+    step = gt.compile(model.forward)
+    x = torch.ones(1).to("remote")
+    with torch.no_grad():
+        for n in range(CALLS):
+            first, second = 1.0 + (n >= 4), 1.0 + n // 4  # both change before the fifth call, one before the ninth
+            model.settings[0].rate, model.settings[1].rate = first, second  # type: ignore[index]
+            assert step(x).item() == first * second, (n, step.explain())
+
+
+def test_a_class_is_as_before_after_an_error() -> None:
+    model = Trained().to("remote")
+
+    @gt.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if model.steps == 3:
+            raise KeyError(model.steps)
+        return model.layer(x).sum()
+
+    with torch.no_grad():
+        for _ in range(3):
+            step(torch.ones(1, 4))
+            model.note(0.0)
+        with pytest.raises(KeyError, match="3"):
+            step(torch.ones(1, 4))
+    assert not any(isinstance(value, AttributeWatch) for value in vars(Trained).values())
+
+
+def test_a_watch_leaves_an_attribute_as_it_is() -> None:
+    held, other = Settings(), Settings()
+    watch = AttributeWatch(Settings, "rate")
+    try:
+        assert held.rate == 1.0 and Settings.rate == 1.0 and watch.used == {id(vars(held))}
+        other.rate = 3.0
+        del other.rate
+        assert other.rate == 1.0 and "rate" not in vars(other)  # the class's own
+        with pytest.raises(AttributeError):
+            del other.rate
+    finally:
+        watch.remove()
+    assert vars(Settings)["rate"] == 1.0
+    with pytest.raises(TypeError, match="descriptor"):
+        AttributeWatch(Settings, "doubled")
+    missing = AttributeWatch(Settings, "unknown")
+    try:
+        assert not hasattr(held, "unknown")
+        held.unknown = 1  # type: ignore[attr-defined]
+        assert vars(held)["unknown"] == 1
+    finally:
+        missing.remove()
+    assert "unknown" not in vars(Settings)
