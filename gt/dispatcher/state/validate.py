@@ -78,10 +78,8 @@ class Definitions:
         elif number in self._templates:
             self._templates[number].plans.clear()
         self._template_parts += parts
-        if self._template_parts > check.MAX_ALL_TEMPLATE_PARTS:
-            raise ProtocolError(
-                f"Ops.templates: all of them have {self._template_parts} parts, at most {check.MAX_ALL_TEMPLATE_PARTS} are taken"
-            )
+        if self._template_parts > (most := check.MAX_ALL_TEMPLATE_PARTS):
+            raise ProtocolError(f"Ops.templates: all of them have {self._template_parts} parts, at most {most} are taken")
         self._templates[number] = known
 
     def define_origin(self, row: Any) -> None:
