@@ -13,6 +13,7 @@ from gt.ir.schema import TABLE, OpTable, SessionOps
 from gt.ir.template import T, Template, V, weight
 
 MAX_TEMPLATE_PARTS = 16 << 10  # numbers and names of one template: the dispatcher serves nobody during its check
+MAX_ALL_TEMPLATE_PARTS = 1 << 21  # of all templates of a session: the client begins its table again before
 UPLOAD = "gt.upload.default"
 LIGHT_OPERANDS = 192  # operands and outputs up to which a template never has more than MAX_TEMPLATE_PARTS
 OUT_KINDS = frozenset({"new", "view", "same", "none"})

@@ -220,9 +220,9 @@ def _weigh_field(name: str, part: bytes) -> None:
         raise ProtocolError(f"{name} has {numbers} numbers, at most {MAX_STREAM_NUMBERS} are taken")
 
     # 2. Containers, which cost most: an empty list is one byte on the wire and 56 in memory. An upper bound: bytes of numbers
-    # and texts may look like containers too.
+    # and texts may look like containers too, such as two of the three bytes of most ids around 0x8000.
     count = len(part) - len(part.translate(None, _CONTAINERS))
-    if count > (64 + len(part) // 3 if stream else MAX_CONTAINERS):
+    if count > max(MAX_CONTAINERS, len(part) // 3 if stream else 0):
         raise ProtocolError(f"{name} has about {count} lists, more than are taken")
 
 

@@ -154,6 +154,15 @@ def test_as_many_numbers_as_a_batch_may_have_are_taken():
     codec.weigh(codec.pack(messages.FinishCapture(0, 0, "", "", [[1 << 20, 1 << 30]] * 50_000, 0, 0, 0)))
 
 
+@pytest.mark.parametrize("number", [0x8080, 0x9F9F, 0x80_8080])
+def test_ids_whose_bytes_look_like_lists_are_taken(number: int) -> None:
+    """Most bytes of these numbers are first bytes of lists too: a session ended when its tensors' ids came there."""
+    for count in (200, 32_000):
+        codec.weigh(codec.pack(Ops(0, [["x" * codec.SMALL_BYTES]], [], [number] * count)))
+    with pytest.raises(ProtocolError, match=r"Ops\.code has about 10000\d lists, more than are taken"):
+        codec.weigh(codec.pack(Ops(0, [], [], [[]] * 100_000)))
+
+
 def test_a_program_that_is_packed_ahead_gives_the_same_body():
     small, program = {"op": "aten.neg.default", "args": [{"t": 0}]}, {"code": [*range(70_000)], "text": "é", "none": None}
     defines = [[3, "op", small], [4, "program", program], [5, "program", {}]]

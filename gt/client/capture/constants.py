@@ -19,6 +19,7 @@ from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.trace.recorder import Recorder
 from gt.client.values.foldable_ops import execute
 from gt.client.values.uploaded_values import DTYPES, MAX_BYTES
+from gt.ir.check import UPLOAD
 from gt.ir.ops import RANDOM
 
 MAX_ELEMENTS = 1 << 22  # largest folded value: larger ones take long, and no library reads them to choose
@@ -75,6 +76,20 @@ class ArgumentRead:
         return f"the function reads a value of argument {places}, which is another one now"
 
 
+@dataclass(frozen=True)
+class _Step:
+    """An op of a recording that depends on arguments. constants: copies of its other operands.
+
+    reads, makes: the memories of its operands, and those that it makes, names or writes. tensors: keep these memories alive.
+    """
+
+    op: RecordedOp
+    constants: Mapping[int, torch.Tensor]
+    reads: frozenset[int]
+    makes: frozenset[int]
+    tensors: tuple[torch.Tensor, ...]
+
+
 class Constants:
     """The folded values of one recording, whose ops are followed in order.
 
@@ -85,8 +100,9 @@ class Constants:
     def __init__(self, arguments: Mapping[int, tuple[int, torch.Tensor]]) -> None:
         self._values: dict[int, torch.Tensor] = {i: value for i, (_, value) in arguments.items()}  # tensor id -> its value
         self._places = {i: place for i, (place, _) in arguments.items()}
-        # id of what depends on arguments -> the op that made it, and the values of its other operands then
-        self._makers: dict[int, tuple[RecordedOp, dict[int, torch.Tensor]]] = {}
+        self._given = frozenset(map(_memory, self._values.values()))
+        self._steps: list[_Step] = []  # the ops on what depends on arguments, in the order of the call
+        self._made: set[int] = set()  # ids of their results
         self._followed = 0
 
     def value(self, ops: list[RecordedOp], tensor: int) -> torch.Tensor | None:
@@ -101,40 +117,43 @@ class Constants:
 
     def varies(self, tensor: int) -> bool:
         """True for a value that depends on arguments."""
-        return tensor in self._makers or tensor in self._places
+        return tensor in self._made or tensor in self._places
 
     def read(self, tensor: int) -> ArgumentRead:
         """A computation of a value that varies."""
-        ops: dict[int, tuple[RecordedOp, dict[int, torch.Tensor]]] = {}  # by op, each after those that it needs
-        arguments: dict[int, int] = {}
-
-        def need(number: int) -> None:
-            if number in self._places:
-                arguments[number] = self._places[number]
-            elif number in self._makers and id(self._makers[number][0]) not in ops:
-                op, constants = self._makers[number]
-                for operand in op.ins:
-                    need(operand)
-                # After its operands: ops are in an order in which they can be executed
-                ops[id(op)] = op, constants
-
-        need(tensor)
-        return ArgumentRead(arguments, tuple(ops.values()), tensor, self._values[tensor].clone())
+        # Backward: an op is needed if it makes or writes memory that the read, or a needed op behind it, reads
+        needed, steps = {_memory(self._values[tensor])}, []
+        for step in reversed(self._steps):
+            if not needed.isdisjoint(step.makes):
+                needed |= step.reads
+                steps.append((step.op, step.constants))
+        steps.reverse()
+        arguments = {i: place for i, place in self._places.items() if i == tensor or any(i in op.ins for op, _ in steps)}
+        return ArgumentRead(arguments, tuple(steps), tensor, self._values[tensor].clone())
 
     def _follow(self, op: RecordedOp) -> None:
         template = op.template
+        written = [op.ins[place] for place in template.writes]
         varies = any(map(self.varies, op.ins))
-        # What an op writes is no longer a function of the arguments alone
-        results = None if varies and template.writes else self._compute(op)
+        # A replay writes to memory that it has made, never to an argument's, nor to a constant
+        results = None if varies and not all(map(self._is_own, written)) else self._compute(op)
         if results is None:
-            for place in template.writes:
-                self._forget_memory(op.ins[place])
+            for tensor in written:
+                self._forget_memory(tensor)
             return
+        self._values.update(zip(op.outs, results, strict=False))
         if varies:
+            self._made.update(op.outs)
             # Copied now: an op in place may write the constant later in the call
             others = {i: self._values[i].clone() for i in op.ins if not self.varies(i)}
-            self._makers.update(dict.fromkeys(op.outs, (op, others)))
-        self._values.update(zip(op.outs, results, strict=False))
+            reads = [self._values[i] for i in op.ins if i not in others]
+            makes = [*results, *(self._values[i] for i in written)]
+            memories = frozenset(map(_memory, reads)), frozenset(map(_memory, makes))
+            self._steps.append(_Step(op, others, *memories, (*reads, *makes)))
+
+    def _is_own(self, tensor: int) -> bool:
+        """True for a tensor whose memory an op on arguments has made."""
+        return tensor in self._made and _memory(self._values[tensor]) not in self._given
 
     def _compute(self, op: RecordedOp) -> list | None:
         """The new tensors of an op whose operands are all folded; None for any other op."""
@@ -144,18 +163,20 @@ class Constants:
 
     def _forget_memory(self, tensor: int) -> None:
         """Remove a tensor, and all views of its memory, from the folded values."""
-        written = self._values.get(tensor)
-        if written is None:
+        if tensor not in self._values:
             return
         # The folded tensors are real ones on the CPU: views of one memory are views here, too
-        self._values = {i: value for i, value in self._values.items() if not _share_memory(value, written)}
+        written = _memory(self._values[tensor])
+        self._values = {i: value for i, value in self._values.items() if _memory(value) != written}
         self._places = {i: place for i, place in self._places.items() if i in self._values}
-        self._makers = {i: op for i, op in self._makers.items() if i in self._values}
+        self._made &= self._values.keys()
 
 
 def _execute(op: RecordedOp, known: Mapping[int, torch.Tensor]) -> list | None:
     """The new tensors of an op for these operands; None for an op that is not folded, or fails."""
     template = op.template
+    if template.op == UPLOAD:
+        return _uploaded(op)
     if not template.op.startswith("aten.") or template.op in RANDOM or template.dynamic:
         return None
     if sum(out.spec.numel for out in template.outs if out.spec is not None) > MAX_ELEMENTS:
@@ -167,5 +188,14 @@ def _execute(op: RecordedOp, known: Mapping[int, torch.Tensor]) -> list | None:
         return None
 
 
-def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+def _uploaded(op: RecordedOp) -> list | None:
+    """The tensor of an upload of the call, such as an index that was a list: calls that agree upload the same bytes."""
+    spec, data = op.template.outs[0].spec, op.values[0]
+    if spec is None or not data or (dtype := getattr(torch, spec.dtype)) not in DTYPES:
+        return None
+    return [torch.frombuffer(bytearray(data), dtype=dtype).view(spec.shape)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """The number of a tensor's memory, which no other memory has while the tensor is alive."""
+    return tensor.untyped_storage()._cdata

@@ -66,6 +66,9 @@ class FragmentTape:
         self._cut(self.origins.where(origin), what.partition(",")[0])
         self.recorder.pass_on()
 
+    def folded(self, tensor: torch.Tensor) -> None:
+        """No value is: each call runs its Python, and may read another."""
+
     def constant(self, tensor: torch.Tensor) -> None:
         """A value is read, for which the caller waits; that ends the fragment."""
         self._cut(self.origins.where(self.origins.here()), f"the value of a tensor of shape {list(tensor.shape)} is read")

@@ -104,6 +104,7 @@ class HostDraws:
     def __exit__(self, *error: Any) -> None:
         for mode in reversed(self._modes):
             mode.__exit__(*error)
+        self._release()
 
     def refuse(self, what: str) -> None:
         """Note a reason for which the tape cannot stand for the function's own draws. The first one counts."""
@@ -195,6 +196,26 @@ class HostDraws:
 
     # ---- after the call
 
+    def _release(self) -> None:
+        """Let go of operands of rows that do not count: temporary tensors of the call end, as they do without a tape."""
+        self._operands = []
+        counting = self._counting()
+        for number, row in enumerate(self.rows):
+            if number not in counting:
+                row.args, row.kwargs = (), {}
+
+    def _counting(self) -> set[int]:
+        """Numbers of the rows that a replay needs."""
+        # Backward from the rows that count: draws, values that Python has read, uploads. A
+        # row stays if it writes memory that a later row needs, or makes an operand of one
+        needed, makers = set(self._drawn), {name.row for name in self._uploads}
+        for number, row in reversed(list(enumerate(self.rows))):
+            row.value = row.value if row.reads & self._drawn else None
+            if row.draws or row.writes & needed or row.value is not None or number in makers:
+                makers |= {number, *[x.row for x in row.operands() if type(x) is _Result]}
+                needed |= row.reads
+        return makers
+
     def finish(self) -> None:
         """End the tape once the call's tensors are freed. It keeps draws, and what leads to values that Python has read."""
         self._operands = []
@@ -204,17 +225,8 @@ class HostDraws:
         ):
             self.refuse(f"the function keeps {self._followed}")
 
-        # Backward from the rows that count: draws, values that Python has read, uploads. A
-        # row stays if it writes memory that a later row needs, or makes an operand of one
-        needed, makers = set(self._drawn), {name.row for name in self._uploads}
-        for number, row in reversed(list(enumerate(self.rows))):
-            row.value = row.value if row.reads & self._drawn else None
-            if row.draws or row.writes & needed or row.value is not None or number in makers:
-                makers |= {number, *[x.row for x in row.operands() if type(x) is _Result]}
-                needed |= row.reads
-
         # Number the rows that stay anew, in the results that they name too
-        places = {number: place for place, number in enumerate(sorted(makers))}
+        places = {number: place for place, number in enumerate(sorted(self._counting()))}
         self.rows = [self.rows[number] for number in places]
         for row in self.rows:
             row.args, row.kwargs = tree_map(

@@ -146,20 +146,23 @@ class CallRecording:
         self._was_asked = True
         return self.strict
 
+    def folded(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value of a tensor that constants decide, or arguments, if the call may read these; else None."""
+        self.recorder.flush()
+        number = tensor._ref.id  # type: ignore[attr-defined]
+        value = self._constants.value(self.ops, number)
+        return None if self.strict and self._constants.varies(number) else value
+
     def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value of a tensor that is read during the call, if it is the same at each call, or can be computed before it.
 
         None: the caller reads it, and this call becomes no program.
         """
-        self.recorder.flush()
-        number = tensor._ref.id  # type: ignore[attr-defined]
-        value = self._constants.value(self.ops, number)
-        if value is not None and not self._constants.varies(number):
-            return value
-
-        # A choice by arguments becomes a guard that each replay computes
-        if value is not None and not self.strict:
-            self.argument_reads.append(self._constants.read(number))
+        value = self.folded(tensor)
+        if value is not None:
+            # A choice by arguments becomes a guard that each replay computes
+            if self._constants.varies(tensor._ref.id):  # type: ignore[attr-defined]
+                self.argument_reads.append(self._constants.read(tensor._ref.id))  # type: ignore[attr-defined]
             return value
 
         # Any other read prevents a program. A library that asks first takes another way if it may not read: record once more

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 # Mode of an entry -> the function that carries such a call out as several ops; modules register theirs
 SEVERAL_OPS: dict[int, Callable[[OpInfo, Entry, tuple, dict], Any]] = {}
+# Name of an op whose shapes depend on values -> a form with sizes, for a tape that may read them; None if it may not
+WITH_KNOWN_SIZES: dict[str, Callable[..., Any]] = {}
 _SCALARS = frozenset({bool, int, float})
 _BY_VALUE = frozenset({TENSOR, VALUE})  # kinds of arguments whose numbers are sent with each call
 _known, _node, _getframe = _infos.get, torch._C._current_autograd_node, sys._getframe
@@ -359,6 +361,9 @@ def finish_call(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tu
         return several(info, entry, args, kwargs)
     recorder, origin = current(), row[1]
     if entry.mode == ASK and recorder.tape is not None:
+        sized, tape = WITH_KNOWN_SIZES.get(info.name), recorder.own_tape()
+        if sized is not None and tape is not None and (result := sized(tape, *args, **kwargs)) is not None:
+            return result
         cure = WITH_A_SIZE.get(info.name.split(".")[1], "")
         what = f"the shape of {info.name}'s result depends on values, which a replay does not know{cure}"
         recorder.tape.refuse(what, origin)

@@ -16,7 +16,7 @@ from gt.client.current_session import Current, current
 from gt.client.device.random import draw
 from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, rebind
 from gt.client.trace import host_ops, library_ops, op_info, refusals, sparse_ops
-from gt.client.trace.composites import batch_norm, fused_steps, recurrent
+from gt.client.trace.composites import batch_norm, fused_steps, known_sizes, recurrent
 from gt.client.trace.composites.attention import attention, encoder_layer, multi_head
 from gt.client.trace.composites.linear import linear
 from gt.client.trace.composites.rms_norm import rms_norm
@@ -365,4 +365,5 @@ _CONDITIONS: list[tuple[Condition, Handler]] = [
 
 def register() -> None:
     """Register these handlers; once, before the first op."""
+    known_sizes.register()
     op_info.register({**dict.fromkeys(map(str, WHOLE)), **_ROWS, **sparse_ops.HANDLERS}, _CONDITIONS)

@@ -21,10 +21,10 @@ from gt.client.values.known_values import KnownValues
 from gt.client.values.read_values import MAX_BYTES as MAX_READ_BYTES
 from gt.client.values.read_values import ReadValues
 from gt.client.values.uploaded_values import DTYPES, MAX_BYTES, UploadedValues
-from gt.ir import shapes
+from gt.ir import check, shapes
 from gt.ir.instr import FIRST, FREE, client_length
 from gt.ir.schema import Schemas
-from gt.ir.template import Template
+from gt.ir.template import Template, weight
 from gt.logs import sendable
 from gt.wire.signals import uninterrupted
 
@@ -74,6 +74,7 @@ class Recorder:
         self._defining = threading.RLock()  # held for a few lines, also within `_lock`: never the other way round
         self.templates: dict[int, Template] = {}  # by number
         self._weights: dict[int, tuple[int, int]] = {}  # by template: numbers of a row, bytes that it reads and makes
+        self._parts = 0  # of all templates in the table
         self._shares_cores = getattr(session, "shares_cores", False)
         self.values = KnownValues(self.templates)
         self.read = ReadValues(self.templates)
@@ -101,6 +102,7 @@ class Recorder:
             raise RuntimeError(str(error)) from None
         # Before the lock, since a wire form takes a while to make
         form = template.wire()
+        parts = weight(form)
         length = 2 + len(template.ins) + template.values + template.results
         made = [out.spec for out in template.outs if out.kind == "new" and out.spec]
         nbytes = sum(spec.nbytes for spec in (*template.ins, *made))
@@ -109,7 +111,9 @@ class Recorder:
             with self._defining:
                 numbers = self._numbers
                 number = next(numbers)
-                if number - FIRST < MAX_TEMPLATES:
+                fits = self._parts + parts <= check.MAX_ALL_TEMPLATE_PARTS or number == FIRST
+                if number - FIRST < MAX_TEMPLATES and fits:
+                    self._parts += parts
                     self._templates.append([number, form])
                     self.templates[number] = template
                     self._weights[number] = length, nbytes
@@ -131,6 +135,7 @@ class Recorder:
                 self.cleared += 1
                 self.templates.clear()
                 self._weights.clear()
+                self._parts = 0
                 self._numbers = itertools.count(FIRST)
 
     def new_origin(self, file: str, line: int, group: str, backward: bool, micro: int) -> int:

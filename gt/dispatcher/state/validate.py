@@ -25,7 +25,6 @@ MAX_OPS_UNDER_WAY = 1 << 18  # ops under way before another batch
 MAX_TEMPLATES, MAX_ORIGINS = 1 << 16, 1 << 20
 MAX_FILE_CHARACTERS = 4096  # characters of a file's name
 MAX_ALL_NAME_CHARACTERS = 4 << 20  # characters of all different names of a session
-MAX_ALL_TEMPLATE_PARTS = 1 << 21  # parts of all templates of a session
 MAX_GROUP_WARNINGS = 100  # warnings about groups that the config lacks
 MAX_GROUP_HINTS = 4  # warnings that suggest a similar name, which takes milliseconds to find
 MAX_SHOWN_CHARACTERS = 80  # characters of a name in such a warning
@@ -79,10 +78,8 @@ class Definitions:
         elif number in self._templates:
             self._templates[number].plans.clear()
         self._template_parts += parts
-        if self._template_parts > MAX_ALL_TEMPLATE_PARTS:
-            raise ProtocolError(
-                f"Ops.templates: all of them have {self._template_parts} parts, at most {MAX_ALL_TEMPLATE_PARTS} are taken"
-            )
+        if self._template_parts > (most := check.MAX_ALL_TEMPLATE_PARTS):
+            raise ProtocolError(f"Ops.templates: all of them have {self._template_parts} parts, at most {most} are taken")
         self._templates[number] = known
 
     def define_origin(self, row: Any) -> None:

@@ -247,3 +247,57 @@ def test_llama_leaves_a_full_mask_out_as_in_eager_mode_and_uses_a_padded_one() -
     ops = sorted(program.answer["ops"] for program in step._programs)
     masks = 12  # ops on the mask itself, before it is found to be full
     assert len(ops) == 2 and ops[0] <= without._programs[0].answer["ops"] + masks < ops[1], (step.explain(), without.explain())
+
+
+def test_a_list_of_places_in_an_argument_may_be_read() -> None:
+    """As transformers looks for padding in the first and last token; a library that is refused a read takes slower ways."""
+
+    @gt.compile
+    def step(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing() or 0 in tokens[:, [-1, 0]]:
+            return x * 3
+        return x * 2
+
+    for n in range(6):
+        assert step(torch.ones(2), torch.full((2, 4), n + 1).to(REMOTE)).tolist() == [2.0, 2.0]
+    assert [program.replays for program in step._programs] == [4], step.explain()
+    assert step(torch.ones(2), torch.zeros(2, 4, dtype=torch.int64).to(REMOTE)).tolist() == [3.0, 3.0]
+
+
+def shifted(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """As seq2seq models shift their labels, and check the result. The order of writes and copies counts."""
+    moved = tokens.new_zeros(tokens.shape)
+    moved[:, 1:] = tokens[:, :-1].clone()
+    before = moved.clone()
+    moved[:, 0] = 7
+    moved.masked_fill_(moved == -100, 1)
+    flat = moved.view(-1)
+    flat[1:2].add_(before.view(-1)[1:2])
+    if bool((moved > 0).all()) and not bool((before > 0).all()):
+        return x * int(flat[1]) + int(before.sum())
+    return x * -1
+
+
+@pytest.mark.parametrize("given", [uploaded, on_the_cpu])
+def test_a_value_that_is_written_in_place_from_an_argument_may_be_read(given: Callable) -> None:
+    step = gt.compile(shifted)
+    batches = [torch.tensor([[1, -100, 3], [4, 5, last]]) for last in (1, 2, 3, 4, 5, 6)]
+    batches += [torch.tensor([[2, 8, 3], [4, 5, 6]]), torch.tensor([[0, 8, 3], [4, 5, 6]]), *batches[:2]]
+    for tokens in batches:
+        x, kept = torch.randn(2), tokens.clone()
+        torch.testing.assert_close(step(x.to(REMOTE), given(tokens)).cpu(), shifted(x, kept.clone()))
+        assert torch.equal(tokens, kept)
+    assert step._programs and max(program.replays for program in step._programs) >= 4, step.explain()
+
+
+def test_a_value_that_is_written_from_other_memory_is_not_taken_for_known() -> None:
+    @gt.compile
+    def step(mask: torch.Tensor, unknown: torch.Tensor) -> torch.Tensor:
+        own = mask.clone()
+        row = own[0]
+        row.copy_(unknown)  # only the workers know it
+        return mask * int(own.sum())
+
+    for n in range(6):
+        unknown = torch.zeros(4, dtype=torch.int64, device=REMOTE) + n
+        assert step(FULL.to(REMOTE), unknown)[0, 0].item() == 4 + 4 * n

@@ -426,3 +426,32 @@ def test_counts_of_a_list_that_a_new_number_is_added_to_are_followed(one):
     got = [call(torch.full((4,), float(n)).to("remote")).item() for n in range(6)]
     assert got == [4 + 4 * sum(range(n + 1)) for n in range(6)] and [count.item() for count in counts] == [6.0] * 3
     assert "3 replays" in call.explain(), call.explain()
+
+
+MAKES = {
+    "as_tensor": lambda: torch.as_tensor([0.5, 2.0, 3.0]).to("remote"),
+    "tensor": lambda: torch.tensor([0.5, 2.0, 3.0], device="remote"),
+    "cast": lambda: torch.arange(3).mul(2).to(device="remote", dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("outer", ["random numbers", "a CPU tensor"])
+@pytest.mark.parametrize("make", MAKES)
+def test_constants_that_are_uploaded_beside_what_the_tape_follows(one, make, outer):
+    """As a video model with positions that are no buffer, and means of colours: the tape kept the constants alive."""
+    table = torch.arange(40.0)
+
+    @gt.compile
+    def step(x):
+        followed = table if outer == "a CPU tensor" else torch.rand(40)
+        return x + followed.to("remote")[:3] * MAKES[make]()
+
+    for n in range(8):
+        if outer == "a CPU tensor":
+            table.add_(1)
+        torch.manual_seed(n)
+        result = step(torch.ones(3).to("remote")).tolist()
+        torch.manual_seed(n)
+        followed = table if outer == "a CPU tensor" else torch.rand(40)
+        assert result == (1 + followed[:3] * MAKES[make]().cpu()).tolist(), n
+    assert step._programs and step._programs[0].replays >= 3, step.explain()

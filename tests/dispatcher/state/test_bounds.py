@@ -12,6 +12,7 @@ from gt.client.trace import recorder
 from gt.dispatcher.events import PeerLost, Received, Send
 from gt.dispatcher.planning import decompose, redistributor
 from gt.dispatcher.state import validate
+from gt.ir import check
 from gt.ir.dataflow import makes
 from gt.ir.instr import FIRST, FORGET, Define
 from gt.wire.link import hello
@@ -278,6 +279,19 @@ def test_groups_within_one_another_are_bounded() -> None:
 
 
 def test_templates_of_a_session_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "MAX_ALL_TEMPLATE_PARTS", 200)
+    monkeypatch.setattr(check, "MAX_ALL_TEMPLATE_PARTS", 200)
     rows = [[16 + n, ONES.wire()] for n in range(40)]
     assert "at most 200 are taken" in CoreBench().refusal(b"c", Ops(0, rows, [], []))
+
+
+def test_a_client_begins_its_templates_again_before_they_are_too_many_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of optimizers are long: twenty models of one process were refused together, and the session ended."""
+    monkeypatch.setattr(check, "MAX_ALL_TEMPLATE_PARTS", 2000)
+    with planned("", 1) as plan:
+        for n in range(1, 40):
+            lists = [[torch.zeros(n, device="remote") for _ in range(20)] for _ in range(2)]
+            torch._foreach_add_(*lists)
+        current_session.current().flush()
+        assert current_session.current().cleared > 5
+        assert len(plan.core.sessions[b"client"].context.templates) < 20
+        lists[0][0].add_(lists[1][0])

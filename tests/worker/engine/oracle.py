@@ -182,7 +182,8 @@ def indexing(x: Make) -> None:
     c.t().index_add_(1, one, b.t()[:, :2])
     a.sort(1), a.sort(0, descending=True), a.sort(dim=1, stable=True), a.topk(2), a.topk(3, 0, largest=False)
     a.argsort(1)
-    torch.unique(IDS, return_inverse=True, return_counts=True), a.nonzero(), torch.repeat_interleave(IDS[1])
+    torch.unique(IDS, return_inverse=True, return_counts=True), a.nonzero(), torch.nonzero_static(a, size=9),
+    torch.nonzero_static(a, size=400), torch.repeat_interleave(IDS[1])
     edges = a[0].sort()[0]
     (
         torch.searchsorted(edges, b.contiguous()),

@@ -157,6 +157,11 @@ def _nonzero(self: Array) -> Array:
     return np.argwhere(self)
 
 
+def _nonzero_static(self: Array, *, size: int, fill_value: int = -1) -> Array:
+    rows = np.argwhere(self)[:size]
+    return np.concatenate([rows, np.full((size - len(rows), self.ndim), fill_value, rows.dtype)])
+
+
 # ---- order
 
 
@@ -238,6 +243,7 @@ TABLE: dict[str, Function] = rows({
     "masked_select": _masked_select,
     "masked_scatter_": _masked_scatter_,
     "nonzero": _nonzero,
+    "nonzero_static": _nonzero_static,
     "sort": _sort,
     "sort.stable": _sort_stable,
     "topk": _topk,
