@@ -1,4 +1,4 @@
-"""Delay of signals such as Ctrl-C, and of the collector, in short critical sections; waits that signals may end at any moment."""
+"""Critical sections in which signals, as Ctrl-C, and the collector wait; waits that signals may end at any moment."""
 
 from __future__ import annotations
 

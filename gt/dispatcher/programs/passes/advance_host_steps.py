@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from math import prod
 
 from gt.dispatcher.programs.passes.bucket_reductions import LIST_OPS, REDUCTIONS, ListOp, is_fused_step, names_only
@@ -115,7 +115,7 @@ def _placed(movable: _Movable) -> list[Instruction]:
     """A row that has no place yet, behind movable ones that it depends on."""
     # Without recursion: each of thousands of rows may depend on the one before.
     order: list[Instruction] = []
-    under_way = [iter((movable,))]
+    under_way: list[Iterator[_Movable | Instruction]] = [iter((movable,))]
     while under_way:
         item = next(under_way[-1], None)
         if item is None:
@@ -124,7 +124,8 @@ def _placed(movable: _Movable) -> list[Instruction]:
             order.append(item)
         elif not item.placed:
             item.placed = True
-            under_way.append(chain(item.after, (item.row,), item.then))
+            around: list[_Movable | Instruction] = [*item.after, item.row, *item.then]
+            under_way.append(iter(around))
     return order
 
 

@@ -200,7 +200,8 @@ def test_random_programs_keep_their_values(seed):
 
 def _counts(many: int) -> list[tuple[Define, list[int]]]:
     """List ops on one tensor, as of a step's count."""
-    return [(Define(23, "op", {**op(0, "aten._foreach_add_.Scalar", 1, None, 1).payload, "args": [], "writes": [0]}), [77])] * many
+    payload = {**op(0, "aten._foreach_add_.Scalar", 1, None, 1).payload, "args": []}
+    return [(Define(23, "op", payload), [77])] * many
 
 
 def test_rows_that_each_depend_on_the_one_before_move_with_a_step():
