@@ -40,6 +40,7 @@ from gt.config.schema import (
     Offloaded,
     Precision,
     Rule,
+    fault_of_folder,
     fault_of_name,
 )
 from gt.errors import ConfigError
@@ -401,8 +402,9 @@ class _Reader:
         path, step = settings.pop("path", OFFLOAD_PATH), settings.pop("step", STEPS[0])
         if step not in STEPS:
             self.fail(RESERVED, _line(keys["step"]), f"step is {self.show(keys['step'])}, want {OFFLOAD_KEYS['step']}")
-        if not path.startswith("/") or "\0" in path:
-            self.fail(RESERVED, _line(keys["path"]), f"path is {self.show(keys['path'])}, want {OFFLOAD_KEYS['path']}")
+        fault = fault_of_folder(path)
+        if fault:
+            self.fail(RESERVED, _line(keys["path"]), f"path {fault}")
 
         # Below stage 3 each worker keeps whole parameters for its use, so moving them out would save nothing.
         spaces = {key: None if space == "none" else space for key, space in settings.items()}

@@ -45,6 +45,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # values of
 SPACES = ("cpu", "nvme", "none")  # places for offloaded tensors, in `offload`
 STEPS = ("auto", "host", "device")  # where the optimizer of offloaded state computes, in `offload`
 OFFLOAD_PATH = "/tmp/nvme_offload"
+MAX_FOLDER_CHARACTERS = 1024  # characters of `path` in `offload`
 BUCKET_BYTES = 12 << 20  # of gradients that are reduced together; on two H200s 64 MiB made a step 2% longer
 SUFFIX_AXIS = {"_colpar": 1, "_rowpar": 0}  # suffix of a group's name -> its axis
 MAX_GROUP_CHARACTERS = 255  # characters of a group's name
@@ -145,6 +146,15 @@ class Config:
     def where(self, name: str) -> str:
         """`pp_stage3 (sharding.yaml:14)`: a group in an error."""
         return f"{name} ({self.path or 'config'}:{self.groups[name].line})"
+
+
+def fault_of_folder(path: str) -> str:
+    """The reason why a text cannot be `path` in `offload`, "" if it can. Workers make this folder."""
+    if len(path) > MAX_FOLDER_CHARACTERS:
+        return f"has {len(path)} characters, at most {MAX_FOLDER_CHARACTERS} are taken"
+    if not path.startswith("/") or not path.isprintable():
+        return f"is {path[:80]!r}, want {OFFLOAD_KEYS['path']}, of printable characters"
+    return ""
 
 
 def fault_of_name(name: str) -> str:

@@ -24,7 +24,7 @@ from gt.wire.connections import cut
 from gt.wire.liveness import POLLS_PER_HEARTBEAT, Cable, Vigil
 from gt.wire.messages import CHUNK, Exit, Message, Reject, Welcome
 from gt.wire.process_settings import plenty_of_cores
-from gt.wire.signals import uninterrupted
+from gt.wire.signals import uncollected, uninterrupted
 from gt.wire.socket import (
     BURST_MESSAGES,
     GONE,
@@ -228,7 +228,7 @@ class Dealer:
     def _turn_here(self) -> bool | None:
         """Take a turn in the calling thread: True if work is left; None if no turn could be taken."""
         # A KeyboardInterrupt within a turn would leave half a message at the socket, or the lock held.
-        with uninterrupted():
+        with uninterrupted(), uncollected:
             if not self._using.acquire(blocking=False):
                 return None
             try:
@@ -387,7 +387,7 @@ class Dealer:
 
             # Its own turn: first the reasons to end, then the messages.
             last = time.monotonic()
-            with self._using:
+            with uncollected, self._using:
                 if self._fault is not None:
                     raise self._fault
                 if self._watch(sock, monitor):

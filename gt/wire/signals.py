@@ -1,9 +1,10 @@
-"""Delay of signals such as Ctrl-C during short critical sections, and waits that they may end at any moment."""
+"""Critical sections in which signals, as Ctrl-C, and the collector wait; waits that signals may end at any moment."""
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # module signal wraps the same functions in enums, which costs ten times as much
 import contextlib
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -84,6 +85,36 @@ class uninterrupted:
         finally:
             if self._seen:
                 self._deliver()
+
+
+class _Uncollected:
+    """`with uncollected:` the collector makes no pass inside.
+
+    A pass runs finalizers of the program, in any thread. One that uses a tensor would wait for a lock that its thread holds.
+    """
+
+    def __init__(self) -> None:
+        self._inside: list[None] = []  # one a block that is open, of all threads
+        self._wanted = False  # the collector is enabled, but for these
+
+    def __enter__(self) -> None:
+        try:
+            self._inside.append(None)
+            if gc.isenabled():
+                self._wanted = True
+                gc.disable()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._inside.pop()
+        if not self._inside and self._wanted:
+            self._wanted = False
+            gc.enable()
+
+
+uncollected = _Uncollected()
 
 
 class Waiters:

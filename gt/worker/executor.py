@@ -46,8 +46,8 @@ class Executor:
     """One worker's tensors and definitions; `run` is called by one thread, `stats` and `where` by any."""
 
     def __init__(self, engine: Engine, plane: Plane, send: Send, budget: Budget | None = None) -> None:
-        self.tensors = OffloadedTensors(Spaces(engine).evict)
         self.budget = budget or Budget()
+        self.tensors = OffloadedTensors(Spaces(engine, self.budget.need).evict)
         # Bytes of a session: storages count once, however many views they have; evicted tensors count as host memory.
         self.budget.held = lambda session: (
             sum(n for _, n in op_errors.held(self.tensors, session, engine.storage).values()) + self.tensors.host_bytes(session)

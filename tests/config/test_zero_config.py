@@ -80,3 +80,17 @@ def test_where_an_offloaded_step_is_computed():
     assert load("gt: {data_parallel: null, offload: {optimizer: cpu}}").offload.step == "auto"
     with pytest.raises(ConfigError, match="step is 'gpu', want auto, host or device"):
         load(text.replace("STEP", "gpu"))
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        ("relative", r"path is 'relative', want the absolute path of a folder, of printable characters"),
+        ('"/a\\0b"', r"path is '/a\\x00b', want the absolute path"),
+        ('"/a\\e[2J\\nERROR"', r"path is '/a\\x1b\[2J\\nERROR', want the absolute path"),
+        ("/" + "a/" * 1000, "path has 2001 characters, at most 1024 are taken"),  # makedirs recurses by parts of a path
+    ],
+)
+def test_a_folder_that_workers_could_not_make_is_refused(path, fault):
+    with pytest.raises(ConfigError, match=fault):
+        load(f"gt: {{offload: {{optimizer: nvme, path: {path}}}}}")

@@ -28,6 +28,7 @@ MANIFEST = "gt.json"  # written last
 _NEW, _OLD = "gt-saving-", "gt-replaced-"  # folders beside a checkpoint: not complete yet, or about to be removed
 _AT_FDCWD, _EXCHANGE = -100, 2
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES)  # no hard links here, or not of another's file
+MAX_JSON_BYTES = 256 << 20  # largest manifest or index
 MAX_RENAMES = 100  # tries to put a folder in its place while others do the same
 
 
@@ -271,9 +272,11 @@ def _is_working_folder(path: Path) -> bool:
 def _part_names(folder: Path) -> set[str]:
     """Names of files that belong to the checkpoint in a folder."""
     names = {MANIFEST}
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        made = json.loads((folder / MANIFEST).read_text())
-        names |= {name for name in made["files"] if isinstance(name, str)}
+    # Whatever is there may be nobody's manifest, and of any size or depth
+    with contextlib.suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
+        if (folder / MANIFEST).stat().st_size <= MAX_JSON_BYTES:
+            made = json.loads((folder / MANIFEST).read_text())
+            names |= {name for name in made["files"] if isinstance(name, str)}
     return names
 
 

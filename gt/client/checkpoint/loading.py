@@ -19,7 +19,7 @@ import torch
 
 from gt.client import current_session
 from gt.client.checkpoint import optimizer_state, restoring, safetensors_format, saving, state_tree
-from gt.client.checkpoint.folder import MANIFEST, find, is_sealed, reason, watched
+from gt.client.checkpoint.folder import MANIFEST, MAX_JSON_BYTES, find, is_sealed, reason, watched
 from gt.client.checkpoint.safetensors_format import FileEntry
 from gt.client.current_session import Current
 from gt.client.device.remote_tensor import RemoteTensor
@@ -33,8 +33,8 @@ from gt.ir.layout import Boxes
 from gt.ir.spec import DTYPES
 from gt.wire.arena import place
 
-MAX_JSON_BYTES = 256 << 20  # largest manifest or index
 MAX_COPIED_BYTES = 16 << 20  # of tensors that were read, before those that have been copied are freed
+MAX_SHOWN_PROBLEMS = 20  # of files, in an error
 MAX_READS = 100  # tries to read a checkpoint that others replace meanwhile
 _INDEX = ".safetensors.index.json"
 _DTYPES = {name: getattr(torch, name) for name in safetensors_format.NAMES}
@@ -167,7 +167,7 @@ class _Files:
     def checksum(self, path: Path) -> int:
         """crc32 of an index, or of a file's header."""
         if path.name.endswith(_INDEX):
-            return zlib.crc32(path.read_bytes())
+            return zlib.crc32(_text_of(path))
         self.open(path)
         file = self._files[path][0]
         return safetensors_format.checksum(file.fd, file.nbytes)
@@ -260,15 +260,20 @@ def _read_flat(places: dict[str, Path], files: _Files) -> dict[str, torch.Tensor
     return tensors
 
 
-def _json(path: Path) -> Any:
+def _text_of(path: Path) -> bytes:
+    """The bytes of a manifest or index. CheckpointError unless it is a regular file that is not too large."""
     fd, size = safetensors_format.open_file(path)
     with os.fdopen(fd, "rb") as file:
         if size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} has {size} bytes, at most {MAX_JSON_BYTES} are read")
-        try:
-            value = json.loads(file.read().decode())
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not JSON, or was cut short: {error!s:.200}") from None
+        return file.read(size)
+
+
+def _json(path: Path) -> Any:
+    try:
+        value = json.loads(_text_of(path).decode())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON, or was cut short: {error!s:.200}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return value
@@ -284,22 +289,24 @@ def _by_index(index: Path, files: _Files) -> dict[str, Path]:
     if odd is not None:
         raise CheckpointError(f"{index} names {odd!r:.100}, want a file beside it")
     problems: list[str] = []
-    places = {name: index.parent / file for name, file in names.items()}
-    for path in sorted(set(places.values())):
+    named: dict[str, list[str]] = {}  # names of tensors by file
+    for name, file in names.items():
+        named.setdefault(file, []).append(name)
+    for file, tensors in sorted(named.items()):
+        path = index.parent / file
         try:
             entries, _ = files.open(path)
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        lacking = [name for name, at in places.items() if at == path and name not in entries]
+        lacking = [name for name in tensors if name not in entries]
         if lacking:
             problems.append(f"{path} lacks {_some(lacking)}, which {index.name} names")
-        unnamed = [name for name in entries if places.get(name) != path]
+        unnamed = [name for name in entries if names.get(name) != file]
         if unnamed:
             problems.append(f"{path} has {_some(unnamed)}, which {index.name} does not name")
-    if problems:
-        raise CheckpointError("; ".join(problems))
-    return places
+    _raise_for(problems)
+    return {name: index.parent / file for name, file in names.items()}
 
 
 def _elsewhere(name: str) -> bool:
@@ -310,6 +317,14 @@ def _elsewhere(name: str) -> bool:
 def _some(names: list[str]) -> str:
     shown = ", ".join(f"{name!r:.100}" for name in names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} others"
+
+
+def _raise_for(problems: list[str]) -> None:
+    """CheckpointError with the first of the problems, if there are any: somebody's index may name 100,000 files."""
+    if problems:
+        more = len(problems) - MAX_SHOWN_PROBLEMS
+        rest = [f"and {more} others of its files are wrong"] if more > 0 else []
+        raise CheckpointError("; ".join(problems[:MAX_SHOWN_PROBLEMS] + rest))
 
 
 def _check(sizes: Any, described: Any, sets: Any) -> None:
@@ -345,13 +360,12 @@ def _read_own(where: Path, files: _Files) -> Any:
         raise _damaged(path, error) from None
 
     # Sizes of all files before any is opened: a copy of a folder that was cut short is named as such
-    problems = []
+    problems: list[str] = []
     for name, size in sizes.items():
         have = (where / name).stat().st_size if (where / name).is_file() else -1
         if have != size:
             problems.append(f"{where / name} {'is missing' if have < 0 else f'has {have} bytes'}, want {size} bytes")
-    if problems:
-        raise CheckpointError("; ".join(problems))
+    _raise_for(problems)
     places = {f"{s}/{name}": at for s in sets for name, at in _by_index(where / f"{s}{_INDEX}", files).items()}
     lost = [name for name in sorted(wanted) if name not in places]
     if lost:

@@ -18,6 +18,7 @@ from gt.errors import CheckpointError
 from gt.ir.spec import DTYPES
 
 MAX_DEPTH = 200
+MANY_KEYS = 1000  # of a dict, from which their hashes are looked at
 LONG_BITS = 2048  # bits from which a number is written in base 16: Python refuses more than some hundred decimal digits
 Path = tuple[Any, ...]  # keys and indices from the root
 Put = Callable[[Path, torch.Tensor], str]  # takes a tensor, returns its name
@@ -114,12 +115,20 @@ def decode(node: Any, get: Get) -> Any:
         return [decode(row, get) for row in node]
     kinds = set(node)
     if kinds in ({"ordered"}, {"ordered", "metadata"}):
-        ordered = OrderedDict((decode(key, get), decode(value, get)) for key, value in node["ordered"])
+        ordered = OrderedDict(_decode_pairs(node["ordered"], get))
         if "metadata" in node:
             ordered._metadata = decode(node["metadata"], get)  # type: ignore[attr-defined]
         return ordered
     ((kind, value),) = node.items()
     return _DECODERS[kind](value, get)
+
+
+def _decode_pairs(rows: Any, get: Get) -> list[tuple[Any, Any]]:
+    """Keys and values of a dict; ValueError for keys that were made to have one hash, for which a dict takes hours."""
+    pairs = [(decode(key, get), decode(value, get)) for key, value in rows]
+    if len(pairs) > MANY_KEYS and len({hash(key) for key, _ in pairs}) < len(pairs) // 2:
+        raise ValueError(f"a dict has {len(pairs)} keys of few hashes")
+    return pairs
 
 
 def names(node: Any) -> set[str]:
@@ -138,7 +147,7 @@ _KEYS = frozenset({"tuple", "float", "int"})  # kinds of JSON objects that are k
 _DTYPES = {name: getattr(torch, name) for name in DTYPES}
 
 _DECODERS: dict[str, Callable[[Any, Get], Any]] = {
-    "dict": lambda rows, get: {decode(key, get): decode(value, get) for key, value in rows},
+    "dict": lambda rows, get: dict(_decode_pairs(rows, get)),
     "tuple": lambda rows, get: tuple(decode(row, get) for row in rows),
     "tensor": lambda name, get: get(name),
     "array": lambda name, get: get(name).numpy(),

@@ -7,6 +7,7 @@ Python methods of torch that need a tensor's bytes are defined here, by fetching
 from __future__ import annotations
 
 import copy
+import gc
 import operator
 import sys
 import threading
@@ -120,6 +121,16 @@ RECOUNT_SHARES = 16  # such shares that are made before what is alive is counted
 RECOUNT_TAKES = 4
 
 
+_collecting: list[None] = []  # not empty while Python's collector makes a pass, of which there is one at a time
+
+
+def _note_pass(phase: str, about: dict) -> None:
+    if phase == "start":
+        _collecting.append(None)
+    else:
+        _collecting.clear()
+
+
 class LiveTensors:
     """The ids of one session that are alive, and those that have ended.
 
@@ -132,9 +143,14 @@ class LiveTensors:
         self.all: dict[int, LiveRef] = {}
         self.ended: list[LiveRef | Temporary] = []
         self.end = self.ended.append
+        if _note_pass not in gc.callbacks:
+            gc.callbacks.append(_note_pass)
 
     def take_ended(self) -> list[LiveRef | Temporary]:
         """References that have ended since the last call, for `forget`. Takes no time, so that no op is recorded meanwhile."""
+        # The collector ends weak references before it runs finalizers of the program, which may use these tensors
+        if _collecting:
+            return []
         # Other threads append meanwhile, in callbacks: exactly the copied references are removed
         ended = self.ended[:]
         del self.ended[: len(ended)]

@@ -26,7 +26,7 @@ from gt.ir.instr import FIRST, FREE, client_length
 from gt.ir.schema import Schemas
 from gt.ir.template import Template, weight
 from gt.logs import sendable
-from gt.wire.signals import uninterrupted
+from gt.wire.signals import uncollected, uninterrupted
 
 MIN_BATCH_NUMBERS, MAX_BATCH_NUMBERS = 80, 1400  # in the buffer: about 15 and 256 ops
 # On few cores a hand-over takes the core of the thread that records. Ops on few bytes are soon done and leave small results, so
@@ -125,7 +125,7 @@ class Recorder:
         """Begin the table of templates again, unless another thread has. numbers: those of the full table."""
         self.flush()  # everything recorded by the old numbers goes first
         self.on_clear()
-        with uninterrupted(), self._lock:
+        with uninterrupted(), uncollected, self._lock:
             if self._numbers is not numbers:
                 return
             self._hand_over()  # ops that another thread has recorded meanwhile
@@ -147,7 +147,7 @@ class Recorder:
         """Append a row with a frame of the same batch. position: index in the row of the frame's number."""
         if self._inline_bytes + len(data) > MAX_BATCH_UPLOAD_BYTES:
             self.flush()
-        with self._lock:
+        with uncollected, self._lock:
             row[position] = len(self._frames)
             self._frames.append(data)
             self._inline_bytes += len(data)
@@ -155,7 +155,7 @@ class Recorder:
 
     def emit_large_upload(self, row: list) -> None:
         """Append the row of an upload whose data stays in this process, or in an arena, until workers have it."""
-        with self._lock:
+        with uncollected, self._lock:
             self._holds_large = True  # workers make room for the next one
             self._emit_upload(row)
 
@@ -169,11 +169,11 @@ class Recorder:
             try:
                 wait()  # may take long, and Ctrl-C must work: nothing has left the buffers yet
             except KeyboardInterrupt:
-                with uninterrupted(), self._lock:
+                with uninterrupted(), uncollected, self._lock:
                     self._hand_over()  # what the rest of a step would write must not read what its first part did not make
                 self.session.interrupt()
                 raise
-        with uninterrupted(), self._lock:
+        with uninterrupted(), uncollected, self._lock:
             self._hand_over(asks)
         if self.when_watched is not None and getattr(self.session, "watched", False):
             self.when_watched()
@@ -188,7 +188,7 @@ class Recorder:
         if not getattr(self.session, "busy", False) or many or self._holds_large or spans.current is not None:
             self.flush()
             return
-        with uninterrupted(), self._lock:
+        with uninterrupted(), uncollected, self._lock:
             self._hold()
             self._held_calls += 1
         self.session.take_turn()  # which sees that workers have less to do
@@ -203,7 +203,7 @@ class Recorder:
 
     def end_tape(self) -> None:
         """End the call, also if Ctrl-C has ended its last flush: the rest of its ops is kept in the tape's form."""
-        with uninterrupted(), self._lock:
+        with uninterrupted(), uncollected, self._lock:
             try:
                 if self.tape is not None and not self.session.failure:
                     self._hold()
@@ -238,12 +238,12 @@ class Recorder:
         """The value of a small integer tensor that was uploaded and not changed since, on the CPU; None if it is not known."""
         if not self.uploaded:
             return None
-        with uninterrupted(), self._lock:
+        with uninterrupted(), uncollected, self._lock:
             return self.uploaded.of(tensor, self.code[:], self.templates)
 
     def note_upload(self, number: int, values: np.ndarray, is_float: bool) -> None:
         """A small tensor of DTYPES or FLOATS is uploaded. values: an array that nobody changes."""
-        with self._lock:
+        with uncollected, self._lock:
             if not is_float:
                 self.uploaded.note(number, values)
             self.values.upload(number, values)
@@ -258,7 +258,7 @@ class Recorder:
         if nbytes > MAX_BYTES or self.session.failure is not None:
             return None
         interrupts = getattr(self.session, "interrupts", 0)
-        with uninterrupted(), self._lock:
+        with uninterrupted(), uncollected, self._lock:
             value = self.read.of(number, self.code, interrupts) if self.read else None
             if value is None:
                 if meta.dtype in FLOATS:
@@ -287,13 +287,13 @@ class Recorder:
         """The value of a tensor is about to be fetched: it will be known until something is written."""
         meta = tensor._ref.meta
         if meta.numel * meta.dtype.itemsize <= MAX_READ_BYTES:
-            with self._lock:
+            with uncollected, self._lock:
                 self.read.ask(tensor._ref.id, self.code, getattr(self.session, "interrupts", 0))
 
     def note_read(self, tensor: Any, value: torch.Tensor) -> None:
         """The value of ask_value's tensor has come."""
         if self.read:
-            with self._lock:
+            with uncollected, self._lock:
                 self.read.note(tensor._ref.id, value.clone())
 
     def note_wait(self) -> None:
@@ -312,7 +312,7 @@ class Recorder:
         # A recording keeps what its call has made; its program frees each value after its last use
         if self.tape is not None and 0 < self.live_tensors.made < MAX_RECORDED_BYTES:
             return
-        with uninterrupted(), self._lock:
+        with uninterrupted(), uncollected, self._lock:
             freed = self.live_tensors.forget(self.live_tensors.take_ended())
             self.live_tensors.made = made
             if self.tape is not None:
@@ -336,14 +336,15 @@ class Recorder:
         if getattr(self.session, "busy", False) and self._looks < MAX_BUSY_LOOKS:
             self._looks += 1
             return
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            ready = getattr(self.session, "has_credit", None)
-            if self.session.failure is None and (ready is None or ready()):
-                self._hand_over()
-        finally:
-            self._lock.release()
+        with uncollected:
+            if not self._lock.acquire(blocking=False):
+                return
+            try:
+                ready = getattr(self.session, "has_credit", None)
+                if self.session.failure is None and (ready is None or ready()):
+                    self._hand_over()
+            finally:
+                self._lock.release()
 
     def _seal(self) -> list[int]:
         """Move the buffer into `_ready`, in its final form. Returns the ids that have ended, to be freed behind it."""

@@ -38,9 +38,9 @@ class SessionHostCopies:
 
     def fresh(self, ins: Sequence[Tensor], away: Sequence[int], brought: Sequence[int]) -> tuple[int, ...]:
         """Operands that need a new copy: workers have none, or one of another value. away: operands in host memory."""
-        fresh = []
+        fresh, resting = [], frozenset(away)
         for n, t in enumerate(ins):
-            if n in away:
+            if n in resting:
                 continue
             if brought[n] != t.id:  # a copy in another layout, which ends with the op
                 fresh.append(n)

@@ -22,7 +22,7 @@ from gt.dispatcher.state.emitter import lost_in
 from gt.dispatcher.state.records import OpPlan, Origin
 from gt.dispatcher.state.tensors import Tensor
 from gt.ir.layout import Layout, Mesh, Partial, R, Shard, replicated
-from gt.ir.template import Chosen, Out, T, Template
+from gt.ir.template import Chosen, Out, Template
 
 
 @dataclass(slots=True)
@@ -98,13 +98,13 @@ class ListOps:
         """Buckets; a bucket with many bytes of offloaded tensors is cut into parts."""
         if not self._offload.active:
             return list(buckets.items())
-        columns = [[ins[i] for i in column.indices(T)] for column in known.columns]
+        columns = [[ins[i] for i in column.tensors] for column in known.columns]
         return [(layout, part) for layout, indices in buckets.items() for part in self._offload.parts(indices, columns)]
 
     def _buckets(self, known: OpSchema, origin: Origin, ins: list[Tensor], combined: str | None) -> dict[Layout, list[int]]:
         """Indices of the lists by the layout of the tensor that leads there. Those not done on pieces are wanted whole."""
         # Example, AdamW on five parameters: {[R]: [0, 3], [S(0)]: [1, 2], [R] of the second stage: [4]} are three ops.
-        lead = known.columns[0].indices(T)
+        lead = known.columns[0].tensors
         in_parts, whole = list_rules.runs_in_parts(known), None
         buckets: dict[Layout, list[int]] = {}
         for place, index in enumerate(lead):
@@ -131,15 +131,15 @@ class ListOps:
 
         The second value is true if that tensor rests, as the leader will then.
         """
-        shape = known.template.ins[known.columns[0].indices(T)[place]].shape
+        shape = known.template.ins[known.columns[0].tensors[place]].shape
         for column in known.columns[1:]:
-            items = column.indices(T)
+            items = column.tensors
             beside = ins[items[place]] if place < len(items) else None
             if beside is not None and beside.layout is not None:
                 alike = beside.spec.shape == shape
                 rests = alike and beside.storage.rest is not None
                 return (beside.layout if alike else replicated(beside.layout.mesh)), rests
-        group = origin.meaning or ins[known.columns[0].indices(T)[place]].storage.home
+        group = origin.meaning or ins[known.columns[0].tensors[place]].storage.home
         return (replicated(group.mesh) if group else None), False
 
     def _plan_part(self, layout: Layout, indices: list[int], op: _ListOp) -> tuple[ListPart, OpPlan] | None:
@@ -170,8 +170,8 @@ class ListOps:
     @staticmethod
     def _note_rests(known: OpSchema, ins: list[Tensor], unplaced: Iterable[int]) -> None:
         """Tensors that were placed beside a leader at rest, rest too: state that was a recipe until its first step."""
-        leads = [ins[i] for i in known.columns[0].indices(T)]
-        of = {i: lead for column in known.columns for i, lead in zip(column.indices(T), leads)}
+        leads = [ins[i] for i in known.columns[0].tensors]
+        of = {i: lead for column in known.columns for i, lead in zip(column.tensors, leads)}
         for i in unplaced:
             t, lead = ins[i], of.get(i)
             if (
@@ -187,7 +187,7 @@ class ListOps:
         """Layout wanted of each operand: the leader's in a list, whole for numbers. Written operands move to it for good."""
         # 1. By default. 2. Written operands move for good, as state to its parameter, and are then wanted where they are.
         # 3. Step counts, which were placed whole by themselves on other workers, follow their parameter once.
-        whole, lead = self._context.intern(replicated(layout.mesh)), known.columns[0].indices(T)
+        whole, lead = self._context.intern(replicated(layout.mesh)), frozenset(known.columns[0].tensors)
         wants = [layout if i in known.listed and operand.spec.shape else whole for i, operand in enumerate(ins)]
         for index in known.template.writes:
             operand = ins[index]

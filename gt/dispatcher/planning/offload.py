@@ -128,7 +128,7 @@ class Offload:
         fused = known.name.startswith("_fused_")
         for index, tensor in enumerate(ins):
             storage = tensor.storage
-            state = fused and index in known.template.writes and not storage.param
+            state = fused and index in known.written and not storage.param
             if storage.space is None and (state or storage.sharded) and _bytes(tensor) >= self._least(storage):
                 storage.space = self.space(tensor)
             if not (self._op_on_host and self._rests(tensor)):
@@ -169,14 +169,14 @@ def _fits_host(known: OpSchema, ins: Sequence[Tensor], away: Sequence[int]) -> b
     template = known.template
     if known.random or not (known.columns or template.pointwise) or any(out.kind == "view" for out in template.outs):
         return False
-    return any(n in template.writes or not ins[n].storage.param for n in away)
+    return any(n in known.written or not ins[n].storage.param for n in away)
 
 
 def _written(known: OpSchema) -> list[int]:
     """Operands that an op writes. By its schema a fused optimizer writes gradients, but it does so with a loss scale alone."""
     writes = known.template.writes
     if known.name.startswith("_fused_") and not isinstance(dict(known.template.kwargs).get("grad_scale"), T):
-        gradients = known.columns[1].indices(T)
+        gradients = set(known.columns[1].tensors)
         return [n for n in writes if n not in gradients]
     return [*writes]
 

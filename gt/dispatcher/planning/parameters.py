@@ -95,7 +95,7 @@ def _bring_home(redistributor: Redistributor, known: OpSchema, meaning: Meaning,
             parameter.storage.param
             and parameter.storage.default
             and known.name not in VIEWS
-            and index not in known.template.writes
+            and index not in known.written
         ):
             want = root_layout(parameter, meaning.parameter(len(parameter.spec.shape), None))
             redistributor.move_home(parameter.storage, want)

@@ -127,7 +127,7 @@ class Planner:
             return ins[0].storage.param  # by the config: the pieces are cast
         if meaning is groups.everywhere and groups.partial:
             return False
-        return any(t.storage.param for index, t in enumerate(ins) if index not in known.template.writes)
+        return any(t.storage.param for index, t in enumerate(ins) if index not in known.written)
 
     # Stages of `_planned`:
     # 1. Before a plan can be looked up or made: places of targets, and ops that are executed as several.
@@ -370,7 +370,7 @@ class Planner:
         Anything larger, but the weight of a matmul, might be an activation that was declared a leaf, as checkpoints do.
         """
         for index, (t, want) in enumerate(zip(ins, wants, strict=True)):
-            if t.storage.param and t.storage.undecided and index not in known.template.writes:
+            if t.storage.param and t.storage.undecided and index not in known.written:
                 if t.may_choose(mesh) and len(t.spec.shape) == 1:
                     self._redistributor.relayout(t.storage, zero.used(root_layout(t, Layout(mesh, want))))
                 t.storage.undecided = False

@@ -34,6 +34,23 @@ SMALL_SHARE = 128  # parameters of at most this part of the largest (norms, bias
 _REDUCTION = OpSchema(Template("gt.reduce_gradient.default", (), (), (), 0, (), (), False, False))
 
 
+class GatheredCopies:
+    """Storages with copies, the longest unused first, and the bytes of each and of all. A session has 100,000 of them."""
+
+    def __init__(self) -> None:
+        self.by_storage: dict[Storage, int] = {}
+        self.nbytes = 0
+
+    def note(self, storage: Storage, nbytes: int) -> None:
+        """A storage's copy is used."""
+        self.drop(storage)  # to the end of the order
+        self.by_storage[storage] = nbytes
+        self.nbytes += nbytes
+
+    def drop(self, storage: Storage) -> None:
+        self.nbytes -= self.by_storage.pop(storage, 0)
+
+
 class ShardedParameters:
     """The parameters of one session that ZeRO shards. `stage` is 0 where there are none."""
 
@@ -42,8 +59,8 @@ class ShardedParameters:
         self._emitter = context.emitter
         self.stage = context.config.zero
         self._ends_copies = self.stage == 3 and context.config.schedule is None
-        self._gathered: dict[Storage, int] = {}  # bytes of copies, the longest unused first; in stage 3
-        self._small: dict[Storage, int] = {}  # bytes of copies of small parameters, beside these
+        self._gathered = GatheredCopies()  # in stage 3
+        self._small = GatheredCopies()  # of small parameters, beside these
         self._largest = 0  # bytes of a gathered parameter, since the step before the last one that wrote parameters
         self._largest_now = 0  # and since the last one
 
@@ -122,7 +139,7 @@ class ShardedParameters:
                 if t.base is None and t.layout is not None and t.spec.shape and not t.layout.partial:
                     t.storage.rest = t.layout
         # 2. Operands. A written parameter ends its copies, and a step begins; the first use of one that is whole settles it.
-        writes, uses = known.template.writes, zero.uses(known)
+        writes, uses = known.written, zero.uses(known)
         for index, t in enumerate(ins):
             storage = t.storage
             if storage.rest is not None and index in writes:
@@ -152,8 +169,8 @@ class ShardedParameters:
         for t in storage.tensors.values():
             if t.copies or t.sums:
                 self._redistributor.drop_copies(t)
-        self._gathered.pop(storage, None)
-        self._small.pop(storage, None)
+        self._gathered.drop(storage)
+        self._small.drop(storage)
 
     def _evict(self, ins: Sequence[Tensor]) -> None:
         """Note the copies that an op has used, and end the oldest while there are too many bytes.
@@ -165,19 +182,19 @@ class ShardedParameters:
                 self._note_copy(t.storage, _root(t.storage).spec.nbytes)
         # The dict is in the order of last uses. One copy stays in any case: that of the op which is planned.
         room = KEPT_PARAMETERS * self._largest
-        while len(self._gathered) > 1 and sum(self._gathered.values()) > room:
-            self._drop_copies(next(iter(self._gathered)))
+        while len(self._gathered.by_storage) > 1 and self._gathered.nbytes > room:
+            self._drop_copies(next(iter(self._gathered.by_storage)))
 
     def _note_copy(self, storage: Storage, nbytes: int) -> None:
         """An op has used the copy of a parameter."""
         self._largest_now = max(self._largest_now, nbytes)
-        if storage in self._small:
+        if storage in self._small.by_storage:
             return
-        if storage not in self._gathered and nbytes * SMALL_SHARE <= self._largest >= sum(self._small.values()) + nbytes:
-            self._small[storage] = nbytes
+        small = nbytes * SMALL_SHARE <= self._largest >= self._small.nbytes + nbytes
+        if small and storage not in self._gathered.by_storage:
+            self._small.note(storage, nbytes)
             return
-        self._gathered.pop(storage, None)  # to the end of the order
-        self._gathered[storage] = nbytes
+        self._gathered.note(storage, nbytes)
         self._largest = max(self._largest, nbytes)
 
     # ---- views

@@ -11,7 +11,7 @@ from typing import Any
 
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.ir.layout import Layout, Partial, Shard, local_shape
-from gt.ir.template import T, V
+from gt.ir.template import V
 
 # Elementwise ops; in-place forms have one more `_`
 _UNARY = (
@@ -72,13 +72,13 @@ def on_pieces(known: OpSchema, place: int, layout: Layout, combined: str | None)
     if not any(isinstance(p, Shard) for p in layout.placements):
         return True
     ins, outs = known.template.ins, known.template.outs
-    shape = ins[known.columns[0].indices(T)[place]].shape
+    shape = ins[known.columns[0].tensors[place]].shape
     if combined is not None:
         if combined not in ("max", "min"):
             return combined != ""
         # An empty piece has no maximum, so no worker may have one.
         return all(all(local_shape(layout, shape, rank)) for rank in range(len(layout.mesh.workers)))
-    beside = [ins[items[place]].shape for column in known.columns if place < len(items := column.indices(T))]
+    beside = [ins[items[place]].shape for column in known.columns if place < len(items := column.tensors)]
     out = outs[place].spec if len(outs) == len(known.columns[0].items) else None
     return {*beside, *([out.shape] if out else [])} <= {shape, ()}
 

@@ -44,7 +44,8 @@ class OpSchema:
         self.values = self.template.values
         self.results = self.template.results
         self.length = self.tensors + self.values + self.results
-        self.listed = frozenset(index for column in self.columns for index in column.indices(T))  # tensors in lists
+        self.listed = frozenset(index for column in self.columns for index in column.tensors)  # tensors in lists
+        self.written = frozenset(self.template.writes)
         self.news = [i for i, out in enumerate(self.template.outs) if out.kind in ("new", "view")]
 
     def arg(self, index: int, default: Any = None) -> Any:
@@ -60,19 +61,17 @@ class OpSchema:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One list argument: its position among args (int) or kwargs (str), and its items."""
+    """One list argument: its position among args (int) or kwargs (str), its items, and its tensors by operand number."""
 
     place: int | str
     items: tuple
-
-    def indices(self, kind: type) -> list[int]:
-        return [item.index for item in self.items if isinstance(item, kind)]  # type: ignore[attr-defined]
+    tensors: tuple[int, ...]
 
 
 def _columns(template: Template) -> tuple[Column, ...]:
     places: list[tuple[int | str, Any]] = [*enumerate(template.args), *template.kwargs]
     return tuple(
-        Column(place, tuple(arg))
+        Column(place, tuple(arg), tuple(item.index for item in arg if isinstance(item, T)))
         for place, arg in places
         if isinstance(arg, (list, tuple)) and arg and all(isinstance(item, (T, V)) for item in arg)
     )

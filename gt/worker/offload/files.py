@@ -7,11 +7,13 @@ file system has no direct I/O, or no files without names, ordinary ones are used
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import mmap
 import os
 import tempfile
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -45,6 +47,12 @@ class OffloadFile:
         self._free: dict[int, list[int]] = {}  # bytes of a slot -> offsets of the free ones
         self._end = self._slots = 0
         self._writes: deque[tuple[Future, int]] = deque()  # under way, and their bytes
+        self._waiting_bytes = 0  # of these
+
+    @property
+    def unused(self) -> bool:
+        """True if no slot is taken."""
+        return not self._slots
 
     def take(self, nbytes: int) -> int:
         """The offset of a slot. DiskFull if the disk has none."""
@@ -72,18 +80,21 @@ class OffloadFile:
         """Free a slot. True if it was the last: then the file is closed."""
         self._free.setdefault(_rounded(nbytes), []).append(start)
         self._slots -= 1
-        if not self._slots:
+        if self.unused:
             self.close()
-        return not self._slots
+        return self.unused
 
     def write(self, start: int, unwritten: list[mmap.mmap]) -> Future:
         """Write the buffer of `buffer_of` in this list, and empty the list. The buffer must not change until that is done."""
         # Back-pressure: buffers that wait for the disk are bounded, or eviction would fill the host's memory instead.
-        while self._writes and (self._writes[0][0].done() or sum(n for _, n in self._writes) > MAX_WAITING_BYTES):
-            self._writes.popleft()[0].exception()  # waits; the tensor's own note says why it failed
+        while self._writes and (self._writes[0][0].done() or self._waiting_bytes > MAX_WAITING_BYTES):
+            first, waited = self._writes.popleft()
+            first.exception()  # waits; the tensor's own note says why it failed
+            self._waiting_bytes -= waited
         nbytes = len(unwritten[0])
         writing = self._threads.submit(self._written, start, unwritten)
         self._writes.append((writing, nbytes))
+        self._waiting_bytes += nbytes
         return writing
 
     def read(self, start: int, nbytes: int) -> Future:
@@ -125,24 +136,34 @@ class OffloadFile:
 class InFile:
     """One evicted tensor in a file. Its buffer is kept until it is written: a failed write loses nothing.
 
-    made: the tensor of a buffer, on the device; on_host: in host memory, of the buffer's memory.
+    made: the tensor of a buffer, on the device; on_host: in host memory, of the buffer's memory. need: see Spaces.
     """
 
     by_caller = True  # the thread that executes instructions alone may use it
 
-    def __init__(self, file: OffloadFile, data: memoryview, made: Any, closed: Any, on_host: Any = None) -> None:
-        self._file, self._made, self._on_host, self._closed = file, made, on_host, closed
+    def __init__(
+        self,
+        file: OffloadFile,
+        data: memoryview,
+        made: Any,
+        closed: Any,
+        on_host: Any = None,
+        need: Callable[[int], object] = lambda nbytes: None,
+    ) -> None:
+        self._file, self._made, self._on_host, self._closed, self._need = file, made, on_host, closed, need
         self._lowered: tuple[mmap.mmap, Any] | None = None  # buffer and tensor for an op in host memory
         self.nbytes = len(data)
-        self._start = file.take(self.nbytes)
+        self._reading: Future | None = None
+        need(self.nbytes)
         buffer = buffer_of(self.nbytes)
         memoryview(buffer)[: self.nbytes] = data
-        self._reading: Future | None = None
+        self._start = file.take(self.nbytes)
         self._write(buffer)
 
     def prefetch(self) -> None:
-        if not self._unwritten and self._reading is None:
-            self._reading = self._file.read(self._start, self.nbytes)
+        if not self._unwritten:
+            with contextlib.suppress(MemoryError):  # its use asks again
+                self._read()
 
     def tensor(self) -> Any:
         return self._made(self._bytes())
@@ -168,11 +189,15 @@ class InFile:
         # While it is being written, or if that failed, the buffer itself has the value.
         buffer = next(iter(self._unwritten), None)
         if buffer is None:
-            self.prefetch()
-            reading, self._reading = self._reading, None
-            assert reading is not None
+            reading, self._reading = self._read(), None
             buffer = reading.result()
         return buffer
+
+    def _read(self) -> Future:
+        if self._reading is None:
+            self._need(self.nbytes)
+            self._reading = self._file.read(self._start, self.nbytes)
+        return self._reading
 
     def close(self) -> None:
         for under_way in (self._writing, self._reading):
@@ -185,8 +210,17 @@ class InFile:
 
 
 def buffer_of(nbytes: int) -> mmap.mmap:
-    """Memory for direct I/O."""
-    return mmap.mmap(-1, _rounded(nbytes))
+    """Memory for direct I/O. MemoryError if the system has none."""
+    # Private, since shared memory counts for no limit of this process. A child does not get it: a page that both have would be
+    # copied at a write, and direct I/O under way would go to the child's.
+    try:
+        buffer = mmap.mmap(-1, _rounded(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise MemoryError(f"out of memory: an offloaded tensor needs {size(nbytes)}") from error
+    buffer.madvise(mmap.MADV_DONTFORK)
+    return buffer
 
 
 def _rounded(nbytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from gt.errors import ConfigError
@@ -14,15 +15,17 @@ MAX_FOLDERS = 4  # folders that sessions may name on one worker
 
 
 class Spaces:
-    """Spaces of one worker."""
+    """Spaces of one worker. need: raises MemoryError if so many bytes of host memory may not be allocated."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, need: Callable[[int], object] = lambda nbytes: None) -> None:
+        self._engine, self._need = engine, need
         self._files: dict[str, OffloadFile] = {}
         self._told: set[tuple[str, int | None]] = set()  # folders and what is wrong with them, which has been raised
 
     def evict(self, tensor: Any, space: str, folder: str) -> Resting | None:
-        """A tensor in a space; None for one that stays: it shares its memory with others, or its folder's fault is known.
+        """A tensor in a space; None for one that stays.
+
+        It stays if it shares its memory with others, if its folder's fault is known, or without memory for its copy.
 
         OSError for a folder that takes no tensor, once for each fault: each tensor would tell it again in each step.
         """
@@ -43,14 +46,26 @@ class Spaces:
                 lambda buffer: engine.in_memory(buffer, spec),
                 lambda: self._close(folder),
                 lambda buffer: engine.lane().in_memory(buffer, spec),
+                self._need,
             )
+        except MemoryError:
+            self._drop_unused(folder)
+            return None
         except OSError as error:
+            self._drop_unused(folder)
             if (folder, error.errno) in self._told:
                 return None
             if len(self._told) >= MAX_TOLD:
                 self._told.clear()
             self._told.add((folder, error.errno))
             raise
+
+    def _drop_unused(self, folder: str) -> None:
+        """A file that took no tensor would keep one of the places for folders from other sessions."""
+        file = self._files.get(folder)
+        if file is not None and file.unused:
+            file.close()
+            del self._files[folder]
 
     def _close(self, folder: str) -> None:
         """The last tensor has left a file: a fault of its folder is news from then on."""

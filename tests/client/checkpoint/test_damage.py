@@ -149,3 +149,74 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path, part):
 
 
 COUNT = int(os.environ.get("GT_TEST_DAMAGES", "150"))
+
+
+# ---- files that were made to hold up whoever reads them
+
+
+def _reseal(folder: Path, **changed: Any) -> None:
+    """Change the manifest of a checkpoint, as somebody who means harm would."""
+    manifest = json.loads((folder / "gt.json").read_text())
+    manifest.pop("crc32")
+    for key, value in changed.items():
+        manifest[key] = {**manifest[key], **value} if isinstance(manifest.get(key), dict) and key != "state" else value
+    (folder / "gt.json").write_bytes(sealed(manifest))
+
+
+@pytest.mark.parametrize("text", ["{}", '{"files": {}', "[" * 200_000, '{"files": [["a"], 1]}', "3"])
+def test_a_manifest_of_somebody_else_does_not_prevent_a_save(tmp_path, text):
+    (tmp_path / "gt.json").write_text(text)
+    gt.save({"x": torch.ones(2)}, tmp_path)
+    assert gt.load(tmp_path, device="cpu")["x"].tolist() == [1.0, 1.0]
+
+
+def test_an_index_is_no_larger_than_what_is_read(tmp_path):
+    gt.save({"x": torch.ones(2)}, tmp_path / "a")
+    size = 40 << 30
+    with open(tmp_path / "a" / "b.safetensors.index.json", "wb") as file:
+        file.truncate(size)
+    _reseal(tmp_path / "a", files={"b.safetensors.index.json": size}, sums={"b.safetensors.index.json": 1})
+    with pytest.raises(gt.CheckpointError, match="at most 268435456 are read"):
+        gt.load(tmp_path / "a", device="cpu")
+
+
+def test_an_error_names_some_of_many_files(tmp_path):
+    index = {"weight_map": {f"t{n}": f"{n}.safetensors" for n in range(2000)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(gt.CheckpointError, match=r"and 1980 others of its files are wrong") as raised:
+        gt.load(tmp_path, device="cpu")
+    assert len(str(raised.value)) < 10_000
+
+
+def test_each_file_of_an_index_costs_the_same(tmp_path):
+    for n in range(800):
+        header = json.dumps({f"t{n}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
+        (tmp_path / f"{n}.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {f"t{n}": f"{n}.safetensors" for n in range(800)}}))
+    compared = Counted.comparisons
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(index), "__eq__", Counted.equal)
+        assert len(gt.load(tmp_path, device="cpu")) == 800
+    assert Counted.comparisons - compared < 800 * 20
+
+
+class Counted:
+    """Counts comparisons of paths."""
+
+    comparisons = 0
+
+    @staticmethod
+    def equal(path: Path, other: object) -> bool:
+        Counted.comparisons += 1
+        return isinstance(other, Path) and str(path) == str(other)
+
+
+def test_keys_of_one_hash_are_refused(tmp_path):
+    gt.save({"x": torch.ones(2)}, tmp_path / "a")
+    prime = (1 << 61) - 1  # Python's hash of a whole number is the number modulo this
+    _reseal(tmp_path / "a", state={"dict": [[n * prime, None] for n in range(5000)]})
+    with pytest.raises(gt.CheckpointError, match="5000 keys of few hashes"):
+        gt.load(tmp_path / "a", device="cpu")
+    _reseal(tmp_path / "a", state={"dict": [[n, None] for n in range(5000)]})
+    assert len(gt.load(tmp_path / "a", device="cpu")) == 5000

@@ -206,3 +206,50 @@ def test_a_worker_writes_in_its_owners_folders_alone(tmp_path, monkeypatch):
         with pytest.raises(PermissionError, match="GT_OFFLOAD of this worker allows"):
             OffloadFile(str(folder))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["allowed"]
+
+
+def test_memory_of_tensors_that_come_back_counts_for_a_limit(file):
+    """RLIMIT_DATA and the budget count private memory. A tensor without room stays in the file, and may come back later."""
+    before = _data_bytes()
+    buffer = files.buffer_of(64 << 20)
+    assert _data_bytes() - before >= 64 << 20
+    del buffer
+    room = [3 * ALIGNED_BYTES]
+
+    def need(nbytes: int) -> None:
+        if nbytes > room[0]:
+            raise MemoryError(f"out of memory: it needs {nbytes}")
+
+    away = InFile(file, memoryview(b"data"), lambda buffer: bytes(buffer[:4]), Ends(), None, need)
+    away._writing.result()
+    room[0] = 0
+    away.prefetch()
+    with pytest.raises(MemoryError, match="it needs 4"):
+        away.tensor()
+    room[0] = 4
+    assert away.tensor() == b"data"
+    away.close()
+
+
+def test_a_tensor_without_memory_for_its_copy_stays(tmp_path):
+    def need(nbytes: int) -> None:
+        raise MemoryError
+
+    assert Spaces(TorchEngine("cpu"), need).evict(torch.ones(2000), "nvme", str(tmp_path)) is None
+
+
+def test_files_that_took_no_tensor_keep_no_place_for_folders(tmp_path, monkeypatch):
+    spaces, tensor = Spaces(TorchEngine("cpu")), torch.ones(2000)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "posix_fallocate", full)
+        for n in range(8):
+            with pytest.raises(DiskFull):
+                spaces.evict(tensor, "nvme", str(tmp_path / str(n)))
+    away = spaces.evict(tensor, "nvme", str(tmp_path / "good"))
+    assert torch.equal(away.tensor(), tensor)
+    away.close()
+
+
+def _data_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[5]) * ALIGNED_BYTES

@@ -66,20 +66,27 @@ class _Movable:
 
 @dataclass(slots=True)
 class _Uses:
-    """The rows so far that use one memory: the last that stay, by number, and movable ones."""
+    """The rows so far that use one memory: the last that stay, by number, and movable ones.
+
+    writers: those of the last row that writes it. readers: those since. They depend on all that were before.
+    """
 
     read: int = -1
     written: int = -1
     readers: list[_Movable] = field(default_factory=list)
     writers: list[_Movable] = field(default_factory=list)
 
+    def write(self, writers: list[_Movable]) -> None:
+        self.writers, self.readers = writers, []
+
 
 def _advanced(worker: int, rows: list[Instruction], context: PassContext) -> list[Instruction]:
     # 1. The row that each step may follow, and thereby the order of steps.
     movables = _movables(worker, rows, context)
     ready: dict[int, list[_Movable]] = defaultdict(list)  # row -> steps that may follow it
+    ends = _bucket_ends(rows)
     for movable in (m for of_row in movables.values() for m in of_row if m.step):
-        ready[_behind_bucket(rows, movable.behind)].append(movable)
+        ready[ends[movable.behind] if movable.behind >= 0 else -1].append(movable)
     steps = [movable for n in sorted(ready) for movable in ready[n]]
     early = sum(n < movable.before for n, of_row in ready.items() for movable in of_row)
     if not early:
@@ -104,15 +111,22 @@ def _advanced(worker: int, rows: list[Instruction], context: PassContext) -> lis
     return order
 
 
-def _placed(movable: _Movable) -> Iterator[Instruction]:
+def _placed(movable: _Movable) -> list[Instruction]:
     """A row that has no place yet, behind movable ones that it depends on."""
-    if not movable.placed:
-        movable.placed = True
-        for before in movable.after:
-            yield from _placed(before)
-        yield movable.row
-        for following in movable.then:
-            yield from _placed(following)
+    # Without recursion: each of thousands of rows may depend on the one before.
+    order: list[Instruction] = []
+    under_way: list[Iterator[_Movable | Instruction]] = [iter((movable,))]
+    while under_way:
+        item = next(under_way[-1], None)
+        if item is None:
+            under_way.pop()
+        elif isinstance(item, Instruction):
+            order.append(item)
+        elif not item.placed:
+            item.placed = True
+            around: list[_Movable | Instruction] = [*item.after, item.row, *item.then]
+            under_way.append(iter(around))
+    return order
 
 
 def _movables(worker: int, rows: Sequence[Instruction], context: PassContext) -> dict[int, list[_Movable]]:
@@ -124,11 +138,11 @@ def _movables(worker: int, rows: Sequence[Instruction], context: PassContext) ->
     read = _memory(accessed, context)
     evicted = {where for row, memory in zip(rows, read) if row.kind == "evict" for where in memory}
     for n, (row, access, memory) in enumerate(zip(rows, accessed, read)):
-        changed = row.define.effects.writes
+        changed = frozenset(row.define.effects.writes)
         step = _is_step(row, memory, evicted)
         if row.kind == "evict" and (evict := _following(row, memory[0], before, uses)) is not None:
             movables[n] = [evict]
-            uses[memory[0]].writers.append(evict)
+            uses[memory[0]].write([evict])
             continue
         if not (step or row.kind in MOVABLE or _is_list_op(row)):
             before = n
@@ -139,11 +153,12 @@ def _movables(worker: int, rows: Sequence[Instruction], context: PassContext) ->
             continue
         parts = _parts(worker, row, memory, uses, context) if step else [(row, [*range(len(memory))])]
         movables[n] = [_Movable(part, step, before, *_dependences(memory, k, changed, uses)) for part, k in parts]
+        writers: dict[Memory, list[_Movable]] = {i: [*movables[n]] for i in access.makes}
         for movable, (_, numbers) in zip(movables[n], parts, strict=True):
             for k in numbers:
-                (uses[memory[k]].writers if k in changed else uses[memory[k]].readers).append(movable)
-        for i in access.makes:
-            uses[i].writers += movables[n]
+                (writers.setdefault(memory[k], []) if k in changed else uses[memory[k]].readers).append(movable)
+        for where, of_row in writers.items():
+            uses[where].write(of_row)
     return movables
 
 
@@ -184,7 +199,7 @@ def _parts(
 ) -> list[tuple[Instruction, list[int]]]:
     """A step in parts of about `bucket` bytes of gradients, in the order in which these are final; the tensors of each."""
     # An index is a parameter with its gradient and state. Indices that share memory depend on one another, so no cut is legal.
-    listed, changed = ListOp.of(row), row.define.effects.writes
+    listed, changed = ListOp.of(row), frozenset(row.define.effects.writes)
     if listed is None:
         return [(row, [*range(len(memory))])]
     tensors = [listed.tensors(index) for index in range(listed.count)]
@@ -208,8 +223,10 @@ def _parts(
     return [(listed.over(p, context.define), [*listed.beside, *(k for index in p for k in tensors[index])]) for p in taken]
 
 
-def _behind_bucket(rows: Sequence[Instruction], n: int) -> int:
-    """The end of the reductions that a row is among, which may be done as one."""
-    while 0 <= n < len(rows) - 1 and rows[n].kind in REDUCTIONS and (rows[n + 1].kind in REDUCTIONS or names_only(rows[n + 1])):
-        n += 1
-    return n
+def _bucket_ends(rows: Sequence[Instruction]) -> list[int]:
+    """By row, the end of the reductions that it is among, which may be done as one."""
+    ends = [*range(len(rows))]
+    for n in range(len(rows) - 2, -1, -1):
+        if rows[n].kind in REDUCTIONS and (rows[n + 1].kind in REDUCTIONS or names_only(rows[n + 1])):
+            ends[n] = ends[n + 1]
+    return ends

@@ -14,7 +14,7 @@ hides the bucket. A reduction is an all_reduce, or a reduce_scatter with the row
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -61,7 +61,9 @@ def _with_optimizer_split(rows: Sequence[Instruction], context: PassContext) -> 
     last = -1
     for n, row in enumerate(rows):
         if row.kind in REDUCTIONS:
-            late = {*memory[n]} | (late if n == last + 1 else set())
+            if n != last + 1:
+                late = set()
+            late.update(memory[n])
             last = n
     later = (n for n in range(last + 1, len(rows)) if not late.isdisjoint(memory[n]) and not names_only(rows[n]))
     at = next(later, None)
@@ -158,25 +160,38 @@ class _Reduction:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Reductions that wait for one another. room, scattered_room: bytes of all of them, and of those whose terms then end."""
+    """Reductions that wait for one another. room, scattered_room: bytes of all of them, and of those whose terms then end.
+
+    memory, names, nbytes, scattered: of all that wait. Every row is compared with them, and thousands may wait.
+    """
 
     room: int
     scattered_room: int
     waiting: list[_Reduction] = field(default_factory=list)
+    memory: set[int] = field(default_factory=set)
+    names: set[int] = field(default_factory=set)
+    nbytes: int = 0
+    scattered: int = 0
 
     @property
     def full(self) -> bool:
-        scattered = sum(r.nbytes for r in self.waiting if r.rows[0].kind == "reduce_scatter")
-        return sum(r.nbytes for r in self.waiting) >= self.room or scattered >= max(self.scattered_room, 1)
+        return self.nbytes >= self.room or self.scattered >= max(self.scattered_room, 1)
 
-    def holds(self, memory: Sequence[int], names: Sequence[int]) -> bool:
+    def add(self, reduction: _Reduction) -> None:
+        self.waiting.append(reduction)
+        self.memory |= reduction.memory
+        self.names |= reduction.names
+        self.nbytes += reduction.nbytes
+        self.scattered += reduction.nbytes if reduction.rows[0].kind == "reduce_scatter" else 0
+
+    def holds(self, memory: Iterable[int], names: Iterable[int]) -> bool:
         """True if something that waits touches this memory, or makes one of these names."""
-        return any(not (r.memory.isdisjoint(memory) and r.names.isdisjoint(names)) for r in self.waiting)
+        return not (self.memory.isdisjoint(memory) and self.names.isdisjoint(names))
 
     def take(self) -> list[Instruction]:
         """The reductions, those of one team side by side, and then the names of their results; none waits any longer."""
         taken = sorted(self.waiting, key=lambda reduction: reduction.key)
-        self.waiting = []
+        self.waiting, self.memory, self.names, self.nbytes, self.scattered = [], set(), set(), 0, 0
         return [r.rows[0] for r in taken] + [row for r in taken for row in r.rows[1:]]
 
 
@@ -194,9 +209,9 @@ def _moved(rows: Sequence[Instruction], context: PassContext) -> Iterator[Instru
                 yield from bucket.take()
             yield row
         for reduction in ready.get(n, ()):
-            if bucket.holds([*reduction.memory], ()):  # a sum of sums
+            if bucket.holds(reduction.memory, ()):  # a sum of sums
                 yield from bucket.take()
-            bucket.waiting.append(reduction)
+            bucket.add(reduction)
         if bucket.full:
             yield from bucket.take()
     yield from bucket.take()

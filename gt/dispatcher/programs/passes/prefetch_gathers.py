@@ -14,6 +14,7 @@ Example, all weights of one size:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -53,7 +54,7 @@ def _gathered_early(rows: Sequence[Instruction], shared: Mapping[int, int]) -> l
         if size + nbytes[k] > room:
             before, first, size = first, k, 0
         size += nbytes[k]
-        place = next((j for j in range(before, k) if gathers[j] > changed[n]), k)
+        place = bisect_right(gathers, changed[n], before, k)
         if place < k:
             behind[gathers[place]].append(rows[n])
             moved.add(n)

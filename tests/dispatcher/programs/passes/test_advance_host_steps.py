@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
@@ -195,3 +196,23 @@ def test_random_programs_keep_their_values(seed):
     assert {row.seq for row in taken} == set(range(len(rows)))
     operands = sorted(i for row in result.code[0] for i in row.operands)
     assert operands == sorted(i for row in recording.code[0] for i in row.operands)
+
+
+def _counts(many: int) -> list[tuple[Define, list[int]]]:
+    """List ops on one tensor, as of a step's count."""
+    payload = {**op(0, "aten._foreach_add_.Scalar", 1, None, 1).payload, "args": []}
+    return [(Define(23, "op", payload), [77])] * many
+
+
+def test_rows_that_each_depend_on_the_one_before_move_with_a_step():
+    add = {**op(0, "aten._foreach_add_.List", 2, None, 2).payload, "args": [], "writes": [0], "fresh": []}
+    many = [(Define(23, "host_op", add), [100 + n, 99 + n]) for n in range(2000)]
+    rows = order(rows_of(*BACKWARD, *many, (step(1), [2, 12, 2099])))
+    assert [ids for kind, ids in rows if kind == "host_op"] == [*(ids for _, ids in many), [2, 12, 2099]]
+    assert [kind for kind, _ in rows[:3]] == ["op", "op", "host_op"]
+
+
+def test_rows_on_one_tensor_take_time_by_their_number():
+    start = time.thread_time()
+    rows = order(rows_of(*BACKWARD, *_counts(5000), STEP))
+    assert time.thread_time() - start < 1.5 and len(rows) == len(BACKWARD) + 5000 + 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -351,3 +352,18 @@ def test_a_view_from_before_is_read_behind_the_reduction_of_its_base() -> None:
     assert [row.seq for row in new.code[0]] == [0, 1, 2]
     apart, _ = bucketed(Recording(0, [], {}, code=code))
     assert [row.seq for row in apart.code[0]] == [0, 2, 1]
+
+
+def test_reductions_that_wait_take_time_by_their_number():
+    count = 1500
+    sums = [reduce(40 + worker, (0, 1), worker) for worker in (0, 1)]
+    rows = [(ADD, [1, 2, 100 + n]) for n in range(count)] + [(ADD, [1, 2, 5000 + n]) for n in range(count)]
+    code = {
+        worker: [Instruction(n, define, list(ids)) for n, (define, ids) in enumerate(rows)]
+        + [Instruction(len(rows) + n, sums[worker], [100 + n]) for n in range(count)]
+        for worker in (0, 1)
+    }
+    start = time.thread_time()
+    result = bucket_reductions(Recording(0, [], {}, code=code), context(bucket=1 << 20))
+    assert time.thread_time() - start < 1.5
+    assert [row.kind for row in result.code[0]].index("all_reduce") == 2 * count  # a bucket's room is not used up
