@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from gt import env
+from gt.wire import liveness
 from gt.worker.plane.base import PeerGone, Unreachable
 from gt.worker.plane.net import chain, collectives, handshake, lane, network, peer_connection, relay, strangers, stream
 from gt.worker.plane.net.peer_connection import DATA, HEADER, PeerConnection
@@ -408,6 +409,19 @@ def test_a_broken_connection_names_both_ends_and_the_next_world_has_another():
         world[1].recv(channel(0), into)
         assert into == b"again"
         assert world[0].ways() == {"w1": "via worker 2", "w2": "tcp 127.0.0.1 to 127.0.0.1"}
+
+
+def test_a_host_that_is_silent_is_noticed_before_anybody_sends_to_it(monkeypatch):
+    """The kernel's limit for probes of an idle connection is over with the first bytes that are sent."""
+    said, over = [], threading.Event()
+    with hosts(2) as (first, _):
+        assert wait_until(lambda: first.network.connection(1, 1) is not None)
+        first.on_link_failed = lambda *failure: (said.append(failure), over.set())
+        monkeypatch.setattr(liveness, "unheard", lambda fd: liveness.SHORTEST_SECONDS)
+        assert over.wait(limit(20))
+        assert said[0] == (1, 1, "127.0.0.1", "127.0.0.1", "Connection timed out")
+        with pytest.raises(Unreachable, match="Connection timed out"):
+            first.send(channel(1), b"late")
 
 
 def test_the_end_of_an_earlier_worlds_connection_breaks_no_later_one(monkeypatch):

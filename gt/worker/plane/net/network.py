@@ -47,7 +47,7 @@ MEET_SECONDS = 30.0  # that a process which listens may take for a connection
 AGAIN_SECONDS = 0.2  # between two attempts
 GRACE_SECONDS = 0.5  # from the end of a connection to that of waits on it: the dispatcher may say that the worker is lost
 ENDED_SECONDS = 1.5  # pause after the other end has closed a connection, as a worker that ends does
-TEND_SECONDS = 0.5  # between looks at connections that are full
+TEND_SECONDS = 0.5  # between looks at connections
 IDLE_SECONDS = 0.02  # seconds after which the background thread reads a connection that nobody has read
 FULL_SECONDS = 0.01  # between two attempts to accept a connection without a free descriptor
 MAX_NAMED_LANES = 1 << 13  # that a connection names first: one a worker behind it, in each epoch
@@ -77,7 +77,7 @@ class Network:
         self._by_fd: dict[int, PeerConnection] = {}
         self._gone: set[int] = set()
         self._deadlines: list[tuple[float, PeerConnection, str]] = []
-        self._tended = 0.0  # when connections that are full were looked at
+        self._tended = 0.0  # when connections were looked at
         self._connecting: set[Pair] = set()
         self._whys: dict[Pair, str] = {}  # why connections have ended
         self._threads: set[threading.Thread] = set()
@@ -524,7 +524,7 @@ class Network:
             return IDLE_SECONDS
         if self._deadlines:
             return max(0.0, min(when for when, _, _ in self._deadlines) - time.monotonic())
-        return TEND_SECONDS if any(connection.relayed for connection in self._by_fd.copy().values()) else -1
+        return TEND_SECONDS if self._by_fd else -1
 
     def _serve(self, connection: PeerConnection, events: int) -> None:
         if events & select.EPOLLOUT:
@@ -566,8 +566,9 @@ class Network:
         now = time.monotonic()
         if now >= self._tended + TEND_SECONDS:
             self._tended = now
-            for connection in [connection for connection in self._by_fd.copy().values() if connection.relayed]:
-                tcp.tend(connection.sock)
+            for connection in self._by_fd.copy().values():
+                if (silence := connection.tend()) is not None:
+                    self.lost(connection, silence)
         for row in [row for row in self._deadlines if row[0] <= now]:
             self._deadlines.remove(row)
             _, connection, why = row
