@@ -148,8 +148,11 @@ class Network:
         if lane is None:
             with self._lock:
                 lane = self._lanes.setdefault((index, epoch), Lane(index, epoch))
+                # The executing thread may be at a world whose successors are known here already.
                 if index in self._gone:
                     lane.broken = "it is gone"
+                elif (route := self._routes.get(index)) is not None and epoch < route.epoch:
+                    lane.broken = lane.broken or "the way is given up for another"
         return lane
 
     def onward(self, target: int) -> PeerConnection | None:
@@ -374,8 +377,7 @@ class Network:
                 try:
                     self._offer(route)
                     return
-                # The other end listens, and is only not ready: keep asking for MEET_SECONDS. Other errors are the network's,
-                # and final.
+                # The other end listens, and is not ready: asked for MEET_SECONDS. Other errors are the network's, and final.
                 except (handshake.Later, ConnectionResetError, BrokenPipeError) as error:
                     why = reason(error) if time.monotonic() >= until else ""
                     with self._changed:
@@ -480,8 +482,7 @@ class Network:
         connection.end()
         self.relay.resume(connection)
         route = self._routes.get(connection.index)
-        # Only a broken link is reported. A process that ended is the dispatcher's to notice: it sees the end of that worker's
-        # link.
+        # Only a broken link is reported. A process that ended is the dispatcher's to notice, by that worker's link.
         if cut and connection.index not in self._gone and route is not None and route.epoch == connection.epoch:
             self.failed(connection.index, connection.epoch, connection.source, connection.target, reason(error))
         self._ring()
@@ -574,8 +575,7 @@ class Network:
             _, connection, why = row
             if not self._closing:
                 with self._lock:
-                    # If the dispatcher has called the worker lost meanwhile, its word is the cause, and there is nothing to
-                    # report.
+                    # If the dispatcher has called the worker lost meanwhile, its word is the cause.
                     over = connection.index in self._gone
                     if self._connections.get((connection.index, connection.epoch)) is connection:
                         del self._connections[connection.index, connection.epoch]
