@@ -114,7 +114,8 @@ def _elsewhere(at: JobPlace) -> str:
             try:
                 sock.bind((address, 0))
             except OSError:
-                where = f"{at.host} is {address}, which is no address of {socket.gethostname()}"
+                name = address if address == at.host else f"{at.host} is {address}, which"
+                where = f"{name} is no address of {socket.gethostname()}"
                 return f"; {where}: start rank 0 there, or set MASTER_ADDR to this host for all processes"
     return ""
 

@@ -136,7 +136,7 @@ class Supervisor:
 
     def _body(self, port: int, gpu: str, number: int) -> Callable[[], object]:
         """The function that a worker's process executes."""
-        return partial(work, self._order, self._order.get("own", "127.0.0.1"), port, gpu, number)
+        return partial(work, self._order, (self._order.get("own", "127.0.0.1"), port), gpu, number)
 
     def _reach(self, host: RemoteHost) -> None:
         """Start a host's workers by ssh."""
@@ -379,8 +379,14 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
     server.run()
 
 
-def work(order: dict[str, Any], host: str, port: int, gpu: str, number: int, wait: float = 10.0) -> int:
-    """Be a worker until its end. Returns its process's exit code: ENDED if it was told to end, LOST, or UNREACHED."""
+def work(
+    order: dict[str, Any], server: tuple[str, int], gpu: str, number: int, wait: float = 10.0,
+    met: Callable[[], object] = lambda: None,
+) -> int:  # fmt: skip
+    """Be a worker until its end. Returns its process's exit code: ENDED if it was told to end, LOST, or UNREACHED.
+
+    server: host and port. met: called once the server has taken the worker.
+    """
     from gt.worker.loop import WorkerOptions, run
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -396,7 +402,7 @@ def work(order: dict[str, Any], host: str, port: int, gpu: str, number: int, wai
     sys.path.extend(folder for folder in order["path"] if folder not in sys.path)
     rank = order["first"] + number if "first" in order else -1
     options = WorkerOptions(
-        host, port, order["token"], f"w{rank}" if rank >= 0 else "", order["backend"], device, wait,
+        *server, order["token"], f"w{rank}" if rank >= 0 else "", order["backend"], device, wait,
         libraries=order["libraries"], rank=rank,
     )  # fmt: skip
     connected: list[str] = []
@@ -405,10 +411,11 @@ def work(order: dict[str, Any], host: str, port: int, gpu: str, number: int, wai
     def joined(name: str) -> None:
         connected.append(name)
         here.set()
+        met()
 
     # A rank may be up minutes before rank 0, and then waits. One that has the wrong place to look at waits in vain.
     if wait > WAITS_SECONDS:
-        about = here, f"worker {max(rank, number)}", host, port
+        about = here, f"worker {max(rank, number)}", *server
         threading.Thread(target=_say_that_it_waits, args=about, daemon=True).start()
     why = run(options, joined)
     here.set()

@@ -6,6 +6,7 @@ seconds or a second one end them. Other signals of launchers are ignored.
 
 from __future__ import annotations
 
+import mmap
 import os
 import selectors
 import signal
@@ -36,11 +37,12 @@ class WorkerHost(Supervisor):
             env.foreign(name, value)
         self._host, self._server_port = order["server"]
         self._host = self._host or env.ssh_client()
-        self._deadline = 0.0  # after SIGTERM
+        self._terminated_at = 0.0  # the first SIGTERM
         self._ended_at = 0.0  # the first Exit of the server
         self._lost_at = 0.0  # the first lost link, until a worker is connected again
         self._due: dict[int, float] = {}  # worker -> time of its next start
         self._connected = False
+        self._met = mmap.mmap(-1, 1)  # a byte that a worker sets once the server has taken it
         self._code = -1
         self._grace = env.seconds("GT_GRACE")  # now: in a handler of SIGTERM nobody would see that it is no number
         signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -67,7 +69,7 @@ class WorkerHost(Supervisor):
 
     def _body(self, port: int, gpu: str, number: int) -> Callable[[], object]:
         wait = WAIT_SECONDS if self._connected else self._order["wait"]
-        return partial(work, self._order, self._host, port, gpu, number, wait)
+        return partial(work, self._order, (self._host, port), gpu, number, wait, partial(self._met.__setitem__, 0, 1))
 
     def _dispatcher_ends(self) -> bool:
         return False  # it is elsewhere, so a worker's words are the only ones here
@@ -83,7 +85,7 @@ class WorkerHost(Supervisor):
         # Any other end counts as that of a worker that was connected. After a SIGTERM, a lost link is the end of the server.
         self._connected = True
         self._lost_at = 0.0
-        if code == LOST and self._deadline:
+        if code == LOST and self._terminated_at:
             self._finish(1)
 
         # Told to end: the whole job has ended, if its port closes too; else only this worker, and it is started again.
@@ -109,7 +111,7 @@ class WorkerHost(Supervisor):
 
     def _follow(self, now: float) -> None:
         """Start workers that are due, and end with the dispatcher, or by signal."""
-        if self._deadline and now >= self._deadline:
+        if self._terminated_at and now >= self._terminated_at + self._patience():
             self._stopping = True
         if self._ended_at and not self._listens():
             self._finish(0)
@@ -138,10 +140,15 @@ class WorkerHost(Supervisor):
                 sys.stderr.write(f"gt: {why}\n")
 
     def _on_sigterm(self, number: int, frame: object) -> None:
-        if self._deadline or not self._patient:
+        if self._terminated_at or not self._patient:
             self._stopping = True
             return
         # The first one: the program may want to save a checkpoint, for which it needs its workers.
-        self._deadline = time.monotonic() + self._grace
-        name = signal.Signals(number).name
-        os.write(2, f"gt: {name}: workers end with the program, or in {self._grace:g} s, or at a second signal\n".encode())
+        self._terminated_at = time.monotonic()
+        name, seconds = signal.Signals(number).name, self._patience()
+        os.write(2, f"gt: {name}: workers end with the program, or in {seconds:g} s, or at a second signal\n".encode())
+
+    def _patience(self) -> float:
+        """Seconds from SIGTERM to the end of the workers."""
+        # No program has workers that no server has taken; but a server may be about to take them.
+        return self._grace if self._met[0] else min(self._grace, RETURN_SECONDS)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ import pytest
 
 from gt.client.session import Session
 from gt.errors import SystemFailure
-from gt.launch import local, process
+from gt.launch import local, process, worker_host
 from gt.launch import supervisor as nursery
 from gt.launch.worker_host import WorkerHost
 from gt.wire.liveness import home, sight
@@ -260,9 +261,27 @@ def test_ctrl_c_in_the_shell_of_another_rank_ends_it_as_sigterm_does(monkeypatch
     one = WorkerHost({"workers": 1, "server": ["h0", 1], "patient": True})
     one._select.close()
     handlers[signal.SIGINT](signal.SIGINT, None)
-    assert one._deadline and not one._stopping and "SIGINT: workers end with the program" in capfd.readouterr().err
+    assert one._terminated_at and not one._stopping and "SIGINT: workers end with the program" in capfd.readouterr().err
     handlers[signal.SIGINT](signal.SIGINT, None)
     assert one._stopping
+
+
+def test_sigterm_to_a_rank_that_has_found_no_server_does_not_wait_for_its_programs_checkpoint(monkeypatch, capfd):
+    """It waited for GT_GRACE, though no program had its workers."""
+    handlers = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    late = time.monotonic() + worker_host.RETURN_SECONDS + 1
+    for met, seconds in ((False, "20 s"), (True, "120 s")):
+        one = WorkerHost({"workers": 1, "server": ["h0", 1], "patient": True, "wait": 600.0})
+        one._select.close()
+        if met:
+            one._body(1, "", 0).args[-1]()
+        handlers[signal.SIGTERM](signal.SIGTERM, None)
+        assert f"or in {seconds}, or at a second signal" in capfd.readouterr().err
+        one._follow(time.monotonic())
+        assert not one._stopping, "a server may be about to take it"
+        one._follow(late)
+        assert one._stopping is not met
 
 
 @pytest.mark.parametrize(("listens", "says"), [(False, "nothing answers there"), (True, "it does not take this one yet")])
@@ -275,7 +294,7 @@ def test_a_rank_that_waits_for_its_server_says_where(listens, says, monkeypatch)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr("gt.worker.loop.run", lambda options, joined: "" if heard.wait(limit(20)) else "it said nothing")
     order = {"workers": 1, "first": 3, "path": [], "token": "", "backend": "numpy", "libraries": []}
-    assert nursery.work(order, "127.0.0.1", 7, "", 0, wait=600.0) == nursery.ENDED, words
+    assert nursery.work(order, ("127.0.0.1", 7), "", 0, wait=600.0) == nursery.ENDED, words
     assert words[0].startswith(f"gt: worker 3 waits for the server at 127.0.0.1:7: {says}"), words
 
 

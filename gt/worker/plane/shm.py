@@ -319,12 +319,17 @@ class ShmPlane(Plane):
             peer.close()
 
     def _peer(self, index: int) -> Peer:
+        peer = self._member(index)
+        peer.check()
+        return peer
+
+    def _member(self, index: int) -> Peer:
+        """A worker of the world, whether it is reached or not."""
         if self._left:
             self._unmap_left()
         peer = self._peers.get(index)
         if peer is None:
             raise PeerGone(index, "it is not in the world")
-        peer.check()
         return peer
 
     def _side(self, table: dict[tuple[int, int], Side], channel: Channel, sending: bool) -> Side:

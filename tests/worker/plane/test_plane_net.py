@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from gt import env
+from gt.wire import liveness
 from gt.worker.plane.base import PeerGone, Unreachable
 from gt.worker.plane.net import chain, collectives, handshake, lane, network, peer_connection, relay, strangers, stream
 from gt.worker.plane.net.peer_connection import DATA, HEADER, PeerConnection
@@ -410,6 +411,20 @@ def test_a_broken_connection_names_both_ends_and_the_next_world_has_another():
         assert world[0].ways() == {"w1": "via worker 2", "w2": "tcp 127.0.0.1 to 127.0.0.1"}
 
 
+def test_a_host_that_is_silent_is_noticed_before_anybody_sends_to_it(monkeypatch):
+    """The kernel's limit for probes of an idle connection is over with the first bytes that are sent."""
+    said, over = [], threading.Event()
+    with hosts(2) as (first, _):
+        assert wait_until(lambda: first.network.connection(1, 1) is not None)
+        fd = first.network.connection(1, 1).fd
+        first.on_link_failed = lambda *failure: (said.append(failure), over.set())
+        monkeypatch.setattr(liveness, "unheard", lambda of: liveness.SHORTEST_SECONDS * (of == fd))
+        assert over.wait(limit(20))
+        assert said[0] == (1, 1, "127.0.0.1", "127.0.0.1", "Connection timed out")
+        with pytest.raises(Unreachable, match="Connection timed out"):
+            first.send(channel(1), b"late")
+
+
 def test_the_end_of_an_earlier_worlds_connection_breaks_no_later_one(monkeypatch):
     with hosts(2) as (first, second):
         into, over, report = bytearray(4), threading.Event(), first.network._report
@@ -446,6 +461,37 @@ def test_a_member_that_is_cut_off_fails_the_collective_of_all():
             assert (data == 3).all()
 
         planes.together(world, after)
+
+
+def test_members_that_are_cut_off_before_the_first_collective_of_a_world_fail_that_of_all():
+    """Their teams were not made, so nobody told the third member, which waited for ever."""
+
+    def work(index, plane):
+        outs = np.zeros((3, 8), "u1")
+        with pytest.raises(Unreachable, match="it is cut"):
+            plane.all_gather(planes.team([0, 1, 2], index), np.ones(8, "u1"), list(outs))
+
+    with hosts(3) as world:
+        for one, other in ((0, 2), (2, 0)):
+            world[one].network.lane(other, 1).broken = "it is cut"
+        planes.together(world, work)
+
+
+def test_a_world_whose_ways_are_given_up_before_it_is_reached_is_not_waited_in():
+    """Its lanes were made after those of its time were broken, and a sender waited for a connection for ever."""
+    with hosts(2) as (first, second):
+        for index, plane in enumerate((first, second)):
+            plane.introduce(first.rows, ways(2, epoch=3), KEY, index)
+            plane.world(first.rows, ways(2, epoch=2))
+        with pytest.raises(Unreachable, match=r"no way from worker 'w0' on .* to worker 'w1' on .*: the way is given up"):
+            first.send(channel(1), b"late")
+        with pytest.raises(Unreachable, match="is given up"):
+            second.recv(channel(0), bytearray(4))
+        tell((first, second), first.rows, ways(2, epoch=3))
+        into = bytearray(4)
+        first.send(channel(1), b"here")
+        second.recv(channel(0), into)
+        assert into == b"here"
 
 
 def test_abort_ends_a_wait_at_once():

@@ -132,7 +132,6 @@ class InternodePlane(DevicePlane, NetPlane):
                 stream.check()
 
         with wide.together():
-            check()
             yield wide.key, check
 
 

@@ -47,7 +47,7 @@ MEET_SECONDS = 30.0  # that a process which listens may take for a connection
 AGAIN_SECONDS = 0.2  # between two attempts
 GRACE_SECONDS = 0.5  # from the end of a connection to that of waits on it: the dispatcher may say that the worker is lost
 ENDED_SECONDS = 1.5  # pause after the other end has closed a connection, as a worker that ends does
-TEND_SECONDS = 0.5  # between looks at connections that are full
+TEND_SECONDS = 0.5  # between looks at connections
 IDLE_SECONDS = 0.02  # seconds after which the background thread reads a connection that nobody has read
 FULL_SECONDS = 0.01  # between two attempts to accept a connection without a free descriptor
 MAX_NAMED_LANES = 1 << 13  # that a connection names first: one a worker behind it, in each epoch
@@ -77,7 +77,7 @@ class Network:
         self._by_fd: dict[int, PeerConnection] = {}
         self._gone: set[int] = set()
         self._deadlines: list[tuple[float, PeerConnection, str]] = []
-        self._tended = 0.0  # when connections that are full were looked at
+        self._tended = 0.0  # when connections were looked at
         self._connecting: set[Pair] = set()
         self._whys: dict[Pair, str] = {}  # why connections have ended
         self._threads: set[threading.Thread] = set()
@@ -148,8 +148,11 @@ class Network:
         if lane is None:
             with self._lock:
                 lane = self._lanes.setdefault((index, epoch), Lane(index, epoch))
+                # The executing thread may be at a world whose successors are known here already.
                 if index in self._gone:
                     lane.broken = "it is gone"
+                elif (route := self._routes.get(index)) is not None and epoch < route.epoch:
+                    lane.broken = lane.broken or "the way is given up for another"
         return lane
 
     def onward(self, target: int) -> PeerConnection | None:
@@ -374,8 +377,7 @@ class Network:
                 try:
                     self._offer(route)
                     return
-                # The other end listens, and is only not ready: keep asking for MEET_SECONDS. Other errors are the network's,
-                # and final.
+                # The other end listens, and is not ready: asked for MEET_SECONDS. Other errors are the network's, and final.
                 except (handshake.Later, ConnectionResetError, BrokenPipeError) as error:
                     why = reason(error) if time.monotonic() >= until else ""
                     with self._changed:
@@ -480,8 +482,7 @@ class Network:
         connection.end()
         self.relay.resume(connection)
         route = self._routes.get(connection.index)
-        # Only a broken link is reported. A process that ended is the dispatcher's to notice: it sees the end of that worker's
-        # link.
+        # Only a broken link is reported. A process that ended is the dispatcher's to notice, by that worker's link.
         if cut and connection.index not in self._gone and route is not None and route.epoch == connection.epoch:
             self.failed(connection.index, connection.epoch, connection.source, connection.target, reason(error))
         self._ring()
@@ -524,7 +525,7 @@ class Network:
             return IDLE_SECONDS
         if self._deadlines:
             return max(0.0, min(when for when, _, _ in self._deadlines) - time.monotonic())
-        return TEND_SECONDS if any(connection.relayed for connection in self._by_fd.copy().values()) else -1
+        return TEND_SECONDS if self._by_fd else -1
 
     def _serve(self, connection: PeerConnection, events: int) -> None:
         if events & select.EPOLLOUT:
@@ -566,15 +567,15 @@ class Network:
         now = time.monotonic()
         if now >= self._tended + TEND_SECONDS:
             self._tended = now
-            for connection in [connection for connection in self._by_fd.copy().values() if connection.relayed]:
-                tcp.tend(connection.sock)
+            for connection in self._by_fd.copy().values():
+                if (silence := connection.tend()) is not None:
+                    self.lost(connection, silence)
         for row in [row for row in self._deadlines if row[0] <= now]:
             self._deadlines.remove(row)
             _, connection, why = row
             if not self._closing:
                 with self._lock:
-                    # If the dispatcher has called the worker lost meanwhile, its word is the cause, and there is nothing to
-                    # report.
+                    # If the dispatcher has called the worker lost meanwhile, its word is the cause.
                     over = connection.index in self._gone
                     if self._connections.get((connection.index, connection.epoch)) is connection:
                         del self._connections[connection.index, connection.epoch]

@@ -7,6 +7,8 @@ through a pipe (`relay.py`).
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import select
 import socket
 import struct
@@ -16,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from gt.wire import tcp
+from gt.wire.liveness import Cable
 from gt.worker.plane.net.lane import Early, Incoming
 
 DATA, CREDIT, FAIL = 1, 2, 3
@@ -135,6 +138,7 @@ class PeerConnection:
         self.stalled = False  # it is one of them
         self.ended = False
         self._sink = sink
+        self._cable = Cable(self.fd, 0.0)
         self._bytes = bytearray(STAGE_BYTES)
         self._stage = memoryview(self._bytes)
         self._start = self._stop = 0
@@ -399,6 +403,15 @@ class PeerConnection:
             return True
         finally:
             self.sending.release()
+
+    def tend(self) -> OSError | None:
+        """Keep it while the other host answers; the error of its end else. To be called about twice a second."""
+        # The kernel's own limit begins anew with bytes that are sent while its probes are unanswered.
+        if self._cable.poll():
+            return OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        if self.relayed:
+            tcp.tend(self.sock)
+        return None
 
     def end(self) -> None:
         """End the connection: a thread that reads or sends fails at once."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from gt.ir.heap import HEAP_BYTES, SLOT_BYTES, SLOTS
-from gt.worker.plane.base import ALL, Buffer, Channel, Combine, OnIssued, TeamForm, Unreachable, nothing
+from gt.worker.plane.base import ALL, Buffer, Channel, Combine, OnIssued, PeerGone, TeamForm, Unreachable, nothing
 from gt.worker.plane.net import collectives
 from gt.worker.plane.net.duplex import Duplex
 from gt.worker.plane.net.lane import Lane
@@ -268,10 +268,14 @@ class NetPlane(ShmPlane):
         version, team = self._wide.get(name, (-1, None))
         if version == self._version:
             return team
-        members = [None if rank == form["rank"] else self._peer(index) for rank, index in enumerate(form["workers"])]
+        # A member may be cut off from this one alone. That is found within the collective, so that the others are told.
+        members = [None if rank == form["rank"] else self._member(index) for rank, index in enumerate(form["workers"])]
         if not any(isinstance(peer, FarPeer) for peer in members):
             self._wide[name] = self._version, None
             return None
+        for peer in members:
+            if peer is not None and peer.index not in self._routes:
+                raise PeerGone(peer.index, peer.gone or "it is not in the world")
         key, direct = self._agreement(form, members)
         if team is None or team.key != key:
             team = self._make_team(form["rank"], members, key, direct)

@@ -26,6 +26,8 @@ class WideTeam:
         if self.failed is not None:
             raise Unreachable(*self.failed)
         try:
+            for stream in self.streams.values():
+                stream.check()
             yield
         # After this the streams are out of step: the team stays failed until the world is formed anew.
         except PeerGone as error:
