@@ -198,6 +198,6 @@ def _changed(then: StateSnapshot, holders: dict[int, StateItem]) -> Iterable[Sta
                 yield item
         except (LookupError, AttributeError, ValueError, TypeError):
             continue  # gone: its container has another length
-    things = [thing for thing, length, _ in then.lengths if len(thing) != length]
+    things = [thing for thing, length, _ in then.lengths if not isinstance(thing, tuple) and len(thing) != length]
     things += [thing for thing, value in then.fingerprints.values() if fingerprint(thing) != value]
     yield from (holders[id(thing)] for thing in things if id(thing) in holders)
