@@ -417,7 +417,7 @@ class CompiledFunction(Generic[P, R]):
 
     def _enter(self, recorder: Recorder, key: tuple, roots: dict) -> tuple[StateSnapshot, RecordedCall | None]:
         """The Python state before a recorded call, and the last call if this one may be compared with it."""
-        self._unread.begin(program.guard.snapshot for program in self._programs if program.key == key)
+        self._unread.begin(program.guard for program in self._programs if program.key == key)
         entry = self._snapshot(roots)
         # Where values are read the first call decides whether Python has to run; capturable optimizers have other last bits
         wait = not self._recorded and seems_to_read(entry)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -72,6 +73,17 @@ def _same_entries(holder: dict, keys: list, values: list) -> bool:
     return all(holder[key] is value for key, value in zip(keys, values, strict=True))
 
 
+_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+
+
+def bookkeeping() -> set[int]:
+    """Identities of the containers in which guards hold values of the user's."""
+    known: set[int] = set()
+    for guard in list(_guards):
+        known.update(map(id, guard.holding()))
+    return known
+
+
 class Guard:
     """The guard of one program. Values are compared by identity, and by value where that differs."""
 
@@ -113,12 +125,21 @@ class Guard:
         self._keys = [keys for _, _, keys in snapshot.orders]
         self._kinds = [thing for _, thing, _ in snapshot.kinds]
         self._types = [kind for _, _, kind in snapshot.kinds]
+        _guards.add(self)
 
     def _identities_now(self) -> tuple[list[list], list[list]]:
         """Columns of values, of tensors that are differentiated and of others."""
         with torch._C.DisableTorchFunctionSubclass():  # torch looks for an override at each attribute of a subclass
             leaves = [list(map(get, self._leaves)) for get in _OF_DIFFERENTIATED]
             return leaves, [list(map(get, self._others)) for get in _OF_OTHERS]
+
+    def holding(self) -> Iterator[Any]:
+        """The lists, tuples and dictionaries here that hold values of the user's."""
+        snapshot, places = self.snapshot, self._places
+        yield from (places._got, places._values, self._named_values, self._filled, self._empty, self._ordered, self._kinds)
+        yield from chain(places._pairs, self._named, *([holders] for _, holders in places._groups))
+        yield from (values for _, _, values in places._by_tensor)
+        yield from chain(snapshot.lengths, snapshot.orders, snapshot.kinds, snapshot.fingerprints.values(), snapshot.absent)
 
     def _has_cleared(self) -> bool:
         """True once a cache was cleared. It may be filled again since: its function has run anew."""

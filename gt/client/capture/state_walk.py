@@ -75,6 +75,7 @@ _CHANNELS = (queue.SimpleQueue, socket.socket, mmap.mmap)  # whose content is no
 _BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
 _CONTAINERS = (dict, types.MappingProxyType, list, tuple, deque, set, frozenset, functools.partial)
 _CHILD_FIELDS = frozenset({"_parameters", "_buffers", "_modules"})
+_SCRATCH = {torch.autocast: ("prev", "prev_cache_enabled", "prev_fastdtype")}  # written before they are read
 _NONE: Mapping[int, Iterable[str]] = types.MappingProxyType({})
 TENSOR_FIELDS = frozenset({"_ref", "_is_param"})  # attributes that GT and torch give a tensor
 _HOOK_FIELDS = frozenset(key for key in torch.nn.Module().__dict__ if key.startswith("_")) - _CHILD_FIELDS
@@ -579,7 +580,7 @@ class StateWalker:
             self._library_state.update(map(id, own.values()))
         # Library code is not walked, so it is not known which attributes it names: where it knows the object, all count
         every = self.used is None or has_library_base(type(node)) or id(node) in self._library_state
-        unread = self._unread.get(id(own), ())
+        unread = _SCRATCH.get(kind) or self._unread.get(id(own), ())
 
         # A module's children are at `model.layer`, not at `model._modules['layer']`, in paths that a user reads.
         # Its empty tables of hooks are compared by length alone: a model has a dozen of them for each module

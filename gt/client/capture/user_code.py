@@ -23,8 +23,8 @@ STATEFUL = (
     "torch.nn",
     "torch.optim",
     "torch.ao.nn",
-    "torch.amp.grad_scaler",
-    "torch.cuda.amp.grad_scaler",
+    "torch.amp",
+    "torch.cuda.amp",
     "torch.distributions",
 )  # modules of libraries whose objects hold the user's state
 _STATELESS_STDLIB = frozenset({

@@ -32,9 +32,7 @@ class CodeWatch:
     """The code that runs in recorded calls of one compiled function. As a context manager it notes what runs inside."""
 
     def __init__(self) -> None:
-        self.ran: list[types.CodeType] | None = (
-            None  # in the last call, libraries' code too but GT's; None where it was not watched
-        )
+        self.ran: list[tuple[str, types.CodeType]] | None = None  # modules, code of the last call but GT's; None: not watched
         self._users: list[types.CodeType] = []  # those of the user's
         self._found: list[weakref.ref[types.FunctionType]] = []
         self._searched: set[types.CodeType] = set()
@@ -66,7 +64,7 @@ class CodeWatch:
         """Code runs for the first time in this call."""
         name = str(frame.f_globals.get("__name__", ""))
         if self.ran is not None and not name.startswith("gt."):
-            self.ran.append(code)
+            self.ran.append((name, code))
         own = name.startswith(self._package)
         if not own and not is_library_code(frame.f_globals) and not _only_a_traceback(frame.f_globals):
             self._users.append(code)

@@ -9,30 +9,34 @@ compared was the same, a replay would not use either.
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
+import gc
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
+from gt.client.capture.guards import Guard, bookkeeping
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import WHOLE, StateItem, StateSnapshot
-from gt.client.values.code_names import texts
 from gt.client.values.fingerprints import fingerprint, is_scalar_like, unchanged
+from gt.wire.signals import uninterrupted
 
 USED = "is used in this call, and was not compared before it; the next calls can become a program"
-# Code of the standard library that reads all of an object's `__dict__`
-_READS_ALL = frozenset(
-    function.__code__
-    for module, names in ((copy, ("_reconstruct",)), (dataclasses, ("asdict", "astuple", "_asdict_inner", "_astuple_inner")))
-    for name in names
-    if isinstance(function := getattr(module, name, None), types.FunctionType)
-)
-_DICTIONARIES = frozenset({"vars", "__dict__"})  # names with which code reads one
+# Names with which code reads all attributes of an object at once, as pickling in C does, and code that looks up one by them
+_READERS = frozenset({"vars", "__dict__", "__getstate__", "__reduce_ex__", "__reduce__", "dumps", "dump", "Pickler"})
+_LOOKUPS = frozenset({
+    *(("torch.nn.modules.module", name) for name in ("__getattr__", "__setattr__", "register_parameter", "register_buffer")),
+    *(("torch.utils._python_dispatch", name) for name in ("__init__", "__enter__", "__exit__")),
+    *(("transformers.utils.generic", name) for name in ("__post_init__", "<genexpr>")),
+    ("functools", "__get__"), ("importlib._bootstrap_external", "exec_module"),
+})  # fmt: skip
 _STATE = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)  # whose tensors a walk has to find
+_IN_PLACE = (list, dict, set, deque, bytearray, np.ndarray)  # values that other holders may see change
+MAX_NESTED = 32  # containers below one value that are looked at
+_HEAP_TYPE = 1 << 9  # of tp_flags: a class that Python code has made
 _MISSING = object()
 _Place = tuple[int, str]  # identity of the `__dict__`, and name
 
@@ -42,19 +46,24 @@ class AttributeWatch:
 
     def __init__(self, kind: type, name: str) -> None:
         self.used: set[int] = set()  # identities of each `__dict__` whose attribute was used
-        self._kind, self._name = kind, name
+        self._kind, self.name = kind, name
         self._own = vars(kind).get(name, _MISSING)
         self._behind = next((vars(cls)[name] for cls in kind.__mro__ if name in vars(cls)), _MISSING)
         if hasattr(type(self._behind), "__set__"):
             raise TypeError(f"{kind.__name__}.{name} is a descriptor, which decides where its values are")
+        if self._behind is not _MISSING and kind.__subclasses__():
+            raise TypeError(f"super().{name} of a subclass is {kind.__name__}'s own value")
         setattr(kind, name, self)
 
-    def remove(self) -> None:
-        """Give the class its own attribute back."""
+    def remove(self) -> bool:
+        """Give the class its own attribute back: False if somebody has given it another one."""
+        if vars(self._kind).get(self.name) is not self:
+            return False
         if self._own is _MISSING:
-            delattr(self._kind, self._name)
+            delattr(self._kind, self.name)
         else:
-            setattr(self._kind, self._name, self._own)
+            setattr(self._kind, self.name, self._own)
+        return True
 
     def _values(self, thing: Any) -> dict:
         own = object.__getattribute__(thing, "__dict__")
@@ -62,19 +71,19 @@ class AttributeWatch:
         return own
 
     def __get__(self, thing: Any, kind: type | None = None) -> Any:
-        if thing is not None and self._name in (own := self._values(thing)):
-            return own[self._name]
+        if thing is not None and self.name in (own := self._values(thing)):
+            return own[self.name]
         if self._behind is _MISSING:
-            raise AttributeError(f"{self._kind.__name__!r} object has no attribute {self._name!r}")
+            raise AttributeError(f"{self._kind.__name__!r} object has no attribute {self.name!r}")
         get = getattr(type(self._behind), "__get__", None)
         return self._behind if get is None else get(self._behind, thing, kind)
 
     def __set__(self, thing: Any, value: Any) -> None:
-        self._values(thing)[self._name] = value
+        self._values(thing)[self.name] = value
 
     def __delete__(self, thing: Any) -> None:
-        if self._values(thing).pop(self._name, _MISSING) is _MISSING:
-            raise AttributeError(self._name)
+        if self._values(thing).pop(self.name, _MISSING) is _MISSING:
+            raise AttributeError(self.name)
 
 
 class UnreadState:
@@ -101,19 +110,29 @@ class UnreadState:
         """The attributes as a user reads them, sorted."""
         return sorted(path.lstrip(".") for _, path in self._places.values())
 
-    def begin(self, refused: Iterable[StateSnapshot]) -> None:
-        """A call is about to be recorded. refused: the state of programs that could not serve it."""
+    def begin(self, refused: Iterable[Guard]) -> None:
+        """A call is about to be recorded. refused: guards of programs that could not serve it."""
         self._watched = {}
         for owner, item, value in self._left:
             if _value(item.holder.get(item.key)) != value:
                 self._watched[id(item.holder), item.key] = owner, item
         self._left = []
-        for then in refused:
-            owners, holders = _objects(then)
-            for item in _changed(then, holders):
+        for guard in refused:
+            owners, holders = _objects(guard.snapshot)
+            for item in _changed(guard.snapshot, holders):
                 self._watch_above(item, owners, holders)
+        shared = _shared([item for _, item in self._watched.values()])
+        self._watched = {place: row for place, row in self._watched.items() if place not in shared}
 
     def __enter__(self) -> None:
+        with uninterrupted():
+            self._watch()
+
+    def __exit__(self, *error: Any) -> None:
+        with uninterrupted():
+            self._unwatch()
+
+    def _watch(self) -> None:
         rows = [(owner, name) for (_, name), owner in self._owners.items()]
         rows += [(owner, name) for (_, name), (owner, _) in self._watched.items()]
         every = {(type(owner), name) for owner, name in rows}
@@ -125,29 +144,33 @@ class UnreadState:
             try:
                 self._watches.append(AttributeWatch(kind, name))
             except (TypeError, AttributeError, ValueError):  # a class that takes no attributes
-                self._used |= {(id(vars(owner)), name) for owner, other in rows if other == name and type(owner) is kind}
+                self._used |= {(id(vars(owner)), name) for owner, other in rows if other == name}
 
-    def __exit__(self, *error: Any) -> None:
+    def _unwatch(self) -> None:
         watches, self._watches = self._watches, []
         for watch in watches:
+            kept = False
             with contextlib.suppress(TypeError, AttributeError):
-                watch.remove()
-            self._used |= {(number, watch._name) for number in watch.used}
+                kept = watch.remove()
+            # Where the call has written to the class, all places of this name count as used
+            places = [*self._places, *self._watched] if not kept else []
+            self._used |= {(number, watch.name) for number in watch.used} | {p for p in places if p[1] == watch.name}
 
-    def finish(self, ran: Iterable[types.CodeType] | None, tape: CallRecording, leaving: StateSnapshot) -> None:
-        """The call is over, and has left this state. ran: the code that ran in it; None where nothing told of it.
+    def finish(self, ran: Iterable[tuple[str, types.CodeType]] | None, tape: CallRecording, leaving: StateSnapshot) -> None:
+        """The call is over, and has left this state. ran: modules and code that ran in it; None where nothing told of it.
 
         What it has not used is left out of the next walks. A place that it has used is compared again.
         """
-        by_text = set().union(*(texts(code) for code in ran or () if not _DICTIONARIES.isdisjoint(code.co_names)))
-        blind = ran is None or not _READS_ALL.isdisjoint(ran) or not WHOLE.isdisjoint(leaving.names)
+        blind = ran is None or not WHOLE.isdisjoint(leaving.names)
+        readers = (row for row in ran or () if not _READERS.isdisjoint(row[1].co_names))
+        blind |= any((name, code.co_name) not in _LOOKUPS for name, code in readers)
         for place, (_, path) in list(self._places.items()):
-            if blind or place in self._used or place[1] in by_text:
+            if blind or place in self._used:
                 self._used.add(place)
                 del self._places[place], self._owners[place]
                 tape.prevents.append(Difference("", f"{path.lstrip('.')} {USED}"))
         for place, (owner, item) in self._watched.items():
-            if not blind and place not in self._used and place[1] not in by_text:
+            if not blind and place not in self._used:
                 self._places[place], self._owners[place] = (item.holder, item.path), owner
         self._watched = {}
         owners, _ = _objects(leaving)
@@ -158,31 +181,66 @@ class UnreadState:
         ]
 
     def _watch_above(self, item: StateItem, owners: dict[int, Any], holders: dict[int, StateItem]) -> None:
-        """Watch the innermost attribute above a changed item that no call has used."""
+        """Watch the innermost attribute above a changed item, if no call has used it."""
         above: StateItem | None = item
         seen: set[int] = set()
         while above is not None and id(above) not in seen:
             seen.add(id(above))
             owner = owners.get(id(above.holder))
-            if owner is not None and self._may_leave_out(owner, above):
-                self._watched[id(above.holder), above.key] = owner, above
-                return
-            above = holders.get(id(above.holder if owner is None else owner))
+            if owner is not None:
+                if self._may_leave_out(owner, above):
+                    self._watched[id(above.holder), above.key] = owner, above
+                return  # an object of which an attribute is used may be known to others than those above
+            above = holders.get(id(above.holder))
 
     def _may_leave_out(self, owner: Any, item: StateItem) -> bool:
-        """True for an attribute that no call has used. An optimizer's state is of account to calls of another kind."""
+        """True for an attribute that no call has used, of an object whose attributes no code in C reads by itself."""
         special = item.attribute or type(item.key) is not str or item.key.startswith("__") or isinstance(item.value, _STATE)
-        return not special and not isinstance(owner, torch.optim.Optimizer) and (id(item.holder), item.key) not in self._used
+        # An optimizer's state is of account to calls of another kind
+        special |= isinstance(owner, torch.optim.Optimizer) or (id(item.holder), item.key) in self._used
+        return not special and all(cls is object or cls.__flags__ & _HEAP_TYPE for cls in type(owner).__mro__)
 
 
 def _objects(state: StateSnapshot) -> tuple[dict[int, Any], dict[int, StateItem]]:
-    """Objects by the identity of their `__dict__`, and items by that of their value."""
-    owners = {id(vars(node)): node for _, node, _ in state.kinds if hasattr(node, "__dict__")}
+    """Objects by the identity of their `__dict__`, but for those that share one, and items by that of their value."""
+    rows = [(id(vars(node)), node) for _, node, _ in state.kinds if hasattr(node, "__dict__")]
+    count = Counter(number for number, _ in rows)
+    owners = {number: node for number, node in rows if count[number] == 1}
     holders: dict[int, StateItem] = {}
     for item in state.items:
         if not is_scalar_like(item.value):
             holders.setdefault(id(item.value), item)
     return owners, holders
+
+
+def _shared(items: list[StateItem]) -> set[_Place]:
+    """Places whose value changes in place and is held by others too: a library's object may read it there."""
+    known: dict[int, tuple[Any, _Place]] = {}  # containers by identity, and the place below which they are
+    shared: set[_Place] = set()
+    for item in items:
+        place, queue = (id(item.holder), item.key), deque([item.holder.get(item.key)])
+        nested = 0
+        while queue:
+            value = queue.popleft()
+            if not isinstance(value, _IN_PLACE) or id(value) in known:
+                continue
+            if (nested := nested + 1) > MAX_NESTED:
+                shared.add(place)
+                break
+            known[id(value)] = value, place
+            if isinstance(value, (list, deque, set, dict)):
+                queue += value.values() if isinstance(value, dict) else value
+    if not known:
+        return shared
+    own = bookkeeping()
+    allowed = {id(item.holder) for item in items} | known.keys() | {id(known), *map(id, known.values())}
+    for referrer in gc.get_referrers(*(value for value, _ in known.values())):
+        if id(referrer) in allowed or id(referrer) in own or isinstance(referrer, (StateItem, types.FrameType)):
+            continue
+        if any(vars(referrer) is item.holder for item in items if hasattr(referrer, "__dict__")):
+            continue  # the object that has the attribute, where Python keeps no dictionary of it
+        shared |= {known[id(thing)][1] for thing in gc.get_referents(referrer) if id(thing) in known}
+    return shared
 
 
 def _value(value: Any) -> Any:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import gt
@@ -131,6 +134,107 @@ def test_an_attribute_is_used_in_any_way(way: str) -> None:
             assert step(x).tolist() == [want, want], (n, step.explain())
 
 
+class Counted:
+    total = 0
+
+    def __init__(self) -> None:
+        self.rate = 1.0
+
+
+def write_to_the_class(held: Any) -> float:
+    type(held).total += 1
+    return float(type(held).total)
+
+
+SHARED: dict[str, Any] = {"rate": 1.0}
+
+
+class Sharing:
+    """Objects that share one dictionary of attributes, with objects of its subclass too."""
+
+    def __init__(self) -> None:
+        self.__dict__ = SHARED
+
+
+class AlsoSharing(Sharing):
+    pass
+
+
+class Above:
+    rate = 1.0
+
+
+class Below(Above):
+    def read(self) -> float:
+        return float(super().rate)
+
+
+class Rows:
+    """A list that a library's object has too, of which no walk knows."""
+
+    def __init__(self) -> None:
+        self.rows = [0]
+        self.data = torch.utils.data.Subset([1.0] * 100, self.rows)  # type: ignore[arg-type]
+
+
+HIDDEN: dict[str, tuple[Callable[[], list], Callable[[list, int], Any], Callable[[list], float]]] = {
+    "a class that the call writes to": (
+        lambda: [Counted()],
+        lambda held, n: setattr(held[0], "rate", float(n)),
+        lambda held: write_to_the_class(held[0]),
+    ),
+    "one dictionary of two objects": (
+        lambda: [AlsoSharing(), Sharing()],
+        lambda held, n: setattr(held[0], "rate", 1.0 + n // 4),
+        lambda held: held[1].rate,
+    ),
+    "a class's value behind an object's": (
+        lambda: [Above(), Below()],
+        lambda held, n: [setattr(each, "rate", float(n)) for each in held],
+        lambda held: held[1].read(),
+    ),
+    "a list that a library has": (
+        lambda: [Rows()],
+        lambda held, n: held[0].rows.append(n),
+        lambda held: float(len(held[0].data)),
+    ),
+    "a configuration as a dictionary": (
+        lambda: [transformers.LlamaConfig(initializer_range=1.0)],
+        lambda held, n: setattr(held[0], "initializer_range", 1 / (1 + n // 4)),
+        lambda held: held[0].to_dict()["initializer_range"],
+    ),
+    "the text of an object": (
+        lambda: [argparse.Namespace(rate=1)],
+        lambda held, n: setattr(held[0], "rate", 1 + n // 4),
+        lambda held: float(repr(held[0])[-2]),
+    ),
+    "a pickle": (
+        lambda: [Settings()],
+        lambda held, n: setattr(held[0], "seen", n),
+        lambda held: float(pickle.loads(pickle.dumps(held[0])).seen),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_use_that_no_attribute_shows(name: str) -> None:
+    make, change, read = HIDDEN[name]
+
+    def losses(device: str) -> list[float]:
+        Counted.total = 0
+        model = Holder(read)
+        model.settings = make()  # type: ignore[assignment]
+        step = gt.compile(model.forward) if device == "remote" else model.forward
+        found = []
+        with torch.no_grad():
+            for n in range(CALLS):
+                change(model.settings, n)  # type: ignore[arg-type]
+                found.append(step(torch.ones(1, device=device)).item())
+        return found
+
+    assert losses("remote") == losses("cpu")
+
+
 class Wide(Settings):
     """A subclass, of which a watch on its base notes the uses."""
 
@@ -172,11 +276,20 @@ def test_a_class_is_as_before_after_an_error() -> None:
     assert not any(isinstance(value, AttributeWatch) for value in vars(Trained).values())
 
 
+@dataclasses.dataclass
+class Leaf:
+    rate: float = 1.0
+
+    @property
+    def doubled(self) -> float:
+        return 2 * self.rate
+
+
 def test_a_watch_leaves_an_attribute_as_it_is() -> None:
-    held, other = Settings(), Settings()
-    watch = AttributeWatch(Settings, "rate")
+    held, other = Leaf(), Leaf()
+    watch = AttributeWatch(Leaf, "rate")
     try:
-        assert held.rate == 1.0 and Settings.rate == 1.0 and watch.used == {id(vars(held))}
+        assert held.rate == 1.0 and Leaf.rate == 1.0 and watch.used == {id(vars(held))}
         other.rate = 3.0
         del other.rate
         assert other.rate == 1.0 and "rate" not in vars(other)  # the class's own
@@ -184,14 +297,16 @@ def test_a_watch_leaves_an_attribute_as_it_is() -> None:
             del other.rate
     finally:
         watch.remove()
-    assert vars(Settings)["rate"] == 1.0
+    assert vars(Leaf)["rate"] == 1.0
     with pytest.raises(TypeError, match="descriptor"):
-        AttributeWatch(Settings, "doubled")
-    missing = AttributeWatch(Settings, "unknown")
+        AttributeWatch(Leaf, "doubled")
+    with pytest.raises(TypeError, match="super"):
+        AttributeWatch(Settings, "rate")
+    missing = AttributeWatch(Leaf, "unknown")
     try:
         assert not hasattr(held, "unknown")
         held.unknown = 1  # type: ignore[attr-defined]
         assert vars(held)["unknown"] == 1
     finally:
         missing.remove()
-    assert "unknown" not in vars(Settings)
+    assert "unknown" not in vars(Leaf)
