@@ -76,7 +76,7 @@ _BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
 _CONTAINERS = (dict, types.MappingProxyType, list, tuple, deque, set, frozenset, functools.partial)
 _CHILD_FIELDS = frozenset({"_parameters", "_buffers", "_modules"})
 _SCRATCH = {torch.autocast: ("prev", "prev_cache_enabled", "prev_fastdtype")}  # written before they are read
-_NONE: Mapping[int, Iterable[str]] = types.MappingProxyType({})
+_NONE: Mapping = types.MappingProxyType({})
 TENSOR_FIELDS = frozenset({"_ref", "_is_param"})  # attributes that GT and torch give a tensor
 _HOOK_FIELDS = frozenset(key for key in torch.nn.Module().__dict__ if key.startswith("_")) - _CHILD_FIELDS
 
@@ -428,8 +428,9 @@ class StateWalker:
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             try:
-                self._add_item(f"{path}.{name}" if path else name, cell, "cell_contents", True, cell.cell_contents)
-                self._note_integer(name)
+                if id(cell) not in self._unread:
+                    self._add_item(f"{path}.{name}" if path else name, cell, "cell_contents", True, cell.cell_contents)
+                    self._note_integer(name)
             except ValueError:  # empty
                 continue
         self._queue.append((f"{path or function.__qualname__}'s attributes", function.__dict__))

@@ -3,7 +3,7 @@
 Of an object that a library knows every attribute is compared, since the library's code is not walked. A user's module is one,
 so `self.history.append(loss.item())` after each call would ask for a program for each length. In recorded calls a descriptor
 on the object's class stands for an attribute that changes, and notes each use. What a call has not used while all that is
-compared was the same, a replay would not use either.
+compared was the same, a replay would not use either. A variable in the closure of a callback is used by code that has its name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from gt.wire.signals import uninterrupted
 
 USED = "is used in this call, and was not compared before it; the next calls can become a program"
 # Names with which code reads all attributes of an object at once, as pickling in C does, and code that looks up one by them
-_READERS = frozenset({"vars", "__dict__", "__getstate__", "__reduce_ex__", "__reduce__", "dumps", "dump", "Pickler"})
+_READERS = frozenset(
+    {"vars", "__dict__", "__getstate__", "__reduce_ex__", "__reduce__", "dumps", "dump", "Pickler", "__closure__"}
+)
 _LOOKUPS = frozenset({
     *(("torch.nn.modules.module", name) for name in ("__getattr__", "__setattr__", "register_parameter", "register_buffer")),
     *(("torch.utils._python_dispatch", name) for name in ("__init__", "__enter__", "__exit__")),
@@ -38,6 +40,7 @@ _IN_PLACE = (list, dict, set, deque, bytearray, np.ndarray)  # values that other
 MAX_NESTED = 32  # containers below one value that are looked at
 _HEAP_TYPE = 1 << 9  # of tp_flags: a class that Python code has made
 _MISSING = object()
+_CONTENTS = "cell_contents"  # the attribute of a variable in a closure
 _Place = tuple[int, str]  # identity of the `__dict__`, and name
 
 
@@ -90,7 +93,7 @@ class UnreadState:
     """The attributes of one compiled function that are not compared. As a context manager it notes the uses inside."""
 
     def __init__(self) -> None:
-        self._places: dict[_Place, tuple[dict, str]] = {}  # its `__dict__`, and its path
+        self._places: dict[_Place, tuple[Any, str]] = {}  # its `__dict__` or cell, and its path
         self._watched: dict[
             _Place, tuple[Any, StateItem]
         ] = {}  # owner and item of those that have changed, in the call under way
@@ -135,6 +138,7 @@ class UnreadState:
     def _watch(self) -> None:
         rows = [(owner, name) for (_, name), owner in self._owners.items()]
         rows += [(owner, name) for (_, name), (owner, _) in self._watched.items()]
+        rows = [row for row in rows if not isinstance(row[0], types.CellType)]
         every = {(type(owner), name) for owner, name in rows}
         for kind, name in every:
             # A watch on a base serves, unless a class before it has such an attribute
@@ -164,6 +168,10 @@ class UnreadState:
         blind = ran is None or not WHOLE.isdisjoint(leaving.names)
         readers = (row for row in ran or () if not _READERS.isdisjoint(row[1].co_names))
         blind |= any((name, code.co_name) not in _LOOKUPS for name, code in readers)
+        paths = {place: path for place, (_, path) in self._places.items()}
+        paths |= {place: item.path for place, (_, item) in self._watched.items()}
+        variables = {name for _, code in ran or () for name in (*code.co_freevars, *code.co_cellvars)}
+        self._used |= {p for p, path in paths.items() if p[1] == _CONTENTS and path.rpartition(".")[2] in variables}
         for place, (_, path) in list(self._places.items()):
             if blind or place in self._used:
                 self._used.add(place)
@@ -187,6 +195,10 @@ class UnreadState:
         while above is not None and id(above) not in seen:
             seen.add(id(above))
             owner = owners.get(id(above.holder))
+            if isinstance(above.holder, types.CellType):
+                if not isinstance(above.value, _STATE) and (id(above.holder), above.key) not in self._used:
+                    self._watched[id(above.holder), above.key] = above.holder, above
+                return
             if owner is not None:
                 if self._may_leave_out(owner, above):
                     self._watched[id(above.holder), above.key] = owner, above
@@ -218,7 +230,7 @@ def _shared(items: list[StateItem]) -> set[_Place]:
     known: dict[int, tuple[Any, _Place]] = {}  # containers by identity, and the place below which they are
     shared: set[_Place] = set()
     for item in items:
-        place, queue = (id(item.holder), item.key), deque([item.holder.get(item.key)])
+        place, queue = (id(item.holder), item.key), deque([item.now()])
         nested = 0
         while queue:
             value = queue.popleft()

@@ -69,6 +69,46 @@ def test_a_record_of_the_training_costs_no_program() -> None:
     assert "not compared, since the calls do not use it: best, history, log, steps" in text, text
 
 
+class Listening(nn.Module):
+    """A model with callbacks, as a trainer has them. One is called in each call from the seventh on."""
+
+    def __init__(self, *callbacks: Any) -> None:
+        super().__init__()
+        self.callbacks, self.calls_them = callbacks, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        for callback in self.callbacks if self.calls_them else ():
+            x = x * callback.rate()
+        return x
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_variable_in_the_closure_of_a_callback(late: bool) -> None:
+    times: list[int] = []
+    count = 0
+
+    class Callback(nn.Module):
+        def note(self) -> None:
+            nonlocal count
+            times.append(len(times))
+            count += 1
+
+        def rate(self) -> int:
+            return count + len(times)
+
+    model = Listening(Callback())
+    step = gt.compile(model.forward)
+    x = torch.ones(1).to("remote")
+    with torch.no_grad():
+        for n in range(CALLS):
+            model.calls_them = late and n >= 6
+            assert step(x).item() == (2 * n if model.calls_them else 1), (n, step.explain())
+            model.callbacks[0].note()
+    text = step.explain()
+    assert late or ("8 replays" in text and "count" in text and "times" in text and "parts" not in text), text
+
+
 def double(model: Trained, n: int) -> None:
     model.scale = 2.0 if n >= 6 else 1.0
 
