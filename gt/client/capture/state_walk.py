@@ -54,7 +54,7 @@ _CLASS_BOOKKEEPING = frozenset({
 })  # fmt: skip
 _CALLED_BY_TORCH = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})  # methods of modules
 # Names in user code with which it may read any attribute, named or not
-WHOLE = frozenset({"asdict", "astuple", "vars", "__dict__"})  # all of an object's at once
+WHOLE = {"asdict", "astuple", "vars", "__dict__", "__getstate__", "__reduce__", "__reduce_ex__", "getattr_static"}  # as whole
 _DYNAMIC_ACCESS = WHOLE | {"getattr", "setattr", "attrgetter", "__getattr__", "__getattribute__"}
 _GETTERS = (operator.attrgetter, operator.methodcaller)
 _IMPORTS = (frozenset({"import_module"}), frozenset({"__import__"}), frozenset({"sys", "modules"}))  # by a text in the code

@@ -101,6 +101,7 @@ class UnreadState:
         self._used: set[_Place] = set()  # by some call
         self._left: list[tuple[Any, StateItem, Any]] = []  # owner, item and value, as the last recorded call has left them
         self._watches: list[AttributeWatch] = []
+        self._reads_all = False  # True if the user's code may read all attributes of an object at once
 
     def names(self) -> Mapping[int, set[str]]:
         """The attributes that walks leave out, by identity of the `__dict__` that has them."""
@@ -120,7 +121,7 @@ class UnreadState:
             if _value(item.holder.get(item.key)) != value:
                 self._watched[id(item.holder), item.key] = owner, item
         self._left = []
-        for guard in refused:
+        for guard in () if self._reads_all else refused:
             owners, holders = _objects(guard.snapshot)
             for item in _changed(guard.snapshot, holders):
                 self._watch_above(item, owners, holders)
@@ -165,7 +166,8 @@ class UnreadState:
 
         What it has not used is left out of the next walks. A place that it has used is compared again.
         """
-        blind = ran is None or not WHOLE.isdisjoint(leaving.names)
+        self._reads_all |= not WHOLE.isdisjoint(leaving.names)
+        blind = ran is None or self._reads_all
         readers = (row for row in ran or () if not _READERS.isdisjoint(row[1].co_names))
         blind |= any((name, code.co_name) not in _LOOKUPS for name, code in readers)
         paths = {place: path for place, (_, path) in self._places.items()}
@@ -182,11 +184,15 @@ class UnreadState:
                 self._places[place], self._owners[place] = (item.holder, item.path), owner
         self._watched = {}
         owners, _ = _objects(leaving)
-        self._left = [
-            (owner, item, _value(item.value))
-            for item in leaving.items
-            if (owner := owners.get(id(item.holder))) is not None and self._may_leave_out(owner, item)
-        ]
+        self._left = (
+            []
+            if self._reads_all
+            else [
+                (owner, item, _value(item.value))
+                for item in leaving.items
+                if (owner := owners.get(id(item.holder))) is not None and self._may_leave_out(owner, item)
+            ]
+        )
 
     def _watch_above(self, item: StateItem, owners: dict[int, Any], holders: dict[int, StateItem]) -> None:
         """Watch the innermost attribute above a changed item, if no call has used it."""
