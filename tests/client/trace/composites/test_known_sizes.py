@@ -69,7 +69,7 @@ def test_a_negative_number_of_repeats_is_an_error_of_the_op_alone() -> None:
     repeat = gt.compile(lambda x, repeats: x.repeat_interleave(repeats))
     x, repeats = torch.randn(4, device=REMOTE), torch.tensor([1, -1, 1, -1], device=REMOTE)
     for _ in range(4):
-        with pytest.raises(gt.OpFailed, match="negative|repeats of aten.repeat_interleave.Tensor has values from -1 to 1"):
+        with pytest.raises(gt.OpFailed, match=r"repeats of .* has values from -1 to 1, want 0 to \d{2}"):
             repeat(x, repeats).cpu()
     with pytest.raises(gt.OpFailed, match="has values from -1 to 1, want 0 to 0"):
         torch.repeat_interleave(repeats, output_size=0).cpu()
