@@ -64,7 +64,8 @@ OTHER_ARGUMENTS = {  # a version of transformers.training_args, and what it lack
     "_setup_devices": BF16 + "class TrainingArguments:\n    device = 'cpu'\n",
     "func": BF16 + "class TrainingArguments:\n    _setup_devices = property(lambda self: 'cpu')\n    device = _setup_devices\n",
     "is_torch_bf16_gpu_available": "from functools import cached_property\nclass TrainingArguments:\n"
-    "    @cached_property\n    def _setup_devices(self):\n        return 'cpu'\n    device = _setup_devices\n",
+    "    @cached_property\n    def _setup_devices(self):\n        return 'cpu'\n"
+    "    device = property(lambda self: self._setup_devices)\n",
     "TrainingArguments": "",
 }
 
