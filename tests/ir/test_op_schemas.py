@@ -350,6 +350,7 @@ def test_shapes_that_a_kernel_takes_as_they_are_are_checked_before(form):
         ("aten.lu_unpack.default", [T(0), T(1)], (torch.eye(2), torch.tensor([1, 1 << 30], dtype=torch.int32))),
         ("aten.embedding_dense_backward.default", [T(0), T(1), 4, -1, True], (torch.ones(2, 3), torch.tensor([0, 1 << 40]))),
         ("aten.segment_reduce.default", [T(0), "sum"], (torch.ones(4), torch.tensor([3, 1 << 40]))),
+        ("aten.repeat_interleave.Tensor", [T(0)], (torch.tensor([1 << 62] * 4),)),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )  # fmt: skip

@@ -21,16 +21,19 @@ def prefer_remote(module: Any) -> None:
 
 def trainer_on_remote(module: Any) -> None:
     """transformers.training_args: the Trainer takes Accelerate's device, where it would take a local GPU or the CPU."""
-    setup = vars(module.TrainingArguments)["_setup_devices"]  # a cached property
+    arguments = module.TrainingArguments
+    kind, setup = type(vars(arguments)["_setup_devices"]), vars(arguments)["_setup_devices"].func  # a cached property
     has_bf16 = module.is_torch_bf16_gpu_available
 
     def _setup_devices(self: Any) -> torch.device:
-        device, found = setup.func(self), getattr(self.distributed_state, "device", None)
+        device, found = setup(self), getattr(self.distributed_state, "device", None)
         if found is None or found.type != Shown.device.type or Shown.device is LAZY:
             return device
         self._n_gpu = 1  # local GPUs are of no account: more than one would be used by DataParallel
         return found
 
-    module.TrainingArguments._setup_devices = type(setup)(_setup_devices)
-    module.TrainingArguments._setup_devices.__set_name__(module.TrainingArguments, "_setup_devices")
+    # All that may raise in another version of transformers comes before the first change to it.
+    cached = kind(_setup_devices)
+    cached.__set_name__(arguments, "_setup_devices")
+    arguments._setup_devices = cached
     module.is_torch_bf16_gpu_available = lambda: Shown.device is not LAZY or has_bf16()

@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import gt
-
-
-def calls_of(run: Callable[[], Any]) -> int:
-    """Calls of functions, of Python and from Python's code."""
-    count = 0
-
-    def note(frame: Any, event: str, arg: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    gc.collect()  # what ends in a collection may call functions: none comes while they are counted
-    gc.disable()
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
-        gc.enable()
-    return count
+from tests.helpers.limits import calls_of
 
 
 def checks(layers: int, clears_inside: bool) -> int:

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from gt.client.frameworks import after_import
+from gt.client.frameworks import accelerate, after_import
 from tests.helpers import ROOT
 from tests.helpers.limits import limit
 
@@ -57,6 +57,28 @@ def test_a_framework_of_another_form_is_imported_and_warned_of(modules: Path, ca
     with caplog.at_level(logging.WARNING, "gt.client"):
         import gt_test_changed  # type: ignore[import-not-found]
     assert gt_test_changed.value == 1 and "gt_test_changed does not know the device remote: AttributeError" in caplog.text
+
+
+BF16 = "def is_torch_bf16_gpu_available():\n    return False\n"
+OTHER_ARGUMENTS = {  # a version of transformers.training_args, and what it lacks
+    "_setup_devices": BF16 + "class TrainingArguments:\n    device = 'cpu'\n",
+    "func": BF16 + "class TrainingArguments:\n    _setup_devices = property(lambda self: 'cpu')\n    device = _setup_devices\n",
+    "is_torch_bf16_gpu_available": "from functools import cached_property\nclass TrainingArguments:\n"
+    "    @cached_property\n    def _setup_devices(self):\n        return 'cpu'\n"
+    "    device = property(lambda self: self._setup_devices)\n",
+    "TrainingArguments": "",
+}
+
+
+@pytest.mark.parametrize("missing", OTHER_ARGUMENTS)
+def test_a_trainer_of_another_form_works_as_without_gt(modules: Path, caplog: pytest.LogCaptureFixture, missing: str):
+    (modules / "gt_test_arguments.py").write_text(OTHER_ARGUMENTS[missing])
+    after_import.watch({"gt_test_arguments": accelerate.trainer_on_remote})
+    with caplog.at_level(logging.WARNING, "gt.client"):
+        import gt_test_arguments  # type: ignore[import-not-found]
+    assert "gt_test_arguments does not know the device remote" in caplog.text and missing in caplog.text
+    if missing != "TrainingArguments":
+        assert gt_test_arguments.TrainingArguments().device == "cpu"
 
 
 # ---- Lightning

@@ -52,7 +52,8 @@ def masked_select(tape: Any, x: RemoteTensor, mask: RemoteTensor) -> Any:
 
 
 def repeat_interleave(tape: Any, repeats: RemoteTensor, output_size: int | None = None) -> Any:
-    if not repeats.numel() or tape.folded(repeats) is None:
+    counts = tape.folded(repeats) if repeats.numel() else None
+    if counts is None or bool((counts < 0).any()):  # a worker says what is wrong with a negative number
         return None
     total = tape.constant(_op(aten.sum.default, repeats))
     return None if total is None else _op(aten.repeat_interleave.Tensor, repeats, output_size=int(total))

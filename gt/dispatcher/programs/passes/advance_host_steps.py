@@ -52,32 +52,63 @@ def _is_list_op(row: Instruction) -> bool:
 class _Movable:
     """A row that may move up. before: the last row before it that stays; behind: the last of these that it depends on.
 
-    after: movable rows that it depends on. then: rows that evict what it has used, and follow it.
+    after: lines of movable rows, and so many of each that it depends on. then: rows that evict what it has used, and follow it.
     """
 
     row: Instruction
     step: bool
     before: int
     behind: int
-    after: list[_Movable]
+    after: list[tuple[_Line, int]]
     then: list[_Movable] = field(default_factory=list)
     placed: bool = False
+
+    def waits_for(self) -> Iterator[_Movable]:
+        """Rows without a place that have to come before it."""
+        for line, count in self.after:
+            yield from line.waiting(count)
+
+    def around(self) -> Iterator[_Movable | Instruction]:
+        """The row between those that it depends on and those that follow it."""
+        yield from self.waits_for()
+        yield self.row
+        yield from self.then
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """Movable rows that use one memory in one way, in order. All rows that depend on them share it, so that it may be long.
+
+    behind: the largest of theirs. first: all rows before this one have a place.
+    """
+
+    rows: list[_Movable] = field(default_factory=list)
+    behind: int = -1
+    first: int = 0
+
+    def add(self, movable: _Movable) -> None:
+        self.rows.append(movable)
+        self.behind = max(self.behind, movable.behind)
+
+    def waiting(self, count: int) -> Iterator[_Movable]:
+        """Those of the first `count` rows that have no place when their turn comes."""
+        n = self.first
+        while n < count:
+            if not self.rows[n].placed:
+                yield self.rows[n]
+            elif self.first == n:
+                self.first = n + 1
+            n = max(n + 1, self.first)
 
 
 @dataclass(slots=True)
 class _Uses:
-    """The rows so far that use one memory: the last that stay, by number, and movable ones.
-
-    writers: those of the last row that writes it. readers: those since. They depend on all that were before.
-    """
+    """The rows so far that use one memory: the last that stay, by number, and movable ones."""
 
     read: int = -1
     written: int = -1
-    readers: list[_Movable] = field(default_factory=list)
-    writers: list[_Movable] = field(default_factory=list)
-
-    def write(self, writers: list[_Movable]) -> None:
-        self.writers, self.readers = writers, []
+    readers: _Line = field(default_factory=_Line)
+    writers: _Line = field(default_factory=_Line)
 
 
 def _advanced(worker: int, rows: list[Instruction], context: PassContext) -> list[Instruction]:
@@ -104,8 +135,8 @@ def _advanced(worker: int, rows: list[Instruction], context: PassContext) -> lis
         elif n >= 0:
             order.append(rows[n])
         for movable in ready.get(n, ()):
-            after = following[movable].after if movable in following else ()
-            for restore in (m for m in after if m.row.kind == "restore" and m.behind <= n):
+            needed = following[movable].waits_for() if movable in following else ()
+            for restore in (m for m in needed if m.row.kind == "restore" and m.behind <= n):
                 order += _placed(restore)  # state comes back while this step is computed
             order += _placed(movable)
     return order
@@ -124,8 +155,7 @@ def _placed(movable: _Movable) -> list[Instruction]:
             order.append(item)
         elif not item.placed:
             item.placed = True
-            around: list[_Movable | Instruction] = [*item.after, item.row, *item.then]
-            under_way.append(iter(around))
+            under_way.append(item.around())
     return order
 
 
@@ -142,7 +172,7 @@ def _movables(worker: int, rows: Sequence[Instruction], context: PassContext) ->
         step = _is_step(row, memory, evicted)
         if row.kind == "evict" and (evict := _following(row, memory[0], before, uses)) is not None:
             movables[n] = [evict]
-            uses[memory[0]].write([evict])
+            uses[memory[0]].writers.add(evict)
             continue
         if not (step or row.kind in MOVABLE or _is_list_op(row)):
             before = n
@@ -153,12 +183,11 @@ def _movables(worker: int, rows: Sequence[Instruction], context: PassContext) ->
             continue
         parts = _parts(worker, row, memory, uses, context) if step else [(row, [*range(len(memory))])]
         movables[n] = [_Movable(part, step, before, *_dependences(memory, k, changed, uses)) for part, k in parts]
-        writers: dict[Memory, list[_Movable]] = {i: [*movables[n]] for i in access.makes}
         for movable, (_, numbers) in zip(movables[n], parts, strict=True):
             for k in numbers:
-                (writers.setdefault(memory[k], []) if k in changed else uses[memory[k]].readers).append(movable)
-        for where, of_row in writers.items():
-            uses[where].write(of_row)
+                (uses[memory[k]].writers if k in changed else uses[memory[k]].readers).add(movable)
+            for i in access.makes:
+                uses[i].writers.add(movable)
     return movables
 
 
@@ -172,7 +201,8 @@ def _memory(accessed: Sequence[MemoryAccess], context: PassContext) -> list[list
 def _following(row: Instruction, memory: Memory, before: int, uses: Mapping[Memory, _Uses]) -> _Movable | None:
     """The eviction of memory that a step on the device has used last, as a row that follows the step; None for another one."""
     behind, after = _dependences([memory], [0], (0,), uses)
-    last = after[-1] if after else None
+    used = uses[memory].readers.rows or uses[memory].writers.rows
+    last = used[-1] if used else None
     if last is None or not last.step or last.row.kind == "host_op" or uses[memory].read > last.before:
         return None
     evict = _Movable(row, False, before, behind, after)
@@ -182,16 +212,19 @@ def _following(row: Instruction, memory: Memory, before: int, uses: Mapping[Memo
 
 def _dependences(
     memory: Sequence[Memory], numbers: Iterable[int], changed: Container[int], uses: Mapping[Memory, _Uses]
-) -> tuple[int, list[_Movable]]:
+) -> tuple[int, list[tuple[_Line, int]]]:
     """`behind` and `after` of a row. numbers: of its tensors, whose memory `memory` has; changed: of those that it changes."""
     # A write waits for all earlier uses of its memory, a read for earlier writes only.
-    after: dict[_Movable, None] = {}
+    after: list[tuple[_Line, int]] = []
     behind = -1
     for k in numbers:
         used = uses[memory[k]]
         behind = max(behind, used.read if k in changed else used.written)
-        after.update(dict.fromkeys([*used.writers, *(used.readers if k in changed else ())]))
-    return max([behind, *(movable.behind for movable in after)]), [*after]
+        for line in (used.writers, used.readers) if k in changed else (used.writers,):
+            if line.rows:
+                after.append((line, len(line.rows)))
+                behind = max(behind, line.behind)
+    return behind, after
 
 
 def _parts(

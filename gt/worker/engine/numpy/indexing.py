@@ -200,6 +200,8 @@ def _unique2(
 
 
 def _repeat_interleave(repeats: Array, *, output_size: int | None = None) -> Array:
+    if output_size is not None and repeats.sum() != output_size:
+        raise ValueError(f"repeats add up to {repeats.sum()}, want output_size, which is {output_size}")
     return np.repeat(np.arange(len(repeats)), repeats)
 
 

@@ -78,6 +78,17 @@ def _segments(given: Given) -> Iterator[Bound]:
         raise ValueError("offsets do not ascend")
 
 
+def _repeats(given: Given) -> Iterator[Bound]:
+    repeats, total = given["repeats"], given.get("output_size")
+    if not repeats.numel():
+        return
+    # Torch adds these up modulo 2**64, so that large ones would pass for a small sum.
+    most = torch.iinfo(torch.int64).max // repeats.numel()
+    yield "repeats", 0, most if total is None else min(total, most)
+    if total is not None and int(repeats.sum()) != total:
+        raise ValueError(f"repeats add up to {int(repeats.sum())}, want output_size, which is {total}")
+
+
 BOUNDS: dict[str, Callable[[Given], Iterator[Bound]]] = {
     **dict.fromkeys(
         ("_embedding_bag_backward", "_embedding_bag_dense_backward", "_embedding_bag_per_sample_weights_backward"), _bags
@@ -92,6 +103,7 @@ BOUNDS: dict[str, Callable[[Given], Iterator[Bound]]] = {
     "embedding_dense_backward": _counted,
     "lu_unpack": _pivots,
     "nll_loss2d_backward": _classes,
+    "repeat_interleave": _repeats,
     **dict.fromkeys(("segment_reduce", "_segment_reduce_backward"), _segments),
 }
 

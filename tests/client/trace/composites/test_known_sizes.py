@@ -63,3 +63,16 @@ def test_a_mask_that_workers_decide_ends_a_part_as_before() -> None:
         x, _ = batch(n)
         assert torch.equal(step(x.to(REMOTE)).cpu(), x[x > 0])
     assert "the shape of aten.index.Tensor's result depends on values" in step.explain() and not step._programs
+
+
+def test_a_negative_number_of_repeats_is_an_error_of_the_op_alone() -> None:
+    repeat = gt.compile(lambda x, repeats: x.repeat_interleave(repeats))
+    x, repeats = torch.randn(4, device=REMOTE), torch.tensor([1, -1, 1, -1], device=REMOTE)
+    for _ in range(4):
+        with pytest.raises(gt.OpFailed, match=r"repeats of .* has values from -1 to 1, want 0 to \d{2}"):
+            repeat(x, repeats).cpu()
+    with pytest.raises(gt.OpFailed, match="has values from -1 to 1, want 0 to 0"):
+        torch.repeat_interleave(repeats, output_size=0).cpu()
+    with pytest.raises(gt.OpFailed, match="repeats add up to 4, want output_size, which is 5"):
+        torch.repeat_interleave(repeats.abs(), output_size=5).cpu()
+    assert x.repeat_interleave(repeats.abs(), output_size=4).equal(x)

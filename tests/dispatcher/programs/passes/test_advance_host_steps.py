@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 
 from gt.dispatcher.programs.passes.advance_host_steps import advance_host_steps
 from gt.dispatcher.programs.recording import Instruction, Recording
 from gt.ir.instr import Define
-from tests.dispatcher.programs.passes import passed
+from tests.dispatcher.programs.passes import context, passed
 from tests.dispatcher.programs.passes.test_bucket_reductions import ADD, ADD_, VIEW, op, reduce
+from tests.helpers.limits import calls_of
 
 READ = op(20, "aten.neg.default", 1, ["new", [[8], [1], 0, "float32"], -1])
 RESTORE, EVICT = Define(21, "restore", {}), Define(22, "evict", {"space": "nvme", "path": "/x"})
@@ -106,6 +106,21 @@ def test_what_precedes_a_step_on_the_host_moves_with_it_and_files_are_read_one_s
         ("restore", [21]),
         ("host_op", [2, 12, 22]),
         ("op", [30, 6, 11]),
+        ("host_op", [1, 11, 21]),
+        ("op", [30, 31]),
+    ]
+
+
+def test_state_that_another_row_writes_first_comes_back_as_early():
+    count = Define(23, "op", {**op(0, "aten._foreach_add_.Scalar", 1, None, 1).payload, "args": []})
+    assert order(rows_of(*BACKWARD, (RESTORE, [22]), (RESTORE, [21]), (count, [21]), STEP)) == [
+        ("op", [5, 6, 12]),
+        ("op", [12, 2, 30]),
+        ("restore", [21]),
+        ("restore", [22]),
+        ("host_op", [2, 12, 22]),
+        ("op", [30, 6, 11]),
+        ("op", [21]),
         ("host_op", [1, 11, 21]),
         ("op", [30, 31]),
     ]
@@ -212,7 +227,11 @@ def test_rows_that_each_depend_on_the_one_before_move_with_a_step():
     assert [kind for kind, _ in rows[:3]] == ["op", "op", "host_op"]
 
 
-def test_rows_on_one_tensor_take_time_by_their_number():
-    start = time.thread_time()
-    rows = order(rows_of(*BACKWARD, *_counts(5000), STEP))
-    assert time.thread_time() - start < 1.5 and len(rows) == len(BACKWARD) + 5000 + 2
+def test_rows_on_one_tensor_cost_the_same_each():
+    def calls(many: int, *between: tuple[Define, list[int]]) -> int:
+        rows = rows_of(*BACKWARD, *[row for count in _counts(many) for row in (count, *between)], STEP)
+        return calls_of(lambda: advance_host_steps(rows, context(bucket=NBYTES)))
+
+    for between in ([], [(RESTORE, [77])], [(step(1), [1, 11, 77])]):
+        assert calls(400, *between) < 3 * calls(200, *between), between
+    assert len(order(rows_of(*BACKWARD, *_counts(400), STEP))) == len(BACKWARD) + 400 + 2
