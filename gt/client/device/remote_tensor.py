@@ -122,7 +122,7 @@ RECOUNT_SHARES = 16  # such shares that are made before what is alive is counted
 RECOUNT_TAKES = 4
 
 
-class _Pass(set):
+class _CollectorPass(set):
     """Not empty while Python's collector makes a pass, of which there is one at a time: it has keys of what a pass tells.
 
     A pass assigns to `start` and `stop`, in C alone. A callback in Python would swallow the exception of a signal in it.
@@ -133,7 +133,7 @@ class _Pass(set):
     stop = property(None, set.difference_update)
 
 
-_collecting = _Pass()
+_collecting = _CollectorPass()
 _note_pass = functools.partial(setattr, _collecting)  # (phase, about), as the collector calls it
 
 
