@@ -16,7 +16,7 @@ import torch
 from gt.client.device.remote_tensor import LiveTensors, Temporary, _note_pass
 from gt.client.exchange.arenas import ClientArenas
 from gt.client.trace.recorder import Recorder
-from gt.wire.signals import uncollected
+from gt.wire.signals import NEVER_OBJECTS, uncollected
 from tests.helpers.inline_session import InlineSession, inline  # noqa: F401 - a fixture
 
 
@@ -148,6 +148,7 @@ def _recorder_calls() -> dict[str, Any]:
 @pytest.mark.parametrize("calls", [_arena_calls, _recorder_calls])
 def test_an_interrupt_at_the_end_of_a_pause_ends_it_all_the_same(inline: InlineSession, calls: Any) -> None:  # noqa: F811
     threshold, pressed = gc.get_threshold(), []
+    assert threshold[0] < NEVER_OBJECTS
 
     def trace(frame: FrameType, event: str, about: Any) -> Any:
         if frame.f_code is type(uncollected).__exit__.__code__ and not pressed:
