@@ -75,7 +75,7 @@ def test_a_pass_calls_no_function_of_python() -> None:
     called: list[str] = []
     kept, gc.callbacks[:] = gc.callbacks[:], [_note_pass]
     before = sys.gettrace()
-    sys.settrace(lambda frame, event, about: called.append(frame.f_code.co_qualname))
+    sys.settrace(lambda frame, event, about: called.append(frame.f_code.co_name))
     try:
         gc.collect(0)
     finally:
