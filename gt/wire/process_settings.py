@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gt.wire import signals
+
 PR_SET_PDEATHSIG = 1
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 KEPT_BYTES = 64 << 20  # free bytes at the end of a heap that glibc keeps
@@ -72,17 +74,14 @@ def uncollected() -> Iterator[None]:
 
     All objects count as old afterwards, so that the next pass over the youngest does not meet the new ones.
     """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
+    with signals.uncollected:
+        try:
+            yield
+        finally:
             # Otherwise the program has frozen objects itself, which unfreezing would give back.
-            if not program_froze():
+            if gc.isenabled() and not program_froze():
                 gc.freeze()
                 gc.unfreeze()  # into the oldest generation
-            gc.enable()
 
 
 class CycleCollector:

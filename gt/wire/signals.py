@@ -5,17 +5,21 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]  # module signal wraps the same functions in enums, which costs ten times as much
 import contextlib
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 _get, _set = _signal.getsignal, _signal.signal
+_threshold, _set_threshold = gc.get_threshold, gc.set_threshold
 # Ctrl-C, and signals whose handlers programs have raise an exception too, as after signal.alarm
 _NUMBERS = tuple(
     int(number)
     for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGALRM, _signal.SIGHUP, _signal.SIGUSR1, _signal.SIGUSR2)
 )
+# New objects until a pass over the youngest, in a pause: so many are never reached. No program sets this very number
+NEVER_OBJECTS = (1 << 31) - 1009
 
 
 class uninterrupted:
@@ -88,30 +92,42 @@ class uninterrupted:
 
 
 class _Uncollected:
-    """`with uncollected:` the collector makes no pass inside.
+    """`with uncollected:` the collector makes no pass inside, unless it is called. One pause, which all of GT's users share.
 
     A pass runs finalizers of the program, in any thread. One that uses a tensor would wait for a lock that its thread holds.
+    The main thread enters `uninterrupted()` first: Ctrl-C amid an end would leave the pause open.
+
+    A program's gc.disable() and gc.enable() stay as they are, in any thread: the pause is a threshold that is never reached.
+    No lock protects it, since a pass may begin before the pause does. The interpreter changes threads at ends of calls, and so
+    not between the look at `_inside` and the call that ends the pause.
     """
 
     def __init__(self) -> None:
-        self._inside: list[None] = []  # one a block that is open, of all threads
-        self._wanted = False  # the collector is enabled, but for these
+        self._inside: list[int] = []  # the thread of each block that is open
+        self._young = _threshold()[0]  # the program's threshold, but for the pause
+        os.register_at_fork(after_in_child=self._forked)
 
     def __enter__(self) -> None:
-        try:
-            self._inside.append(None)
-            if gc.isenabled():
-                self._wanted = True
-                gc.disable()
-        except BaseException:
-            self.__exit__()
-            raise
+        self._inside.append(threading.get_ident())
+        young = _threshold()[0]
+        if young != NEVER_OBJECTS:  # or it is a pause already
+            self._young = young
+            _set_threshold(NEVER_OBJECTS)
 
     def __exit__(self, *_: object) -> None:
-        self._inside.pop()
-        if not self._inside and self._wanted:
-            self._wanted = False
-            gc.enable()
+        self._inside.remove(threading.get_ident())
+        self._end()
+
+    def _end(self) -> None:
+        young = _threshold()[0]
+        if not self._inside and young == NEVER_OBJECTS:  # or the program has set another one
+            _set_threshold(self._young)
+
+    def _forked(self) -> None:
+        """In the child of a fork, which has this thread alone."""
+        mine = threading.get_ident()
+        self._inside[:] = [thread for thread in self._inside if thread == mine]
+        self._end()
 
 
 uncollected = _Uncollected()

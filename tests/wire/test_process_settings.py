@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from gt.wire.process_settings import YOUNG_OBJECTS, collect_less, uncollected
+from gt.wire.signals import NEVER_OBJECTS
 
 
 class Node:
@@ -26,9 +27,9 @@ def thawed() -> Iterator[None]:
 
 def test_objects_of_an_import_are_old_afterwards_and_can_still_be_collected() -> None:
     with uncollected():
-        assert not gc.isenabled()
+        assert gc.get_threshold()[0] == NEVER_OBJECTS
         nodes = [Node() for _ in range(100)]
-    assert gc.isenabled() and not gc.get_freeze_count()
+    assert gc.get_threshold()[0] < NEVER_OBJECTS and not gc.get_freeze_count()
     old = {id(thing) for thing in gc.get_objects(2)}
     assert all(id(node) in old for node in nodes)
     nodes.clear()

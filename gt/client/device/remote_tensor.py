@@ -7,6 +7,7 @@ Python methods of torch that need a tensor's bytes are defined here, by fetching
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import operator
 import sys
@@ -121,14 +122,19 @@ RECOUNT_SHARES = 16  # such shares that are made before what is alive is counted
 RECOUNT_TAKES = 4
 
 
-_collecting: list[None] = []  # not empty while Python's collector makes a pass, of which there is one at a time
+class _CollectorPass(set):
+    """Not empty while Python's collector makes a pass, of which there is one at a time: it has keys of what a pass tells.
+
+    A pass assigns to `start` and `stop`, in C alone. A callback in Python would swallow the exception of a signal in it.
+    """
+
+    __slots__ = ()
+    start = property(None, set.update)
+    stop = property(None, set.difference_update)
 
 
-def _note_pass(phase: str, about: dict) -> None:
-    if phase == "start":
-        _collecting.append(None)
-    else:
-        _collecting.clear()
+_collecting = _CollectorPass()
+_note_pass = functools.partial(setattr, _collecting)  # (phase, about), as the collector calls it
 
 
 class LiveTensors:

@@ -17,7 +17,7 @@ import numpy as np
 
 from gt.wire.arena import BLOCK_BYTES, HEADER_BYTES, OwnArena, place
 from gt.wire.messages import MAX_ARENAS, CloseArenas, Message, OfferFile
-from gt.wire.signals import uncollected
+from gt.wire.signals import uncollected, uninterrupted
 
 log = logging.getLogger("gt.client")
 
@@ -94,7 +94,7 @@ class ClientArenas:
     def take(self, nbytes: int) -> ArenaBlock | None:
         """A block for so many bytes; None where arenas are of no use, or there is no memory for another."""
         rounded = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
-        with uncollected, self._lock:
+        with uninterrupted(), uncollected, self._lock:
             if self._useless:
                 return None
             try:
@@ -123,7 +123,7 @@ class ClientArenas:
 
     def free(self, block: ArenaBlock) -> None:
         """Nobody reads or writes this block any more."""
-        with uncollected, self._lock:
+        with uninterrupted(), uncollected, self._lock:
             pool = self._pools.get(block.arena.number)
             if pool is None:
                 return  # the session has ended
@@ -140,7 +140,7 @@ class ClientArenas:
 
     def abandon(self, block: ArenaBlock) -> None:
         """As `free`, for a block that a worker may still write into: its arena gets no new blocks."""
-        with uncollected, self._lock:
+        with uninterrupted(), uncollected, self._lock:
             if block.arena.number in self._pools:
                 self._pools[block.arena.number].retired = True
         self.free(block)
@@ -155,7 +155,7 @@ class ClientArenas:
         """Offer an open file to workers, and return its number; 0 where they do not share this host's memory."""
         if self._owner is None:
             self._owner = self.take(1)
-        with uncollected, self._lock:
+        with uninterrupted(), uncollected, self._lock:
             if self._useless or self._owner is None or len(self._pools) + len(self._files) >= MAX_ARENAS:
                 return 0
             # A number that was given back is used again: there are at most MAX_ARENAS of them at a time
@@ -170,7 +170,7 @@ class ClientArenas:
 
     def take_back(self, number: int) -> None:
         """No worker is to read or write this file any more."""
-        with uncollected, self._lock:
+        with uninterrupted(), uncollected, self._lock:
             if number in self._files:
                 self._files.discard(number)
                 self._returned.append(number)
@@ -196,7 +196,7 @@ class ClientArenas:
 
     def close(self) -> None:
         """The session has ended."""
-        with uncollected, self._lock:
+        with uninterrupted(), uncollected, self._lock:
             self._useless = True
             for pool in self._pools.values():
                 pool.arena.close()

@@ -108,7 +108,7 @@ class Recorder:
         nbytes = sum(spec.nbytes for spec in (*template.ins, *made))
         while True:
             # In the order of their numbers: with the first number the dispatcher forgets the templates before it
-            with self._defining:
+            with uninterrupted(), uncollected, self._defining:
                 numbers = self._numbers
                 number = next(numbers)
                 fits = self._parts + parts <= check.MAX_ALL_TEMPLATE_PARTS or number == FIRST
@@ -147,7 +147,7 @@ class Recorder:
         """Append a row with a frame of the same batch. position: index in the row of the frame's number."""
         if self._inline_bytes + len(data) > MAX_BATCH_UPLOAD_BYTES:
             self.flush()
-        with uncollected, self._lock:
+        with uninterrupted(), uncollected, self._lock:
             row[position] = len(self._frames)
             self._frames.append(data)
             self._inline_bytes += len(data)
@@ -155,7 +155,7 @@ class Recorder:
 
     def emit_large_upload(self, row: list) -> None:
         """Append the row of an upload whose data stays in this process, or in an arena, until workers have it."""
-        with uncollected, self._lock:
+        with uninterrupted(), uncollected, self._lock:
             self._holds_large = True  # workers make room for the next one
             self._emit_upload(row)
 
@@ -243,7 +243,7 @@ class Recorder:
 
     def note_upload(self, number: int, values: np.ndarray, is_float: bool) -> None:
         """A small tensor of DTYPES or FLOATS is uploaded. values: an array that nobody changes."""
-        with uncollected, self._lock:
+        with uninterrupted(), uncollected, self._lock:
             if not is_float:
                 self.uploaded.note(number, values)
             self.values.upload(number, values)
@@ -287,13 +287,13 @@ class Recorder:
         """The value of a tensor is about to be fetched: it will be known until something is written."""
         meta = tensor._ref.meta
         if meta.numel * meta.dtype.itemsize <= MAX_READ_BYTES:
-            with uncollected, self._lock:
+            with uninterrupted(), uncollected, self._lock:
                 self.read.ask(tensor._ref.id, self.code, getattr(self.session, "interrupts", 0))
 
     def note_read(self, tensor: Any, value: torch.Tensor) -> None:
         """The value of ask_value's tensor has come."""
         if self.read:
-            with uncollected, self._lock:
+            with uninterrupted(), uncollected, self._lock:
                 self.read.note(tensor._ref.id, value.clone())
 
     def note_wait(self) -> None:
@@ -336,7 +336,7 @@ class Recorder:
         if getattr(self.session, "busy", False) and self._looks < MAX_BUSY_LOOKS:
             self._looks += 1
             return
-        with uncollected:
+        with uninterrupted(), uncollected:
             if not self._lock.acquire(blocking=False):
                 return
             try:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import sys
+from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from gt.client.device.remote_tensor import LiveTensors, Temporary
+from gt.client.device.remote_tensor import LiveTensors, Temporary, _note_pass
 from gt.client.exchange.arenas import ClientArenas
 from gt.client.trace.recorder import Recorder
+from gt.wire.signals import NEVER_OBJECTS, uncollected
 from tests.helpers.inline_session import InlineSession, inline  # noqa: F401 - a fixture
 
 
@@ -40,7 +46,7 @@ def passes():
     callbacks = [*gc.callbacks]
     yield at_each
     gc.set_threshold(*before)
-    gc.callbacks[:] = [one for one in gc.callbacks if one in callbacks or one.__name__ == "_note_pass"]
+    gc.callbacks[:] = [one for one in gc.callbacks if one in callbacks or one is _note_pass]
 
 
 def test_a_finalizer_reads_a_tensor_that_ends_with_it(inline: InlineSession) -> None:  # noqa: F811
@@ -62,6 +68,22 @@ def test_references_that_end_in_a_pass_are_taken_after_it() -> None:
     assert taken == [[]] and live.take_ended() == [one]
 
 
+def test_a_pass_calls_no_function_of_python() -> None:
+    """One would swallow the exception of a signal in it, and be counted as cost of the op that the pass came in."""
+    LiveTensors()
+    assert _note_pass in gc.callbacks
+    called: list[str] = []
+    kept, gc.callbacks[:] = gc.callbacks[:], [_note_pass]
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, about: called.append(frame.f_code.co_name))
+    try:
+        gc.collect(0)
+    finally:
+        sys.settrace(before)
+        gc.callbacks[:] = kept
+    assert not called
+
+
 def test_no_pass_begins_while_ops_are_handed_over(passes) -> None:
     class Session:
         failure, waiting = None, False
@@ -74,7 +96,7 @@ def test_no_pass_begins_while_ops_are_handed_over(passes) -> None:
     for n in range(20):
         recorder.code.extend((20, 1, n))
         recorder.flush()
-    assert noted and not any(noted) and gc.isenabled()
+    assert noted and not any(noted) and gc.isenabled() and gc.get_threshold()[0] == 3
 
 
 def test_no_pass_begins_while_a_block_is_taken(passes) -> None:
@@ -84,4 +106,63 @@ def test_no_pass_begins_while_a_block_is_taken(passes) -> None:
     for block in blocks:
         arenas.free(block)
     arenas.close()
-    assert noted and not any(noted) and gc.isenabled()
+    assert noted and not any(noted) and gc.isenabled() and gc.get_threshold()[0] == 3
+
+
+def _arena_calls() -> dict[str, Any]:
+    arenas = ClientArenas(lambda message: None, 1)
+    fd = os.memfd_create("lent")
+    block, number = arenas.take(1 << 20), arenas.lend(fd, 1, False)
+    os.close(fd)
+    return {
+        "take": lambda: arenas.take(1 << 20),
+        "free": lambda: arenas.free(block),
+        "abandon": lambda: arenas.abandon(block),
+        "take back": lambda: arenas.take_back(number),
+        "close": arenas.close,
+    }
+
+
+def _recorder_calls() -> dict[str, Any]:
+    class Session:
+        failure, waiting = None, False
+
+        def submit(self, *_: Any, asks: bool) -> None:
+            pass
+
+    recorder = Recorder(Session(), lambda: None)
+    row = [20, 1, 0]
+    recorder.code.extend(row)
+    x = torch.ones(1, device="remote")
+    recorder.read.ask(x._ref.id, [], 0)
+    return {
+        "frame": lambda: recorder.emit_with_frame(row, b"", 2),
+        "upload": lambda: recorder.emit_large_upload(row),
+        "note upload": lambda: recorder.note_upload(7, np.ones(1, np.int64), False),
+        "ask": lambda: recorder.ask_value(x),
+        "note read": lambda: recorder.note_read(x, torch.ones(1)),
+        "stale": recorder.flush_stale,
+    }
+
+
+@pytest.mark.parametrize("calls", [_arena_calls, _recorder_calls])
+def test_an_interrupt_at_the_end_of_a_pause_ends_it_all_the_same(inline: InlineSession, calls: Any) -> None:  # noqa: F811
+    threshold, pressed = gc.get_threshold(), []
+    assert threshold[0] < NEVER_OBJECTS
+
+    def trace(frame: FrameType, event: str, about: Any) -> Any:
+        if frame.f_code is type(uncollected).__exit__.__code__ and not pressed:
+            pressed.append(None)
+            signal.raise_signal(signal.SIGINT)
+        return None
+
+    for name, call in calls().items():
+        pressed.clear()
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                call()
+        finally:
+            sys.settrace(before)
+        assert pressed and gc.get_threshold() == threshold, name

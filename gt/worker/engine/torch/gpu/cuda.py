@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+from gt.wire.signals import uncollected
 
 if TYPE_CHECKING:
     from gt.worker.engine.torch.gpu.attention_seeds import AttentionSeeds
@@ -72,18 +73,6 @@ def _wait(event: Any) -> None:
     if event is not None:
         with suppress(RuntimeError):
             event.synchronize()
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection: a graph that it destroys would end the recording under way."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 class Device(Protocol):
@@ -168,7 +157,8 @@ class Cuda:
         here = torch.cuda.current_stream(self.device)
         # The capture begins behind all that was issued, as the inputs' producers may still be executing.
         self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream), _uncollected():
+        # No pass of the collector: a graph that it destroys would end the recording under way
+        with torch.cuda.stream(self._stream), uncollected:
             # thread_local: other threads may call the driver meanwhile (a copy, an event) without ending this capture.
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             self._recording = True
