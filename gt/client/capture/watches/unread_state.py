@@ -220,10 +220,10 @@ class UnreadState:
 
 
 def _objects(state: StateSnapshot) -> tuple[dict[int, Any], dict[int, StateItem]]:
-    """Objects by the identity of their `__dict__`, but for those that share one, and items by that of their value."""
+    """Objects by the identity of their `__dict__`, but where two classes share one, and items by that of their value."""
     rows = [(id(vars(node)), node) for _, node, _ in state.kinds if hasattr(node, "__dict__")]
-    count = Counter(number for number, _ in rows)
-    owners = {number: node for number, node in rows if count[number] == 1}
+    classes = Counter(number for number, _ in {(number, type(node)) for number, node in rows})
+    owners = {number: node for number, node in rows if classes[number] == 1}
     holders: dict[int, StateItem] = {}
     for item in state.items:
         if not is_scalar_like(item.value):
