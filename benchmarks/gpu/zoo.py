@@ -363,8 +363,20 @@ def graph_network(nodes: int = 20_000, edges: int = 120_000, graphs: int = 256) 
     return GraphNetwork(), batch
 
 
+class Segmenter(nn.Module):
+    """Classes of pixels, from scores that are enlarged to the picture. The loss is fp32: bf16 would hide its changes."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores = F.interpolate(self.body(pixel_values=pixel_values).logits, labels.shape[1:], mode="bilinear")
+        return F.cross_entropy(scores.float(), labels)
+
+
 def segformer() -> Model:
-    """Segmentation: attention over reduced keys, depthwise convolutions, and scores that are enlarged to the picture."""
+    """Attention over reduced keys, and depthwise convolutions."""
     import transformers as hf
 
     config = hf.SegformerConfig(
@@ -372,11 +384,11 @@ def segformer() -> Model:
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout_prob=0.0,
     )  # fmt: skip
     batch = {"pixel_values": torch.randn(8, 3, 512, 512), "labels": torch.randint(150, (8, 512, 512))}
-    return hf.SegformerForSemanticSegmentation(config), batch
+    return Segmenter(hf.SegformerForSemanticSegmentation(config)), batch
 
 
 class Pairs(nn.Module):
-    """CLIP with its contrastive loss."""
+    """CLIP with its contrastive loss, in fp32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,7 +397,9 @@ class Pairs(nn.Module):
         self.body = hf.CLIPModel(hf.CLIPConfig())
 
     def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
-        return self.body(input_ids=input_ids, pixel_values=pixel_values, return_loss=True).loss
+        scores = self.body(input_ids=input_ids, pixel_values=pixel_values).logits_per_text.float()
+        pairs = torch.arange(len(scores), device=scores.device)
+        return (F.cross_entropy(scores, pairs) + F.cross_entropy(scores.t(), pairs)) / 2
 
 
 def clip() -> Model:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import types
+import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -94,12 +95,11 @@ class UnreadState:
 
     def __init__(self) -> None:
         self._places: dict[_Place, tuple[Any, str]] = {}  # its `__dict__` or cell, and its path
-        self._watched: dict[
-            _Place, tuple[Any, StateItem]
-        ] = {}  # owner and item of those that have changed, in the call under way
+        self._watched: dict[_Place, tuple[Any, StateItem]] = {}  # owner and item of those that changed before this call
         self._owners: dict[_Place, Any] = {}  # of the places
         self._used: set[_Place] = set()  # by some call
-        self._left: list[tuple[Any, StateItem, Any]] = []  # owner, item and value, as the last recorded call has left them
+        # As the last recorded call has left them: owner, name, path and value. Nothing here keeps an object alive
+        self._left: list[tuple[weakref.ref, str, str, Any]] = []
         self._watches: list[AttributeWatch] = []
         self._reads_all = False  # True if the user's code may read all attributes of an object at once
 
@@ -117,9 +117,9 @@ class UnreadState:
     def begin(self, refused: Iterable[Guard]) -> None:
         """A call is about to be recorded. refused: guards of programs that could not serve it."""
         self._watched = {}
-        for owner, item, value in self._left:
-            if _value(item.holder.get(item.key)) != value:
-                self._watched[id(item.holder), item.key] = owner, item
+        for known, name, path, value in self._left:
+            if (owner := known()) is not None and _value((own := vars(owner)).get(name)) != value:
+                self._watched[id(own), name] = owner, StateItem(path, own, name, False, None)
         self._left = []
         for guard in () if self._reads_all else refused:
             owners, holders = _objects(guard.snapshot)
@@ -183,16 +183,14 @@ class UnreadState:
             if not blind and place not in self._used:
                 self._places[place], self._owners[place] = (item.holder, item.path), owner
         self._watched = {}
+        if self._reads_all:
+            return
         owners, _ = _objects(leaving)
-        self._left = (
-            []
-            if self._reads_all
-            else [
-                (owner, item, _value(item.value))
-                for item in leaving.items
-                if (owner := owners.get(id(item.holder))) is not None and self._may_leave_out(owner, item)
-            ]
-        )
+        for item in leaving.items:
+            owner = owners.get(id(item.holder))
+            if owner is not None and self._may_leave_out(owner, item):
+                with contextlib.suppress(TypeError):  # a class whose objects take no weak reference
+                    self._left.append((weakref.ref(owner), item.key, item.path, _value(item.value)))
 
     def _watch_above(self, item: StateItem, owners: dict[int, Any], holders: dict[int, StateItem]) -> None:
         """Watch the innermost attribute above a changed item, if no call has used it."""
@@ -255,10 +253,18 @@ def _shared(items: list[StateItem]) -> set[_Place]:
     for referrer in gc.get_referrers(*(value for value, _ in known.values())):
         if id(referrer) in allowed or id(referrer) in own or isinstance(referrer, (StateItem, types.FrameType)):
             continue
-        if any(vars(referrer) is item.holder for item in items if hasattr(referrer, "__dict__")):
+        if id(_attributes(referrer)) in allowed:
             continue  # the object that has the attribute, where Python keeps no dictionary of it
         shared |= {known[id(thing)][1] for thing in gc.get_referents(referrer) if id(thing) in known}
     return shared
+
+
+def _attributes(thing: Any) -> Any:
+    """An object's `__dict__`; None where it has none. Runs no code of its class."""
+    try:
+        return object.__getattribute__(thing, "__dict__")
+    except (AttributeError, TypeError):
+        return None
 
 
 def _value(value: Any) -> Any:

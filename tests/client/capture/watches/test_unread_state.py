@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -296,6 +298,18 @@ def test_objects_of_a_class_and_of_its_subclass(kind: type[Settings]) -> None:
             first, second = 1.0 + (n >= 4), 1.0 + n // 4  # both change before the fifth call, one before the ninth
             model.settings[0].rate, model.settings[1].rate = first, second  # type: ignore[index]
             assert step(x).item() == first * second, (n, step.explain())
+
+
+def test_what_a_call_has_left_is_not_kept() -> None:
+    model = Holder(lambda held: held.rate)
+    step = gt.compile(model.forward)
+    model.seen = Settings()  # type: ignore[assignment]
+    with torch.no_grad():
+        step(torch.ones(1))
+    old = weakref.ref(model.seen)  # type: ignore[arg-type]
+    model.seen = Settings()  # type: ignore[assignment]
+    gc.collect()
+    assert old() is None
 
 
 def test_a_class_is_as_before_after_an_error() -> None:
