@@ -48,10 +48,6 @@ from gt.client.values.fingerprints import is_scalar_like, unchanged
 
 INSIDE = ", and a program's have none: call backward() in the function"
 OUTSIDE = ", and Python does not run in a replay: do it outside the function"
-DETACHED = (
-    "results require grad, leave the function without their graph, and no backward pass ran in it: losses computed from "
-    "them train nothing in it; call backward() in the function, or call it under torch.no_grad() if it trains nothing"
-)
 TORCH_GENERATOR = "torch's CPU generator"
 KEPT_NEW = "that it has made and keeps: have it change one that is there, or return a copy"
 HELD_BEFORE = "that state held before the call, and holds no more: return a copy"
@@ -283,7 +279,8 @@ def recorded_results(results: Any, tape: CallRecording, whole: Mapping[int, Any]
             tape.refuse_program(f"the function gives a result the attribute {names[0]!r}: return its value beside the result")
     without_graph, given = detached(results, tape, whole), grad_arguments(leaves)
     if not given:
-        return without_graph
+        tape.recorder.flush()
+        return results if first and tape.loses_graph() else without_graph
     tape.recorder.flush()
     for k, tensors in given.items():
         # Without the graph, a backward pass of the caller would not reach its argument. Python then runs at each call

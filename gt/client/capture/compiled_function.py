@@ -13,6 +13,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
@@ -31,7 +32,6 @@ from gt.client.capture.aliasing import (
     written_inputs,
 )
 from gt.client.capture.boundary import (
-    DETACHED,
     OUTSIDE,
     TORCH_GENERATOR,
     HostRngState,
@@ -44,6 +44,7 @@ from gt.client.capture.boundary import (
     make_capturable,
     modes,
     names_of,
+    observer,
     optimizer_settings,
     prepare_inputs,
     recorded_results,
@@ -58,6 +59,7 @@ from gt.client.capture.gradients import (
     VIEWED,
     DifferentiatedArguments,
     grad_arguments,
+    has_graph,
     leave_entries,
 )
 from gt.client.capture.host_draws import UPLOADED, HostDraws
@@ -65,6 +67,7 @@ from gt.client.capture.program import explain
 from gt.client.capture.program.argument_views import in_arguments
 from gt.client.capture.program.captured_program import CapturedProgram
 from gt.client.capture.program.sealing import SealedCall, captured_program, disagreement, own_obstacle
+from gt.client.capture.program.two_programs import TwoPrograms
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.capture.watches.code_watch import CodeWatch
@@ -92,6 +95,7 @@ CHANGED = "the function changes a list, dictionary or object that it gets"
 OTHER_ARGUMENTS = "no earlier call that was recorded had the same kind of arguments; the last differed in "
 BESIDE = "a call of another thread was recorded or run in parts at that time: that is done to one call at a time"
 
+OWN_GRAPH = "torch's own graph has to lead from its results to a CPU tensor, or through hooks that are active"
 MAX_PROGRAMS_PER_FUNCTION = 8  # the least recently used one is dropped beyond that
 _numbers, _slots = itertools.count(1), itertools.count(1)
 
@@ -114,8 +118,9 @@ def compile(
     """Return a function that computes the same as `fn`. A call costs one message once two recorded calls have agreed.
 
     CPU tensors among the arguments are uploaded at each call; remote tensors are read in place. Every other value that `fn`
-    depends on is a guard: another value needs another program. Results are remote tensors, detached from autograd: call
-    backward() in `fn`. `.explain()` of the result tells which programs exist, and why calls had none.
+    depends on is a guard: another value needs another program. Where `fn` calls backward(), its results are detached. Where it
+    does not, as a model, they have a graph, and their backward pass becomes a second program.
+    `.explain()` of the result tells which programs exist, and why calls had none.
 
     fn: the function to capture, of any arguments.
     schedule: name of a pipeline schedule, such as "1f1b", or "1f1b:2GiB" with a limit of memory; None for the config's.
@@ -142,16 +147,30 @@ def compile(
     return CompiledFunction(fn, schedule or "", backend or "", recompute)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A half of a function with two programs. roots: the Python state on which it depends, by name."""
+
+    name: str
+    roots: Callable[[], dict[str, Any]]
+
+
 class CompiledFunction(Generic[P, R]):
     """The result of gt.compile: a callable that owns the captured programs of one function."""
 
-    def __init__(self, fn: Callable[P, R], schedule: str = "", backend: str = "", recompute: bool | None = None) -> None:
+    def __init__(
+        self, fn: Callable[P, R], schedule: str = "", backend: str = "", recompute: bool | None = None, part: Part | None = None
+    ) -> None:
         functools.update_wrapper(self, fn)
         self.fn, self.schedule, self.backend, self.recompute = fn, schedule, backend, recompute
+        self._part = part
+        self._name = part.name if part else getattr(fn, "__qualname__", "function")
+        self._keeps_graph = False  # True once results have left a call with a graph that no backward pass had used
+        self._halves: dict[tuple[int, ...], TwoPrograms] = {}  # by the places of arguments that require grad
         self._programs: list[CapturedProgram] = []  # most recently used first
         self._waiting = WaitingCalls()
         self._slot = next(_slots)
-        self._reasons = Reasons(getattr(fn, "__qualname__", "a compiled function"))
+        self._reasons = Reasons(self._name if part else getattr(fn, "__qualname__", "a compiled function"))
         self._pauses = RecordingPauses()
         self._why = "the first call"
         self._strict = False  # True if libraries are told that values cannot be read
@@ -187,6 +206,8 @@ class CompiledFunction(Generic[P, R]):
         leaves, tree = flatten_call(args, kwargs)
         if recorder.tape is not None:
             return self._run_within(recorder, leaves, tree, (args, kwargs))
+        if self._keeps_graph and torch.is_grad_enabled() and (halves := self._halves_for(leaves)) is not None:
+            return halves(args, kwargs, leaves)
         key = (tree, *keys_of(leaves), *modes())
         mismatch = viewed = ""
         with recorder.turns:
@@ -219,20 +240,42 @@ class CompiledFunction(Generic[P, R]):
         if not recorder.capturing.acquire(blocking=False):
             return self._run_within(recorder, leaves, tree, (args, kwargs))
         try:
-            in_parts = viewed or key[-1] or self._differentiated.obstacle(leaves)  # key[-1]: observer()
+            in_parts = viewed or key[-1] or self._differentiated.obstacle(leaves) or self._torchs_graph()  # key[-1]: observer()
             if in_parts:
                 self._waiting.clear()
                 self._reasons.add(in_parts)
-                if not viewed:
-                    self._reasons.warn(f"runs in parts: {in_parts}")
             if in_parts or self._pauses.holds(key):
                 self._pauses.take(key)
+                known = self._keeps_graph
                 with spans.span(f"call {self._name}"):
-                    return self._run_in_fragments(recorder, leaves, tree, (args, kwargs))
+                    results = self._run_in_fragments(recorder, leaves, tree, (args, kwargs))
+                # The first call may tell that the next ones have two programs
+                if in_parts and not viewed and known is self._keeps_graph:
+                    self._reasons.warn(f"runs in parts: {in_parts}")
+                return results
             with spans.span(f"record {self._name}", why=self._why):
                 return self._record(recorder, key, leaves, tree, (args, kwargs))
         finally:
             recorder.capturing.release()
+
+    def _halves_for(self, leaves: list) -> TwoPrograms | None:
+        """The two programs for a call whose results have a graph; None if torch's own graph has to lead to them."""
+        places = tuple([place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad])
+        if observer() or not all(isinstance(leaves[place], RemoteTensor) for place in places):
+            return None
+        if places not in self._halves:
+            self._halves[places] = TwoPrograms(self.fn, places, self._make_part)
+        halves = self._halves[places]
+        return None if halves.refused or halves.runs else halves
+
+    def _torchs_graph(self) -> str:
+        """The reason why a call whose results have a graph cannot have two programs, or ""."""
+        if not self._keeps_graph or not torch.is_grad_enabled():
+            return ""
+        return next((halves.refused for halves in self._halves.values() if halves.refused), OWN_GRAPH)
+
+    def _make_part(self, fn: Callable, name: str, roots: Callable[[], dict[str, Any]]) -> CompiledFunction:
+        return CompiledFunction(fn, self.schedule, self.backend, self.recompute, Part(name, roots))
 
     def _replay(self, program: CapturedProgram, leaves: list, given: tuple) -> Any:
         if spans.current is None:
@@ -241,8 +284,18 @@ class CompiledFunction(Generic[P, R]):
             return program.replay(leaves, given)
 
     @property
-    def _name(self) -> str:
-        return getattr(self.fn, "__qualname__", "function")
+    def newest(self) -> CapturedProgram | None:
+        """The program that was made or replayed last."""
+        return self._programs[0] if self._programs else None
+
+    def programs(self) -> list[CapturedProgram]:
+        """The programs that there are, the one that was used last first."""
+        return [*self._programs]
+
+    def serves(self, program: CapturedProgram, leaves: list) -> bool:
+        """True if a program, which draws nothing on the CPU, could serve a call with these leaves of its arguments."""
+        key = (program.key[0], *keys_of(leaves), *modes())
+        return program.recorder is current_session.current() and program.key == key and not program.mismatch(leaves)
 
     def explain(self) -> TextReport:
         """Describe the captured programs as text: why each was recorded, its schedule and backend, and why calls had none.
@@ -261,6 +314,10 @@ class CompiledFunction(Generic[P, R]):
             lines += explain.program_lines(program)
         lines += explain.unread_lines(self._unread.paths())
         lines += self._reasons.lines(bool(self._programs))
+        for halves in self._halves.values():
+            lines += [f"  torch's own graph leads to the results: {halves.refused}"] * bool(halves.refused)
+            for part in halves.parts():
+                lines += str(part.explain()).splitlines()
         return TextReport("\n".join(lines))
 
     # ---- calls whose Python runs
@@ -305,7 +362,10 @@ class CompiledFunction(Generic[P, R]):
 
     def _without_graph(self, results: Any, leaves: list, containers: Containers) -> Any:
         """Results of a call that is not recorded, detached where no graph leads to the caller and they may be copied."""
-        return results if self._returns_state or grad_arguments(leaves) else detached(results, whole=containers.paths)
+        self._keeps_graph |= self._part is None and has_graph(results)
+        if self._keeps_graph or self._returns_state or grad_arguments(leaves):
+            return results
+        return detached(results, whole=containers.paths)
 
     # ---- recording
 
@@ -398,6 +458,7 @@ class CompiledFunction(Generic[P, R]):
         plain = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         loss_scale = current_session.Current.loss_scale
         roots = {"": self.fn, "arguments": plain, "loss scale": loss_scale, **leaf_arguments(leaves)}
+        roots |= self._part.roots() if self._part else {}
         return roots | self._code.roots()
 
     def _snapshot(self, roots: dict[str, Any]) -> StateSnapshot:
@@ -504,7 +565,7 @@ class CompiledFunction(Generic[P, R]):
         self._returns_state |= any(type(place) is not ContainerArgument for place in now.whole.values())
         places = grad_arguments(now.leaves)
         if now.tape.loses_graph() and not places:
-            self._reasons.warn(DETACHED)
+            self._keeps_graph = True
         obstacle = self._obstacle(now, entry, leaving, rng)
         if obstacle is None:
             if last is None:

@@ -479,6 +479,19 @@ def leads_to(results: Any, tensors: Iterable[torch.Tensor]) -> bool:
     return False
 
 
+def has_graph(results: Any) -> bool:
+    """True if a backward pass can begin at a result: it has a graph, no part of which has been freed."""
+    queue = [t.grad_fn for t in tree_leaves(results) if isinstance(t, RemoteTensor) and t.grad_fn is not None]
+    seen: set = set(queue)
+    for node in queue:
+        if _freed(node):
+            return False
+        following = {after for after, _ in node.next_functions} - {None} - seen
+        seen |= following
+        queue += following
+    return bool(queue)
+
+
 def _freed(node: torch.autograd.graph.Node) -> bool:
     """True if a backward pass can no longer use what this node has saved: it is freed, or has been changed since."""
     # Torch has no query for it; to read a saved tensor of a freed node raises RuntimeError

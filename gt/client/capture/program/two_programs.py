@@ -1,0 +1,483 @@
+"""Functions whose results keep their graph, as `gt.compile(model)`: the backward pass becomes a program of its own.
+
+The forward program leaves what autograd saves as state in fixed memory, and the backward program reads it there. Each is an
+ordinary compiled function. In the caller's graph one node stands for the whole function. torch.compile's AOTAutograd cuts a
+step at the same places; here each half is recorded where it runs.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from gt.client import current_session
+from gt.client.capture.boundary import detached, prepare_inputs
+from gt.client.capture.program.captured_program import CapturedProgram
+from gt.client.capture.recording import CallRecording
+from gt.client.capture.watches.node_hooks import hooks_of_nodes
+from gt.client.device import random
+from gt.client.device.remote_tensor import RemoteTensor, is_leaf, memory_id
+
+MAX_IDLE_CALLS = 3  # calls that nobody differentiates; the forward program then serves without a backward one
+GRAPHS_AFTER_MISS_CALLS = 4  # calls that run their Python after a backward pass that no program had
+_INSTEAD = "; capture the whole step, backward() included, or call the function without gt.compile"
+SECOND_DERIVATIVES = "second derivatives of its results are asked for, by create_graph=True"
+CHANGED = "has been changed in place between a call of {} and its backward pass: do that after backward()"
+NO_GRAPH = (
+    "no program has this backward pass of {}, and its forward pass cannot be computed again, since {}. Call it again: the next "
+    "calls keep their graph" + _INSTEAD
+)
+
+
+class Outside(Exception):
+    """The graph of a call cannot be cut at the function's results. The text is the reason."""
+
+
+@dataclass(eq=False)
+class Saved:
+    """What a forward program leaves for the backward pass. tensors: those in the memory that the program writes.
+
+    backward: the compiled function that reads them. idle: calls in a row that nobody differentiated. graphs: calls to come that
+    run their Python for their graph.
+    """
+
+    backward: Any
+    tensors: list[RemoteTensor]
+    program: weakref.ref[CapturedProgram] | None = None
+    idle: int = 0
+    graphs: int = 0
+
+    def load(self, tensors: list[RemoteTensor]) -> str:
+        """Give the memory the values of one call; the reason why it cannot have them, or ""."""
+        if all(map(operator.is_, tensors, self.tensors)):
+            return ""
+        program = self.program() if self.program is not None else None
+        if program is None:
+            self.tensors[:] = tensors
+            return ""
+        if why := next((why for made in program.made if (why := made.mismatch())), ""):
+            return why
+        for made in program.made:
+            made.leave()  # to a call that has not been differentiated yet
+        with torch.no_grad():
+            for into, tensor in zip(self.tensors, tensors, strict=True):
+                into.copy_(tensor)
+        return ""
+
+
+@dataclass(eq=False)
+class Cut:
+    """Facts of a forward pass that hold for each replay of its program.
+
+    places: leaves of the result that have a graph. reads: tensors from before the call that autograd has saved. writes: whether
+    the call may change tensors from before it.
+    """
+
+    places: list[int]
+    parameters: list[torch.Tensor]
+    reads: list[torch.Tensor]
+    writes: bool
+
+
+@dataclass(eq=False)
+class Graph:
+    """The graph of one call whose Python ran: its results, and the leaves that stand for arguments."""
+
+    results: list[torch.Tensor]
+    inputs: list[torch.Tensor]
+    saves: Pack | None = None
+
+
+@dataclass(eq=False)
+class Call:
+    """One call, until its backward pass. tensors: the saved ones; versions: of what it reads from before the call.
+
+    args: args, kwargs, and their tensors with versions. random: seed and counter before it.
+    """
+
+    saved: Saved
+    cut: Cut
+    tensors: list[RemoteTensor]
+    graph: Graph | None
+    args: tuple
+    random: tuple[int | None, int]
+    versions: list[tuple[torch.Tensor, int]]
+    results: tuple = ()
+    over: bool = False  # whether its backward pass has been, and nothing is kept for another
+
+    def changed(self) -> str:
+        """What the backward pass reads and has been changed since, or ""."""
+        for tensor, version in self.versions:
+            if tensor._version != version:
+                return f"a tensor of shape {list(tensor.shape)}"
+        return ""
+
+
+class _Boundary(torch.autograd.Function):
+    """The function in the caller's graph. Its inputs are parameters, then arguments that require grad."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: TwoPrograms, call: Call, *inputs: torch.Tensor) -> tuple:
+        ctx.owner, ctx.call = owner, call
+        ctx.set_materialize_grads(False)
+        results, call.results = call.results, ()
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple:  # type: ignore[override]
+        return None, None, *ctx.owner.differentiate(ctx.call, gradients)
+
+
+class Pack:
+    """Hooks for what autograd saves in one call. tensors: those that the call has made; reads: those from before it."""
+
+    def __init__(self, first: int, given: set[int]) -> None:
+        self._first, self._given = first, given
+        self.places: dict[int, int] = {}  # by id
+        self.tensors: list[RemoteTensor] = []
+        self.reads: list[torch.Tensor] = []
+        self.source: list[RemoteTensor] = self.tensors  # where a backward pass finds them
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        if not isinstance(tensor, RemoteTensor) or isinstance(tensor, torch.nn.Parameter):
+            return self._before(tensor)
+        number, memory = tensor._ref.id, memory_id(tensor)
+        if number in self.places:
+            return self.places[number]
+        if memory in self._given:
+            saved = tensor.detach().clone()  # the next call's arguments come to the same memory
+        elif number < self._first:
+            return self._before(tensor)
+        else:
+            saved = tensor.detach()
+        self.places[number] = len(self.tensors)
+        self.tensors.append(saved)
+        return self.places[number]
+
+    def _before(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.reads.append(tensor)
+        return tensor
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        return self.source[packed] if isinstance(packed, int) else packed
+
+
+class TwoPrograms:
+    """The forward and the backward pass of one function, of which the arguments at `places` require grad.
+
+    make: makes a compiled function of a function, its name, and a function that returns the state on which it depends.
+    """
+
+    def __init__(self, fn: Callable, places: tuple[int, ...], make: Callable[..., Any]) -> None:
+        self.fn, self.places, self._make = fn, places, make
+        self.refused = ""  # the reason why results keep torch's graph
+        self.runs = False  # whether the function itself runs
+        self._name = getattr(fn, "__qualname__", type(fn).__name__)
+        self._next = self._new([])  # for the program of the next recording
+        self.forward = make(self._forward, f"forward pass of {self._name}", lambda: {"": fn, "saved": self._next.tensors})
+        self._programs: weakref.WeakKeyDictionary[CapturedProgram, tuple[Saved, Cut]] = weakref.WeakKeyDictionary()
+        self._ran: tuple[Graph, Cut | None, Any] | None = None  # of a call whose Python ran; its results as the function gave them
+        self._last: tuple[weakref.ref[Call], Saved] | None = None
+        self._differentiated: Call | None = None  # while its backward pass runs
+        self._keeps = False  # whether that pass keeps the graph
+
+    def _new(self, tensors: list) -> Saved:
+        saved = Saved(None, tensors)
+        name = f"backward pass of {self._name}"
+        saved.backward = self._make(self._backward_of_program, name, lambda: {"": self.fn, "saved": saved.tensors})
+        return saved
+
+    def parts(self) -> Iterator[Any]:
+        """The compiled functions, for explain()."""
+        yield self.forward
+        yield from [saved.backward for saved, _ in self._programs.values()] or [self._next.backward]
+
+    # ---- a call
+
+    def __call__(self, args: tuple, kwargs: dict, leaves: list) -> Any:
+        """The results. Those that require grad have a graph of one node."""
+        self._count_idle()
+        random_state = random._State.seed, random._State.counter
+        given, tree = tree_flatten((args, kwargs))
+        for place in self.places:
+            given[place] = leaves[place].detach()
+        plain = tree_unflatten(given, tree)
+        self._ran = None
+        saved = self._lacking(given)
+        if saved is not None:
+            plain = tree_unflatten(prepare_inputs(given, None)[0], tree)
+        results = self._forward(*plain[0], **plain[1]) if saved is not None else self.forward(*plain[0], **plain[1])
+        if self._ran is None:
+            graph, (saved, cut) = None, self._programs[self.forward.newest]
+            tensors = [*saved.tensors]
+        else:
+            graph, cut, original = self._ran
+            self._ran = None
+            if cut is None or self.refused:
+                return original
+            tensors, saved = graph.saves.tensors, saved or self._bound(cut)  # type: ignore[union-attr]
+        versions = [(tensor, tensor._version) for tensor in cut.reads]
+        changeable = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+        call = Call(saved, cut, tensors, graph, (args, kwargs, changeable), random_state, versions)
+        self._last = weakref.ref(call), saved
+        flat, tree = tree_flatten(results)
+        call.results = tuple([flat[place] for place in cut.places])
+        attached = _Boundary.apply(self, call, *_inputs(cut.parameters), *[leaves[place] for place in self.places])
+        for place, result in zip(cut.places, attached, strict=True):
+            flat[place] = result
+        return tree_unflatten(flat, tree)
+
+    def _count_idle(self) -> None:
+        """The last call has ended without a backward pass if nobody holds its graph any more."""
+        if self._last is not None and self._last[0]() is None:
+            self._last[1].idle += 1
+            self._last = None
+
+    def _lacking(self, given: list) -> Saved | None:
+        """What a program saves that could serve this call, if a backward pass has to be recorded first."""
+        for program in self.forward.programs():
+            saved, _ = self._programs[program]
+            if program.host_draws is not None or not self._lacks(saved) or not self.forward.serves(program, given):
+                continue
+            saved.graphs = max(0, saved.graphs - 1)
+            return saved
+        return None
+
+    def _lacks(self, saved: Saved) -> bool:
+        return saved.graphs > 0 or (saved.backward.newest is None and saved.idle < MAX_IDLE_CALLS)
+
+    def _bound(self, cut: Cut) -> Saved:
+        """What the recorded call has left. A program that the call has become keeps it."""
+        saved, program = self._next, self.forward.newest
+        if program is not None and program not in self._programs:
+            saved.program = weakref.ref(program)
+            self._programs[program] = saved, cut
+            self._next = self._new([*saved.tensors])
+        return saved
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function; return its results without their graph. Autograd saves tensors in `_next`."""
+        recorder = current_session.current()
+        recorder.flush()
+        first, tape, since = recorder.new_id(), recorder.tape, _sequence_number()
+        leaves, tree = tree_flatten((args, kwargs))
+        inputs = []
+        for place in self.places:
+            leaves[place] = leaves[place].detach().requires_grad_()
+            inputs.append(leaves[place])
+        pack = Pack(first, {memory_id(leaf) for leaf in leaves if isinstance(leaf, RemoteTensor)})
+        args, kwargs = tree_unflatten(leaves, tree)
+        self.runs = True
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, pack.unpack), torch.enable_grad():
+                results = self.fn(*args, **kwargs)
+        finally:
+            self.runs = False
+        flat, tree = tree_flatten(results)
+        places = [k for k, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        graph = Graph([flat[place] for place in places], inputs, pack)
+        self._next.tensors[:] = pack.tensors
+        try:
+            parameters = _parameters(graph, since)
+        except Outside as why:
+            self.refused, self._ran = str(why), (graph, None, results)
+            return detached(results)
+        cut = Cut(places, parameters, pack.reads, _writes(tape, first)) if places else None
+        self._ran = graph, cut, results
+        # A caller may change a result in place, and the backward pass must not see that
+        plain = [leaf.detach() if k in places else leaf for k, leaf in enumerate(flat)]
+        return tree_unflatten([_apart(leaf, pack) for leaf in plain], tree)
+
+    # ---- its backward pass
+
+    def differentiate(self, call: Call, gradients: tuple) -> list:
+        """Gradients of the inputs of `_Boundary`. Those of parameters are accumulated here, and None stands for them.
+
+        gradients: of the results that have a graph, None for one that does not matter. Raises RuntimeError where torch does.
+        """
+        if call.over:
+            raise RuntimeError(
+                f"backward through a call of {self._name} a second time: pass retain_graph=True to the first backward()"
+            )
+        if what := call.changed():
+            raise RuntimeError(f"{what} {CHANGED.format(self._name)}")
+        call.saved.idle, self._last = 0, None
+        self._differentiated, self._keeps = call, torch._C._autograd._get_current_graph_task_keep_graph()
+        try:
+            if torch.is_grad_enabled() or not torch.autograd._is_checkpoint_valid():
+                return self._asked(call, gradients)
+            return [*[None] * len(_inputs(call.cut.parameters)), *self._accumulate(call, gradients)]
+        finally:
+            self._differentiated = None
+            if not self._keeps:
+                call.over, call.graph = True, None
+                call.tensors, call.args = [], ()
+
+    def _accumulate(self, call: Call, gradients: tuple) -> Any:
+        """Add to the parameters' gradients, as the nodes do that accumulate them; return those of arguments."""
+        parameters = call.cut.parameters
+        held = [parameter.grad for parameter in parameters]
+        # The program finds none, whatever the caller has: one program serves each step of an accumulation
+        for parameter in parameters if any(gradient is not None for gradient in held) else ():
+            parameter.grad = None
+        try:
+            # Without room in the program's memory autograd itself computes it, from tensors of the call
+            found = self._backward(*gradients) if call.saved.load(call.tensors) else call.saved.backward(*gradients)
+        finally:
+            _add([(p, gradient) for p, gradient in zip(parameters, held, strict=True) if gradient is not None])
+        return found
+
+    def _backward_of_program(self, *gradients: torch.Tensor | None) -> tuple:
+        """The backward pass of the call, which reads what it has saved by the names that a program has for it."""
+        call = self._differentiated
+        assert call is not None
+        if call.graph is None or (saves := call.graph.saves) is None:
+            return self._backward(*gradients)
+        saves.source = call.saved.tensors
+        try:
+            return self._backward(*gradients)
+        finally:
+            saves.source = saves.tensors
+
+    def _backward(self, *gradients: torch.Tensor | None) -> tuple:
+        """Run autograd's own backward pass of the call; return the gradients of arguments."""
+        call = self._differentiated
+        assert call is not None
+        graph = call.graph or self._again(call)
+        roots, given = _differentiable(graph, gradients)
+        torch.autograd.backward(roots, given, retain_graph=self._keeps)
+        found = tuple([leaf.grad for leaf in graph.inputs])
+        for leaf in graph.inputs:
+            leaf.grad = None
+        return found
+
+    def _asked(self, call: Call, gradients: tuple) -> list:
+        """The gradients for torch.autograd.grad, or for backward(inputs=...): nothing is accumulated here.
+
+        With create_graph=True they have a graph of their own, which leads to the caller's arguments.
+        """
+        again = torch.is_grad_enabled()
+        if again:
+            self.refused = SECOND_DERIVATIVES
+        graph = self._again(call, True) if again else call.graph or self._again(call)
+        roots, given = _differentiable(graph, gradients)
+        parameters = _inputs(call.cut.parameters)
+        wanted = [*(parameters if parameters == call.cut.parameters else ()), *graph.inputs]
+        found = torch.autograd.grad(roots, wanted, given, retain_graph=self._keeps, create_graph=again, allow_unused=True)
+        return [*[None] * (len(parameters) + len(graph.inputs) - len(found)), *found]
+
+    def _again(self, call: Call, caller: bool = False) -> Graph:
+        """The graph of a replayed call, by its forward pass once more. RuntimeError if that would not be the same.
+
+        caller: whether the graph leads to the caller's own arguments.
+        """
+        call.saved.graphs = GRAPHS_AFTER_MISS_CALLS
+        if call.cut.writes:
+            raise RuntimeError(NO_GRAPH.format(self._name, "it changes state"))
+        if any(version != tensor._version for tensor, version in call.args[2]):
+            raise RuntimeError(NO_GRAPH.format(self._name, "an argument has been changed since"))
+        leaves, tree = tree_flatten(call.args[:2])
+        inputs = [leaves[place] if caller else leaves[place].detach().requires_grad_() for place in self.places]
+        leaves = prepare_inputs(leaves, None)[0]
+        for place, leaf in zip(self.places, inputs, strict=True):
+            leaves[place] = leaf
+        args, kwargs = tree_unflatten(leaves, tree)
+        state, now = random._State, (random._State.seed, random._State.counter)
+        state.seed, state.counter = call.random
+        try:
+            with torch.enable_grad():
+                flat = tree_flatten(self.fn(*args, **kwargs))[0]
+        finally:
+            state.seed, state.counter = now
+        return Graph([flat[place] for place in call.cut.places], inputs)
+
+
+def _inputs(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The parameters as inputs of `_Boundary`, so that torch.autograd.grad reaches them.
+
+    One with hooks is none: autograd would call these for the node, and the backward pass does itself. In their place stands a
+    leaf without meaning.
+    """
+    if hooks_of_nodes() or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters):
+        return [torch.zeros((), device="cpu", requires_grad=True)]
+    return parameters or [torch.zeros((), device="cpu", requires_grad=True)]
+
+
+def _differentiable(graph: Graph, gradients: tuple) -> tuple[list, list]:
+    """The results that have a gradient, and these."""
+    pairs = [pair for pair in zip(graph.results, gradients, strict=True) if pair[1] is not None]
+    return [result for result, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _apart(leaf: Any, pack: Pack) -> Any:
+    """A result in memory of its own, if autograd has saved it."""
+    return leaf.clone() if isinstance(leaf, RemoteTensor) and leaf._ref.id in pack.places else leaf
+
+
+def _add(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give each parameter its earlier gradient, with the new one added in place, as autograd does without create_graph."""
+    with torch.no_grad():
+        for parameter, gradient in pairs:
+            new = parameter.grad
+            parameter.grad = None
+            if new is None:
+                parameter.grad = gradient
+            elif gradient.is_sparse or new.is_sparse:
+                parameter.grad = gradient + new
+            else:
+                parameter.grad = gradient.add_(new)
+
+
+def _sequence_number() -> int:
+    """The number of the next autograd node of this thread."""
+    with torch.enable_grad():
+        node = torch.zeros((), device="cpu", requires_grad=True).view(()).grad_fn
+    assert node is not None
+    return node._sequence_nr()
+
+
+def _parameters(graph: Graph, since: int) -> list[torch.Tensor]:
+    """The leaves that the graph leads to, but arguments. Raises Outside for a graph that began before the call."""
+    inputs, found = set(map(id, graph.inputs)), dict[int, torch.Tensor]()
+    queue, seen = [result.grad_fn for result in graph.results], set()
+    if any(node is None for node in queue):
+        raise Outside("it returns a leaf of the graph, such as a parameter")
+    while queue:
+        node: Any = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor) and not node.next_functions:
+            if not isinstance(leaf, RemoteTensor):
+                raise Outside("it uses a parameter that is not on remote")
+            if id(leaf) not in inputs:
+                found[id(leaf)] = leaf
+        elif node._sequence_nr() < since:
+            raise Outside("it uses a tensor from before the call that has a graph of its own: pass it as an argument")
+        queue += [following for following, _ in node.next_functions]
+    return [*found.values()]
+
+
+def _writes(tape: Any, first: int) -> bool:
+    """True if a call may have changed tensors from before it. Only a recording can tell."""
+    if not isinstance(tape, CallRecording):
+        return True
+    tape.recorder.flush()
+    own: set[int] = set()
+    for op in tape.ops:
+        results = iter(op.outs)
+        for out in op.template.outs:
+            if out.kind == "none" or (out.kind == "same" and op.ins[out.of] not in own):
+                return True
+            if out.kind == "new" or (out.kind == "view" and op.ins[out.of] in own):
+                own.add(next(results))
+            elif out.kind == "view":
+                next(results)
+    return False
