@@ -44,7 +44,6 @@ from gt.client.capture.boundary import (
     make_capturable,
     modes,
     names_of,
-    observer,
     optimizer_settings,
     prepare_inputs,
     recorded_results,
@@ -66,8 +65,9 @@ from gt.client.capture.host_draws import UPLOADED, HostDraws
 from gt.client.capture.program import explain
 from gt.client.capture.program.argument_views import in_arguments
 from gt.client.capture.program.captured_program import CapturedProgram
+from gt.client.capture.program.compiled_module import captured_module
 from gt.client.capture.program.sealing import SealedCall, captured_program, disagreement, own_obstacle
-from gt.client.capture.program.two_programs import TwoPrograms
+from gt.client.capture.program.two_programs import Halves
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.capture.watches.code_watch import CodeWatch
@@ -95,15 +95,19 @@ CHANGED = "the function changes a list, dictionary or object that it gets"
 OTHER_ARGUMENTS = "no earlier call that was recorded had the same kind of arguments; the last differed in "
 BESIDE = "a call of another thread was recorded or run in parts at that time: that is done to one call at a time"
 
-OWN_GRAPH = "torch's own graph has to lead from its results to a CPU tensor, or through hooks that are active"
 MAX_PROGRAMS_PER_FUNCTION = 8  # the least recently used one is dropped beyond that
 _numbers, _slots = itertools.count(1), itertools.count(1)
 
 
 P = ParamSpec("P")
 R = TypeVar("R")
+M = TypeVar("M", bound=torch.nn.Module)
 
 
+@overload
+def compile(
+    fn: M, *, schedule: str | None = ..., backend: str | None = ..., recompute: bool | None = ...
+) -> M: ...
 @overload
 def compile(
     fn: Callable[P, R], *, schedule: str | None = ..., backend: str | None = ..., recompute: bool | None = ...
@@ -122,7 +126,8 @@ def compile(
     does not, as a model, they have a graph, and their backward pass becomes a second program.
     `.explain()` of the result tells which programs exist, and why calls had none.
 
-    fn: the function to capture, of any arguments.
+    fn: the function to capture, of any arguments; or a module. Of a module the result is a module of the same class, which
+        shares its state and has `.explain()` besides.
     schedule: name of a pipeline schedule, such as "1f1b", or "1f1b:2GiB" with a limit of memory; None for the config's.
     backend: the way in which workers execute a program.
         "eager": op by op, with the bits of the same calls without gt.compile. The default, unless a group has `compile: true`.
@@ -144,7 +149,10 @@ def compile(
         raise ValueError(f"backend {backend!r} is not known: want one of {', '.join(BACKENDS)}")
     if schedule is not None:
         asked(schedule)  # raises a ValueError for an unknown one
-    return CompiledFunction(fn, schedule or "", backend or "", recompute)
+    compiled = CompiledFunction(fn, schedule or "", backend or "", recompute)
+    if isinstance(fn, torch.nn.Module):
+        return captured_module(fn, compiled, functools.partial(compile, schedule=schedule, backend=backend, recompute=recompute))
+    return compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +169,11 @@ class CompiledFunction(Generic[P, R]):
     def __init__(
         self, fn: Callable[P, R], schedule: str = "", backend: str = "", recompute: bool | None = None, part: Part | None = None
     ) -> None:
-        functools.update_wrapper(self, fn)
+        functools.update_wrapper(self, fn, updated=() if isinstance(fn, torch.nn.Module) else ("__dict__",))
         self.fn, self.schedule, self.backend, self.recompute = fn, schedule, backend, recompute
         self._part = part
         self._name = part.name if part else getattr(fn, "__qualname__", "function")
-        self._keeps_graph = False  # True once results have left a call with a graph that no backward pass had used
-        self._halves: dict[tuple[int, ...], TwoPrograms] = {}  # by the places of arguments that require grad
+        self._halves = Halves(fn, self._make_part)
         self._programs: list[CapturedProgram] = []  # most recently used first
         self._waiting = WaitingCalls()
         self._slot = next(_slots)
@@ -206,7 +213,7 @@ class CompiledFunction(Generic[P, R]):
         leaves, tree = flatten_call(args, kwargs)
         if recorder.tape is not None:
             return self._run_within(recorder, leaves, tree, (args, kwargs))
-        if self._keeps_graph and torch.is_grad_enabled() and (halves := self._halves_for(leaves)) is not None:
+        if (halves := self._halves.of_call(leaves)) is not None:
             return halves(args, kwargs, leaves)
         key = (tree, *keys_of(leaves), *modes())
         mismatch = viewed = ""
@@ -240,39 +247,23 @@ class CompiledFunction(Generic[P, R]):
         if not recorder.capturing.acquire(blocking=False):
             return self._run_within(recorder, leaves, tree, (args, kwargs))
         try:
-            in_parts = viewed or key[-1] or self._differentiated.obstacle(leaves) or self._torchs_graph()  # key[-1]: observer()
+            in_parts = viewed or key[-1] or self._differentiated.obstacle(leaves) or self._halves.obstacle()  # key[-1]: observer()
             if in_parts:
                 self._waiting.clear()
                 self._reasons.add(in_parts)
             if in_parts or self._pauses.holds(key):
                 self._pauses.take(key)
-                known = self._keeps_graph
+                known = self._halves.wanted
                 with spans.span(f"call {self._name}"):
                     results = self._run_in_fragments(recorder, leaves, tree, (args, kwargs))
                 # The first call may tell that the next ones have two programs
-                if in_parts and not viewed and known is self._keeps_graph:
+                if in_parts and not viewed and known is self._halves.wanted:
                     self._reasons.warn(f"runs in parts: {in_parts}")
                 return results
             with spans.span(f"record {self._name}", why=self._why):
                 return self._record(recorder, key, leaves, tree, (args, kwargs))
         finally:
             recorder.capturing.release()
-
-    def _halves_for(self, leaves: list) -> TwoPrograms | None:
-        """The two programs for a call whose results have a graph; None if torch's own graph has to lead to them."""
-        places = tuple([place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad])
-        if observer() or not all(isinstance(leaves[place], RemoteTensor) for place in places):
-            return None
-        if places not in self._halves:
-            self._halves[places] = TwoPrograms(self.fn, places, self._make_part)
-        halves = self._halves[places]
-        return None if halves.refused or halves.runs else halves
-
-    def _torchs_graph(self) -> str:
-        """The reason why a call whose results have a graph cannot have two programs, or ""."""
-        if not self._keeps_graph or not torch.is_grad_enabled():
-            return ""
-        return next((halves.refused for halves in self._halves.values() if halves.refused), OWN_GRAPH)
 
     def _make_part(self, fn: Callable, name: str, roots: Callable[[], dict[str, Any]]) -> CompiledFunction:
         return CompiledFunction(fn, self.schedule, self.backend, self.recompute, Part(name, roots))
@@ -314,10 +305,7 @@ class CompiledFunction(Generic[P, R]):
             lines += explain.program_lines(program)
         lines += explain.unread_lines(self._unread.paths())
         lines += self._reasons.lines(bool(self._programs))
-        for halves in self._halves.values():
-            lines += [f"  torch's own graph leads to the results: {halves.refused}"] * bool(halves.refused)
-            for part in halves.parts():
-                lines += str(part.explain()).splitlines()
+        lines += self._halves.lines()
         return TextReport("\n".join(lines))
 
     # ---- calls whose Python runs
@@ -362,8 +350,8 @@ class CompiledFunction(Generic[P, R]):
 
     def _without_graph(self, results: Any, leaves: list, containers: Containers) -> Any:
         """Results of a call that is not recorded, detached where no graph leads to the caller and they may be copied."""
-        self._keeps_graph |= self._part is None and has_graph(results)
-        if self._keeps_graph or self._returns_state or grad_arguments(leaves):
+        self._halves.wanted |= self._part is None and has_graph(results)
+        if self._halves.wanted or self._returns_state or grad_arguments(leaves):
             return results
         return detached(results, whole=containers.paths)
 
@@ -565,7 +553,7 @@ class CompiledFunction(Generic[P, R]):
         self._returns_state |= any(type(place) is not ContainerArgument for place in now.whole.values())
         places = grad_arguments(now.leaves)
         if now.tape.loses_graph() and not places:
-            self._keeps_graph = True
+            self._halves.wanted = True
         obstacle = self._obstacle(now, entry, leaving, rng)
         if obstacle is None:
             if last is None:

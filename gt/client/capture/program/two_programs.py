@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gt.client import current_session
-from gt.client.capture.boundary import detached, prepare_inputs
+from gt.client.capture.boundary import detached, observer, prepare_inputs
 from gt.client.capture.program.captured_program import CapturedProgram
 from gt.client.capture.recording import CallRecording
 from gt.client.capture.watches.node_hooks import hooks_of_nodes
@@ -27,6 +27,7 @@ from gt.client.device.remote_tensor import RemoteTensor, is_leaf, memory_id
 MAX_IDLE_CALLS = 3  # calls that nobody differentiates; the forward program then serves without a backward one
 GRAPHS_AFTER_MISS_CALLS = 4  # calls that run their Python after a backward pass that no program had
 _INSTEAD = "; capture the whole step, backward() included, or call the function without gt.compile"
+OWN_GRAPH = "the graph of its results leads to a CPU tensor, or passes hooks that are active"
 SECOND_DERIVATIVES = "second derivatives of its results are asked for, by create_graph=True"
 CHANGED = "has been changed in place between a call of {} and its backward pass: do that after backward()"
 NO_GRAPH = (
@@ -52,6 +53,10 @@ class Saved:
     program: weakref.ref[CapturedProgram] | None = None
     idle: int = 0
     graphs: int = 0
+
+    def differentiable(self) -> bool:
+        """True if a program seems to have the backward pass of the next call."""
+        return any(not program.guard.violation() for program in self.backward.programs())
 
     def load(self, tensors: list[RemoteTensor]) -> str:
         """Give the memory the values of one call; the reason why it cannot have them, or ""."""
@@ -250,13 +255,16 @@ class TwoPrograms:
         return None
 
     def _lacks(self, saved: Saved) -> bool:
-        return saved.graphs > 0 or (saved.backward.newest is None and saved.idle < MAX_IDLE_CALLS)
+        """True if a call has to keep its graph, since a backward pass may come that no program has."""
+        return saved.graphs > 0 or (saved.idle < MAX_IDLE_CALLS and not saved.differentiable())
 
     def _bound(self, cut: Cut) -> Saved:
         """What the recorded call has left. A program that the call has become keeps it."""
         saved, program = self._next, self.forward.newest
         if program is not None and program not in self._programs:
             saved.program = weakref.ref(program)
+            if saved.backward.newest is not None:  # which reads what an earlier recording has saved
+                saved.backward = self._new(saved.tensors).backward
             self._programs[program] = saved, cut
             self._next = self._new([*saved.tensors])
         return saved
@@ -407,6 +415,41 @@ def _inputs(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     if hooks_of_nodes() or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters):
         return [torch.zeros((), device="cpu", requires_grad=True)]
     return parameters or [torch.zeros((), device="cpu", requires_grad=True)]
+
+
+class Halves:
+    """The pairs of programs of one compiled function, by the places of arguments that require grad.
+
+    wanted: whether results have left a call with a graph that no backward pass had used.
+    """
+
+    def __init__(self, fn: Callable, make: Callable[..., Any]) -> None:
+        self._fn, self._make = fn, make
+        self.wanted = False
+        self._by_places: dict[tuple[int, ...], TwoPrograms] = {}
+
+    def of_call(self, leaves: list) -> TwoPrograms | None:
+        """The pair for a call with these leaves of its arguments; None if it has none."""
+        if not self.wanted or not torch.is_grad_enabled() or observer():
+            return None
+        places = tuple([place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad])
+        if not all(isinstance(leaves[place], RemoteTensor) for place in places):
+            return None
+        if places not in self._by_places:
+            self._by_places[places] = TwoPrograms(self._fn, places, self._make)
+        found = self._by_places[places]
+        return None if found.refused or found.runs else found
+
+    def obstacle(self) -> str:
+        """The reason why a call whose results have a graph is in no pair, or ""."""
+        if not self.wanted or not torch.is_grad_enabled():
+            return ""
+        return next((pair.refused for pair in self._by_places.values() if pair.refused), OWN_GRAPH)
+
+    def lines(self) -> list[str]:
+        """Lines for explain()."""
+        pairs = self._by_places.values()
+        return [line for pair in pairs for part in pair.parts() for line in str(part.explain()).splitlines()]
 
 
 def _differentiable(graph: Graph, gradients: tuple) -> tuple[list, list]:
