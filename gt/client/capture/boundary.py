@@ -47,6 +47,7 @@ from gt.client.trace.uploads import upload
 from gt.client.values.fingerprints import is_scalar_like, unchanged
 
 INSIDE = ", and a program's have none: call backward() in the function"
+KEEPS_GRAPH = "its results have a graph, so that the next calls have a program for each pass"
 OUTSIDE = ", and Python does not run in a replay: do it outside the function"
 TORCH_GENERATOR = "torch's CPU generator"
 KEPT_NEW = "that it has made and keeps: have it change one that is there, or return a copy"
@@ -278,16 +279,16 @@ def recorded_results(results: Any, tape: CallRecording, whole: Mapping[int, Any]
         if isinstance(result, RemoteTensor) and result._ref.id >= tape.first and (names := list(attribute_names(result))):
             tape.refuse_program(f"the function gives a result the attribute {names[0]!r}: return its value beside the result")
     without_graph, given = detached(results, tape, whole), grad_arguments(leaves)
-    if not given:
-        tape.recorder.flush()
-        return results if first and tape.loses_graph() else without_graph
     tape.recorder.flush()
+    if tape.loses_graph():  # the next calls have a program for each pass
+        tape.prevents.append(Difference("", KEEPS_GRAPH))
+        return results
     for k, tensors in given.items():
         # Without the graph, a backward pass of the caller would not reach its argument. Python then runs at each call
-        if tape.detaches and (tape.loses_graph() or leads_to(results, tensors)):
+        if tape.detaches and leads_to(results, tensors):
             tape.refuse_program(f"results have a graph that leads to argument {k}{INSIDE}")
             return results
-    return results if first else without_graph
+    return results if first and given else without_graph
 
 
 def returned_objects(

@@ -13,7 +13,6 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
@@ -67,7 +66,8 @@ from gt.client.capture.program.argument_views import in_arguments
 from gt.client.capture.program.captured_program import CapturedProgram
 from gt.client.capture.program.compiled_module import captured_module
 from gt.client.capture.program.sealing import SealedCall, captured_program, disagreement, own_obstacle
-from gt.client.capture.program.two_programs import Halves
+from gt.client.capture.program.settings import ProgramSettings
+from gt.client.capture.program.two_programs import Halves, Part
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.capture.watches.code_watch import CodeWatch
@@ -105,11 +105,9 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 @overload
-def compile(
-    fn: M, *, schedule: str | None = ..., backend: str | None = ..., recompute: bool | None = ...
-) -> M: ...
+def compile(fn: M, *, schedule: str | None = ..., backend: str | None = ..., recompute: bool | None = ...) -> M: ...
 @overload
-def compile(
+def compile(  # type: ignore[overload-cannot-match]  # where torch has no types, each thing is a module
     fn: Callable[P, R], *, schedule: str | None = ..., backend: str | None = ..., recompute: bool | None = ...
 ) -> CompiledFunction[P, R]: ...
 @overload
@@ -123,8 +121,8 @@ def compile(
 
     CPU tensors among the arguments are uploaded at each call; remote tensors are read in place. Every other value that `fn`
     depends on is a guard: another value needs another program. Where `fn` calls backward(), its results are detached. Where it
-    does not, as a model, they have a graph, and their backward pass becomes a second program.
-    `.explain()` of the result tells which programs exist, and why calls had none.
+    does not, as in a model's forward(), they have a graph, and their backward pass is a second program. `.explain()` of the
+    result tells which programs exist, and why calls had none.
 
     fn: the function to capture, of any arguments; or a module. Of a module the result is a module of the same class, which
         shares its state and has `.explain()` besides.
@@ -149,35 +147,27 @@ def compile(
         raise ValueError(f"backend {backend!r} is not known: want one of {', '.join(BACKENDS)}")
     if schedule is not None:
         asked(schedule)  # raises a ValueError for an unknown one
-    compiled = CompiledFunction(fn, schedule or "", backend or "", recompute)
+    compiled = CompiledFunction(fn, ProgramSettings(schedule or "", backend or "", recompute))
     if isinstance(fn, torch.nn.Module):
-        return captured_module(fn, compiled, functools.partial(compile, schedule=schedule, backend=backend, recompute=recompute))
+        return captured_module(
+            fn, compiled, functools.partial(compile, schedule=schedule, backend=backend, recompute=recompute)
+        )
     return compiled
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A half of a function with two programs. roots: the Python state on which it depends, by name."""
-
-    name: str
-    roots: Callable[[], dict[str, Any]]
 
 
 class CompiledFunction(Generic[P, R]):
     """The result of gt.compile: a callable that owns the captured programs of one function."""
 
-    def __init__(
-        self, fn: Callable[P, R], schedule: str = "", backend: str = "", recompute: bool | None = None, part: Part | None = None
-    ) -> None:
+    def __init__(self, fn: Callable[P, R], settings: ProgramSettings, part: Part | None = None) -> None:
         functools.update_wrapper(self, fn, updated=() if isinstance(fn, torch.nn.Module) else ("__dict__",))
-        self.fn, self.schedule, self.backend, self.recompute = fn, schedule, backend, recompute
+        self.fn, self.settings = fn, settings
         self._part = part
-        self._name = part.name if part else getattr(fn, "__qualname__", "function")
+        self._name = part.name if part else getattr(fn, "__qualname__", type(fn).__name__)
         self._halves = Halves(fn, self._make_part)
         self._programs: list[CapturedProgram] = []  # most recently used first
         self._waiting = WaitingCalls()
         self._slot = next(_slots)
-        self._reasons = Reasons(self._name if part else getattr(fn, "__qualname__", "a compiled function"))
+        self._reasons = Reasons(self._name)
         self._pauses = RecordingPauses()
         self._why = "the first call"
         self._strict = False  # True if libraries are told that values cannot be read
@@ -216,26 +206,7 @@ class CompiledFunction(Generic[P, R]):
         if (halves := self._halves.of_call(leaves)) is not None:
             return halves(args, kwargs, leaves)
         key = (tree, *keys_of(leaves), *modes())
-        mismatch = viewed = ""
-        with recorder.turns:
-            if self._losses != (losses := getattr(recorder.session, "losses", 0)):
-                self._losses = losses
-                self._programs.clear()  # a lost worker had a part of them
-                self._waiting.clear()
-            # Another thread may have begun a tape before this one had its turn: no replay within a recording
-            for place, program in enumerate(self._programs if recorder.tape is None else ()):
-                if program.recorder is not recorder or program.key != key:
-                    continue
-                mismatch = program.mismatch(leaves)
-                if mismatch.startswith(VIEWED):
-                    viewed = mismatch
-                if not mismatch:
-                    if place:
-                        self._programs.insert(0, self._programs.pop(place))
-                    results = self._replay(program, leaves, (args, kwargs))
-                    break
-            else:
-                program = None
+        program, results, mismatch, viewed = self._replayed(recorder, key, leaves, (args, kwargs))
         if program is not None:
             self._rates.remove()  # schedulers compute with numbers
             for step in program.steps:
@@ -247,7 +218,8 @@ class CompiledFunction(Generic[P, R]):
         if not recorder.capturing.acquire(blocking=False):
             return self._run_within(recorder, leaves, tree, (args, kwargs))
         try:
-            in_parts = viewed or key[-1] or self._differentiated.obstacle(leaves) or self._halves.obstacle()  # key[-1]: observer()
+            # key[-1]: observer()
+            in_parts = viewed or key[-1] or self._halves.obstacle() or self._differentiated.obstacle(leaves)
             if in_parts:
                 self._waiting.clear()
                 self._reasons.add(in_parts)
@@ -265,8 +237,29 @@ class CompiledFunction(Generic[P, R]):
         finally:
             recorder.capturing.release()
 
-    def _make_part(self, fn: Callable, name: str, roots: Callable[[], dict[str, Any]]) -> CompiledFunction:
-        return CompiledFunction(fn, self.schedule, self.backend, self.recompute, Part(name, roots))
+    def _replayed(self, recorder: Recorder, key: tuple, leaves: list, given: tuple) -> tuple[Any, Any, str, str]:
+        """Replay a program that serves this call. Returns it and its results; else None, and why not: a mismatch, a view."""
+        mismatch = viewed = ""
+        with recorder.turns:
+            if self._losses != (losses := getattr(recorder.session, "losses", 0)):
+                self._losses = losses
+                self._programs.clear()  # a lost worker had a part of them
+                self._waiting.clear()
+            # Another thread may have begun a tape before this one had its turn: no replay within a recording
+            for place, program in enumerate(self._programs if recorder.tape is None else ()):
+                if program.recorder is not recorder or program.key != key:
+                    continue
+                mismatch = program.mismatch(leaves)
+                if mismatch.startswith(VIEWED):
+                    viewed = mismatch
+                if not mismatch:
+                    if place:
+                        self._programs.insert(0, self._programs.pop(place))
+                    return program, self._replay(program, leaves, given), "", ""
+        return None, None, mismatch, viewed
+
+    def _make_part(self, fn: Callable, name: str, roots: Callable[[], dict], forward: bool) -> CompiledFunction:
+        return CompiledFunction(fn, self.settings, Part(name, roots, forward))
 
     def _replay(self, program: CapturedProgram, leaves: list, given: tuple) -> Any:
         if spans.current is None:
@@ -294,7 +287,7 @@ class CompiledFunction(Generic[P, R]):
         Waits until the workers have executed what was submitted, if a program has another backend than "eager".
         """
         name = self._name
-        count = len(self._programs)
+        count = len(self._programs) + self._halves.count()
         parts: list[str] = []
         if self._fragment_calls and current_session.Current.recorder is not None:
             session = current_session.Current.recorder.session
@@ -331,7 +324,7 @@ class CompiledFunction(Generic[P, R]):
             self._rates.remove()  # schedulers compute with numbers
         prepared = prepare_inputs(leaves, None)[0]
         containers = Containers(given, tree, leaves, prepared)
-        backend = BACKENDS.index(self._chosen_backend())
+        backend = BACKENDS.index(self.settings.backend)
         recorder.pass_on()  # the fragment begins behind it
         self._fragment_calls += 1
         tape = FragmentTape(recorder, current_session.Current.origins, self._slot, self._fragment_calls, backend, self._cuts)
@@ -367,7 +360,7 @@ class CompiledFunction(Generic[P, R]):
         ids = [t._ref.id for t in (*prepared, *drawn) if isinstance(t, RemoteTensor)]  # the next copies lie alike
         names = names_of(entry, prepared, drawn)
         recorder.flush()
-        how, rng, kept, memory = self._how_to_record(), HostRngState(), False, None
+        how, rng, kept, memory = self.settings.how_to_record, HostRngState(), False, None
         containers, before = Containers(given, tree, leaves, prepared), identities(prepared)
         known = {prepared[k]._ref.id: (k, value) for k, value in values.items()}
         tape = CallRecording(
@@ -506,36 +499,13 @@ class CompiledFunction(Generic[P, R]):
 
     def _note_output(self, tape: CallRecording, watch: OutputWatch) -> None:
         """The call has made output. With a schedule it is captured all the same, since a part of it could not have one."""
-        schedule = self.schedule or current_session.Current.schedule
+        schedule = self.settings.schedule
         if schedule:
             what = f"the function {watch.what}, and a replay in schedule {schedule} does not: do it outside"
             self._reasons.warn(f"{watch.place}: {what}")
         else:
             tape.cut |= watch.what != WARNS  # a warning is mostly shown once
             tape.prevents.append(Difference(watch.place, f"the function {watch.what}"))
-
-    def _asked_backend(self) -> str:
-        return self.backend or current_session.Current.backend
-
-    def _chosen_backend(self) -> str:
-        """The backend of programs. Graphs of steps with offloaded state have not run on a GPU, so these are compiled alone."""
-        backend = self._asked_backend()
-        return "inductor" if backend == "cudagraphs" and current_session.Current.offloads else backend
-
-    def _recompute_mode(self) -> int:
-        """Value of messages.FinishCapture.recompute for this function."""
-        graphs = self._asked_backend() == "cudagraphs"
-        return int(graphs) if self.recompute is None else 2 * self.recompute
-
-    def _how_to_record(self) -> int:
-        """Value of ir.instr.RECORD for this function.
-
-        No deferral with a schedule, which needs times of single ops.
-        """
-        if (backend := self._asked_backend()) == "eager":
-            return 0
-        deferred = backend == "cudagraphs" and not (self.schedule or current_session.Current.schedule)
-        return 1 + self._recompute_mode() if deferred else COMPILED_LATER
 
     def _seal(
         self,
@@ -551,9 +521,7 @@ class CompiledFunction(Generic[P, R]):
         entry, leaving: the state before and after the call. rng: the host's random state before it.
         """
         self._returns_state |= any(type(place) is not ContainerArgument for place in now.whole.values())
-        places = grad_arguments(now.leaves)
-        if now.tape.loses_graph() and not places:
-            self._halves.wanted = True
+        self._halves.wanted |= now.tape.loses_graph()
         obstacle = self._obstacle(now, entry, leaving, rng)
         if obstacle is None:
             if last is None:
@@ -566,16 +534,24 @@ class CompiledFunction(Generic[P, R]):
             return None
         tape, recorder = now.tape, now.tape.recorder
         number = next(_numbers)
-        schedule, backend = self.schedule or current_session.Current.schedule, self._chosen_backend()
+        schedule, backend = self.settings.schedule, self.settings.backend
         pairs = [list(pair) for pair in carried]
-        answer = recorder.session.seal(number, schedule, backend, pairs, tape.seed, tape.counter, self._recompute_mode())
+        answer = recorder.session.seal(number, schedule, backend, pairs, tape.seed, tape.counter, self.settings.recompute_mode)
         if answer["why"]:
             self._reasons.add(answer["why"])
             return None
         order, answer["backend"] = answer["schedule"], backend
-        if order and order["why"] and (self.schedule or order["pipeline"]):  # the config's is for steps that can have it
+        if (
+            order and order["why"] and (self.settings.own_schedule or order["pipeline"])
+        ):  # the config's is for steps that can have it
             self._reasons.warn(f"schedule {order['name']} is not used: {order['why']}")
-        program = captured_program(SealedCall(number, answer, carried, self._why), now, entry, leaving, results)
+        program = captured_program(
+            SealedCall(number, answer, carried, self._why, bool(self._part and self._part.forward)),
+            now,
+            entry,
+            leaving,
+            results,
+        )
         self._programs.insert(0, program)
         del self._programs[MAX_PROGRAMS_PER_FUNCTION:]
         self._sealed += 1

@@ -909,7 +909,7 @@ def test_explain_says_that_an_object_came_in_place_of_a_number() -> None:
 
 @pytest.mark.usefixtures("plain_threads", "one")
 def test_explain_says_in_what_a_call_is_another(caplog: pytest.LogCaptureFixture) -> None:
-    weight = torch.ones(4, device="remote", requires_grad=True)
+    weight = torch.ones(4, device="remote")
     held = torch.ones(4, device="remote")
 
     @gt.compile

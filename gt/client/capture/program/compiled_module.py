@@ -32,10 +32,14 @@ def captured_module(module: nn.Module, call: Any, again: Callable[[nn.Module], n
             return again(copy.copy(module))
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            return module.__reduce_ex__(protocol)
+            return _itself, (module,)
 
     CapturedModule.__name__, CapturedModule.__qualname__ = kind.__name__, kind.__qualname__
     CapturedModule.__module__, CapturedModule.__doc__ = kind.__module__, kind.__doc__
     twin = CapturedModule.__new__(CapturedModule)
     object.__setattr__(twin, "__dict__", module.__dict__)
     return twin
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module

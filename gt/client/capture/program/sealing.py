@@ -85,12 +85,16 @@ def _varying_argument(last: RecordedCall, now: RecordedCall) -> Difference | Non
 
 @dataclass(frozen=True, slots=True)
 class SealedCall:
-    """A call of which the dispatcher has made a program. why: the reason for which it was recorded."""
+    """A call of which the dispatcher has made a program. why: the reason for which it was recorded.
+
+    forward: whether it is a forward pass alone, to which it does not matter which gradients there are.
+    """
 
     number: int
     answer: dict  # of the dispatcher
     carried: list  # ids of loop-carried tensors: (read, made)
     why: str
+    forward: bool = False
 
 
 def captured_program(
@@ -125,6 +129,8 @@ def captured_program(
 
     keep = [t for state in (entry, leaving) for _, t in state.tensors() if t._ref.id in reads or t._ref.id >= first]
     grads, made = gradients(entry, leaving, reads, first), take_made(leaving, first, replaced)
+    if sealed.forward and all(row.untouched or (row.read is None and row.left is None) for row in grads):
+        grads = []
     others = take_rebound(entry, leaving, first)
     leaving.grads.clear()  # nothing else of GT holds the objects of such memory
     return CapturedProgram(

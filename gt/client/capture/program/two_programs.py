@@ -17,12 +17,13 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gt.client import current_session
+from gt.client.capture.aliasing import attribute_names
 from gt.client.capture.boundary import detached, observer, prepare_inputs
 from gt.client.capture.program.captured_program import CapturedProgram
 from gt.client.capture.recording import CallRecording
 from gt.client.capture.watches.node_hooks import hooks_of_nodes
 from gt.client.device import random
-from gt.client.device.remote_tensor import RemoteTensor, is_leaf, memory_id
+from gt.client.device.remote_tensor import RemoteTensor, memory_id
 
 MAX_IDLE_CALLS = 3  # calls that nobody differentiates; the forward program then serves without a backward one
 GRAPHS_AFTER_MISS_CALLS = 4  # calls that run their Python after a backward pass that no program had
@@ -42,7 +43,7 @@ class Outside(Exception):
 
 @dataclass(eq=False)
 class Saved:
-    """What a forward program leaves for the backward pass. tensors: those in the memory that the program writes.
+    """Tensors that a forward program leaves for the backward pass. tensors: those in the memory that the program writes.
 
     backward: the compiled function that reads them. idle: calls in a row that nobody differentiated. graphs: calls to come that
     run their Python for their graph.
@@ -117,7 +118,7 @@ class Call:
     over: bool = False  # whether its backward pass has been, and nothing is kept for another
 
     def changed(self) -> str:
-        """What the backward pass reads and has been changed since, or ""."""
+        """A tensor that the backward pass reads and that has been changed since, or ""."""
         for tensor, version in self.versions:
             if tensor._version != version:
                 return f"a tensor of shape {list(tensor.shape)}"
@@ -176,7 +177,8 @@ class Pack:
 class TwoPrograms:
     """The forward and the backward pass of one function, of which the arguments at `places` require grad.
 
-    make: makes a compiled function of a function, its name, and a function that returns the state on which it depends.
+    make: makes a compiled function of a function, its name, a function that returns the state on which it depends, and whether
+    it is the forward pass.
     """
 
     def __init__(self, fn: Callable, places: tuple[int, ...], make: Callable[..., Any]) -> None:
@@ -185,9 +187,12 @@ class TwoPrograms:
         self.runs = False  # whether the function itself runs
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._next = self._new([])  # for the program of the next recording
-        self.forward = make(self._forward, f"forward pass of {self._name}", lambda: {"": fn, "saved": self._next.tensors})
+        roots = lambda: {"": fn, "saved": self._next.tensors}  # noqa: E731
+        self.forward = make(self._forward, f"forward pass of {self._name}", roots, True)
         self._programs: weakref.WeakKeyDictionary[CapturedProgram, tuple[Saved, Cut]] = weakref.WeakKeyDictionary()
-        self._ran: tuple[Graph, Cut | None, Any] | None = None  # of a call whose Python ran; its results as the function gave them
+        self._ran: tuple[Graph, Cut | None, Any] | None = (
+            None  # of a call whose Python ran; its results as the function gave them
+        )
         self._last: tuple[weakref.ref[Call], Saved] | None = None
         self._differentiated: Call | None = None  # while its backward pass runs
         self._keeps = False  # whether that pass keeps the graph
@@ -195,7 +200,8 @@ class TwoPrograms:
     def _new(self, tensors: list) -> Saved:
         saved = Saved(None, tensors)
         name = f"backward pass of {self._name}"
-        saved.backward = self._make(self._backward_of_program, name, lambda: {"": self.fn, "saved": saved.tensors})
+        roots = lambda: {"": self.fn, "saved": saved.tensors}  # noqa: E731
+        saved.backward = self._make(self._backward_of_program, name, roots, False)
         return saved
 
     def parts(self) -> Iterator[Any]:
@@ -245,7 +251,7 @@ class TwoPrograms:
             self._last = None
 
     def _lacking(self, given: list) -> Saved | None:
-        """What a program saves that could serve this call, if a backward pass has to be recorded first."""
+        """Tensors of a program that could serve this call, if a backward pass has to be recorded first."""
         for program in self.forward.programs():
             saved, _ = self._programs[program]
             if program.host_draws is not None or not self._lacks(saved) or not self.forward.serves(program, given):
@@ -259,7 +265,7 @@ class TwoPrograms:
         return saved.graphs > 0 or (saved.idle < MAX_IDLE_CALLS and not saved.differentiable())
 
     def _bound(self, cut: Cut) -> Saved:
-        """What the recorded call has left. A program that the call has become keeps it."""
+        """Tensors that the recorded call has left. A program that the call has become keeps them."""
         saved, program = self._next, self.forward.newest
         if program is not None and program not in self._programs:
             saved.program = weakref.ref(program)
@@ -288,7 +294,7 @@ class TwoPrograms:
         finally:
             self.runs = False
         flat, tree = tree_flatten(results)
-        places = [k for k, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        places = [k for k, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         graph = Graph([flat[place] for place in places], inputs, pack)
         self._next.tensors[:] = pack.tensors
         try:
@@ -299,7 +305,7 @@ class TwoPrograms:
         cut = Cut(places, parameters, pack.reads, _writes(tape, first)) if places else None
         self._ran = graph, cut, results
         # A caller may change a result in place, and the backward pass must not see that
-        plain = [leaf.detach() if k in places else leaf for k, leaf in enumerate(flat)]
+        plain, tree = tree_flatten(detached(results))
         return tree_unflatten([_apart(leaf, pack) for leaf in plain], tree)
 
     # ---- its backward pass
@@ -417,6 +423,15 @@ def _inputs(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     return parameters or [torch.zeros((), device="cpu", requires_grad=True)]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A half of a function with two programs. roots: the Python state on which it depends, by name."""
+
+    name: str
+    roots: Callable[[], dict[str, Any]]
+    forward: bool
+
+
 class Halves:
     """The pairs of programs of one compiled function, by the places of arguments that require grad.
 
@@ -427,6 +442,7 @@ class Halves:
         self._fn, self._make = fn, make
         self.wanted = False
         self._by_places: dict[tuple[int, ...], TwoPrograms] = {}
+        self._recorder: Any = None  # of the session of these
 
     def of_call(self, leaves: list) -> TwoPrograms | None:
         """The pair for a call with these leaves of its arguments; None if it has none."""
@@ -435,6 +451,9 @@ class Halves:
         places = tuple([place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad])
         if not all(isinstance(leaves[place], RemoteTensor) for place in places):
             return None
+        if self._recorder is not (recorder := current_session.current()):
+            self._recorder = recorder
+            self._by_places.clear()  # their tensors have ended with their session
         if places not in self._by_places:
             self._by_places[places] = TwoPrograms(self._fn, places, self._make)
         found = self._by_places[places]
@@ -448,8 +467,17 @@ class Halves:
 
     def lines(self) -> list[str]:
         """Lines for explain()."""
-        pairs = self._by_places.values()
-        return [line for pair in pairs for part in pair.parts() for line in str(part.explain()).splitlines()]
+        lines = [line for part in self._parts() for line in str(part.explain()).splitlines()]
+        # A first recording finds no list of what is saved: that is no reason that anybody could act on
+        return [f"  {line}" for line in lines if "`saved`" not in line]
+
+    def count(self) -> int:
+        """Number of programs."""
+        return sum(len(part.programs()) for part in self._parts())
+
+    def _parts(self) -> Iterator[Any]:
+        for pair in self._by_places.values():
+            yield from pair.parts()
 
 
 def _differentiable(graph: Graph, gradients: tuple) -> tuple[list, list]:
@@ -460,7 +488,11 @@ def _differentiable(graph: Graph, gradients: tuple) -> tuple[list, list]:
 
 def _apart(leaf: Any, pack: Pack) -> Any:
     """A result in memory of its own, if autograd has saved it."""
-    return leaf.clone() if isinstance(leaf, RemoteTensor) and leaf._ref.id in pack.places else leaf
+    if not isinstance(leaf, RemoteTensor) or leaf._ref.id not in pack.places:
+        return leaf
+    copy = leaf.clone()
+    copy.__dict__.update({name: leaf.__dict__[name] for name in attribute_names(leaf)})
+    return copy
 
 
 def _add(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -489,8 +521,6 @@ def _parameters(graph: Graph, since: int) -> list[torch.Tensor]:
     """The leaves that the graph leads to, but arguments. Raises Outside for a graph that began before the call."""
     inputs, found = set(map(id, graph.inputs)), dict[int, torch.Tensor]()
     queue, seen = [result.grad_fn for result in graph.results], set()
-    if any(node is None for node in queue):
-        raise Outside("it returns a leaf of the graph, such as a parameter")
     while queue:
         node: Any = queue.pop()
         if node is None or node in seen:

@@ -168,7 +168,7 @@ def test_shapes_that_depend_on_values_are_named_where_no_zero_is_used(session: C
 def test_an_entry_and_an_attribute_that_a_call_adds_are_named(session: Callable) -> None:
     session()
     cache: dict[str, float] = {}
-    model = torch.nn.Linear(2, 2).to("remote")
+    model = torch.nn.Linear(2, 2).to("remote").requires_grad_(False)
 
     @gt.compile
     def keeps(x: torch.Tensor) -> torch.Tensor:

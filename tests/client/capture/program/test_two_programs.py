@@ -1,0 +1,490 @@
+"""A compiled model whose backward pass the program calls: the same bits as without gt.compile, and replays of both passes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+import gt
+
+pytestmark = pytest.mark.usefixtures("one", "plain_threads")
+R = "remote"
+Wrap = Callable[[Any], Any]
+
+
+def mlp(dropout: float = 0.0) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(dropout), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def rows(count: int = 6, width: int = 8) -> torch.Tensor:
+    return torch.randn(count, width).to(R)
+
+
+def train(wrap: Wrap, module: nn.Module, step: Callable, calls: int = 10, lr: float = 1e-2) -> list[torch.Tensor]:
+    """Losses, weights and gradients after `calls` steps: step(number, module, wrapped module, optimizer) -> loss."""
+    module = module.to(R)
+    wrapped, optimizer = wrap(module), torch.optim.AdamW(module.parameters(), lr=lr, fused=True)
+    losses = [step(n, module, wrapped, optimizer) for n in range(calls)]
+    return [*losses, *module.state_dict().values(), *[p.grad for p in module.parameters() if p.grad is not None]]
+
+
+def update(optimizer: Any, loss: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def plain(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+    return update(optimizer, model(rows()).square().mean())
+
+
+def dropout(wrap: Wrap) -> list:
+    return train(wrap, mlp(0.3), plain)
+
+
+def one_batch_twice(wrap: Wrap) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        a, b = model(rows()), model(rows())
+        return update(optimizer, (a * b).mean() + b.sum() * 0.1)
+
+    return train(wrap, mlp(0.3), step)
+
+
+def four_calls_before_a_backward_pass(wrap: Wrap) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        losses = [model(rows()).square().mean() * (k + 1) for k in range(4)]
+        optimizer.zero_grad()
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        return sum(losses)  # type: ignore[return-value]
+
+    return train(wrap, mlp(0.3), step)
+
+
+def accumulation(wrap: Wrap) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        loss = model(rows()).square().mean()
+        loss.backward()
+        if n % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=n % 2 == 0)
+        return loss
+
+    return train(wrap, mlp(0.1), step, 15)
+
+
+def adversarial(wrap: Wrap) -> list:
+    maker = mlp().to(R)
+    judge = nn.Sequential(nn.Linear(4, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)).to(R)
+    make, rate = wrap(maker), wrap(judge)
+    first, second = (torch.optim.Adam(module.parameters(), lr=1e-2) for module in (maker, judge))
+    losses = []
+    for _ in range(12):
+        fake = make(rows())
+        losses.append(update(second, F.softplus(-rate(rows(6, 4))).mean() + F.softplus(rate(fake.detach())).mean()))
+        losses.append(update(first, F.softplus(-rate(fake)).mean()))
+    return [*losses, *maker.state_dict().values(), *judge.state_dict().values()]
+
+
+def no_backward_pass_at_first(wrap: Wrap) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        return plain(n, module, model, optimizer) if n >= 8 else model(rows()).sum()
+
+    return train(wrap, mlp(0.2), step, 18)
+
+
+def batch_norm_and_evaluation(wrap: Wrap) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        loss = plain(n, module, model, optimizer)
+        if n % 3 == 2:
+            model.eval()
+            with torch.no_grad():
+                loss = loss + model(rows()).sum()
+            model.train()
+        return loss
+
+    return train(wrap, nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Linear(16, 4)), step, 14)
+
+
+def a_graph_used_twice(wrap: Wrap) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        result = model(rows())
+        optimizer.zero_grad()
+        (result.sum() * 0.1).backward(retain_graph=True)
+        loss = result.square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return train(wrap, mlp(0.2), step)
+
+
+def gradients_by_autograd_grad(wrap: Wrap) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        loss = model(rows()).square().mean()
+        if n % 2:
+            return update(optimizer, loss)
+        for parameter, gradient in zip(module.parameters(), torch.autograd.grad(loss, list(module.parameters())), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        return loss
+
+    return train(wrap, mlp(), step, 14)
+
+
+def gradient_of_the_input(wrap: Wrap) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        x = rows().requires_grad_()
+        loss = update(optimizer, model(x).square().mean())
+        return loss + x.grad.abs().sum()  # type: ignore[union-attr]
+
+    return train(wrap, mlp(0.1), step)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        hidden = self.first(x).tanh()
+        return {"left": self.left(hidden) * scale, "right": self.right(hidden), "n": (hidden > 0).sum(), "hidden": hidden}
+
+
+def results_that_losses_use_in_turns(wrap: Wrap) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        got = model(x=rows(), scale=2.0)
+        loss = got["left"].square().mean() + (got["right"].sum() if n >= 6 else 0) + (got["hidden"].mean() if n % 2 else 0)
+        return update(optimizer, loss) + got["n"]
+
+    return train(wrap, Branches(), step, 30)
+
+
+def a_result_changed_in_place(wrap: Wrap) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        result = model(rows())
+        loss = (result * 2).sum()
+        result.detach().add_(1)
+        return loss if n % 2 else update(optimizer, loss * 1)
+
+    # The change is after the use of the result, and torch itself refuses a graph that needs it: a linear layer does not
+    return train(wrap, nn.Linear(8, 4), step)
+
+
+def layers_frozen_for_a_while(wrap: Wrap) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        module[0].requires_grad_(n >= 6)
+        return plain(n, module, model, optimizer)
+
+    return train(wrap, mlp(0.1), step, 14)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(
+                lambda v, layer=layer: F.dropout(layer(v).tanh(), 0.2), x, use_reentrant=False
+            )
+        return x
+
+
+def checkpointing(wrap: Wrap) -> list:
+    return train(wrap, Checkpointed(), plain)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor, y = factor, x.tanh()
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # type: ignore[override]
+        x, y = ctx.saved_tensors
+        return gradient * y * ctx.factor + x * 0, None
+
+
+class WithFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(8, 4), 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(self.layer(x), self.factor)
+
+
+def a_function_of_the_user_and_a_changed_attribute(wrap: Wrap) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        if n == 7:
+            model.factor = 3.0
+        return plain(n, module, model, optimizer)
+
+    return train(wrap, WithFunction(), step, 14)
+
+
+def halve(parameter: torch.Tensor) -> None:
+    parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+
+
+def hooks_of_parameters(wrap: Wrap) -> list:
+    module = mlp()
+    module[0].weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[index]
+    module.to(R)[4].bias.register_post_accumulate_grad_hook(halve)  # type: ignore[index]
+    return train(wrap, module, plain)
+
+
+def autocast(wrap: Wrap) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        with torch.autocast(R, dtype=torch.bfloat16):
+            loss = model(rows()).float().square().mean()
+        return update(optimizer, loss)
+
+    return train(wrap, mlp(0.1), step)
+
+
+def a_function_and_its_closure(wrap: Wrap) -> list:
+    weight = torch.randn(8, 4).to(R).requires_grad_()
+    function = wrap(lambda x, factor: (x @ weight).relu() * factor)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    return [*[update(optimizer, function(rows(), 2).square().mean()) for _ in range(10)], weight]
+
+
+def backpropagation_through_time(wrap: Wrap) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        state, loss = torch.zeros(6, 8).to(R), torch.zeros(()).to(R)
+        for _ in range(3):
+            state = model(rows(), state)
+            loss = loss + state.square().mean()
+        return update(optimizer, loss)
+
+    return train(wrap, nn.GRUCell(8, 8), step)
+
+
+def gradients_and_losses_that_are_kept(wrap: Wrap) -> list:
+    kept: list = []
+
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        kept.append(plain(n, module, model, optimizer))
+        kept.extend(p.grad for p in module.parameters())
+        return kept[-1]
+
+    return train(wrap, mlp(0.1), step) + kept
+
+
+def gradients_set_to_zero(wrap: Wrap) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        loss = model(rows()).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return train(wrap, mlp(0.1), step)
+
+
+def batches_of_several_sizes(wrap: Wrap) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        return update(optimizer, model(rows(4 + n % 2)).square().mean())
+
+    return train(wrap, mlp(0.1), step, 16)
+
+
+def two_views_of_one_result(wrap: Wrap) -> list:
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.layer(x).chunk(2, -1)
+
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        a, b = model(rows())
+        return update(optimizer, (a * b.exp()).sum() + b.mean())
+
+    return train(wrap, Split(), step)
+
+
+def a_parameter_among_results(wrap: Wrap) -> list:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.layer(x), self.layer.weight
+
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        result, weight = model(rows())
+        return update(optimizer, result.square().mean() + weight.abs().sum() * 0.01)
+
+    return train(wrap, Returns(), step)
+
+
+CASES: list[Callable[[Wrap], list]] = [
+    dropout, one_batch_twice, four_calls_before_a_backward_pass, accumulation, adversarial, no_backward_pass_at_first,
+    batch_norm_and_evaluation, a_graph_used_twice, gradients_by_autograd_grad, gradient_of_the_input,
+    results_that_losses_use_in_turns, a_result_changed_in_place, layers_frozen_for_a_while, checkpointing,
+    a_function_of_the_user_and_a_changed_attribute, hooks_of_parameters, autocast, a_function_and_its_closure,
+    backpropagation_through_time, gradients_and_losses_that_are_kept, gradients_set_to_zero, batches_of_several_sizes,
+    two_views_of_one_result, a_parameter_among_results,
+]  # fmt: skip
+
+
+def compare(case: Callable[[Wrap], list]) -> list[Any]:
+    """Run a case with and without gt.compile; the bits are the same. Returns what has been compiled."""
+
+    def run(wrap: Wrap) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        gt.manual_seed(0)
+        return [value.detach().cpu() for value in case(wrap)]
+
+    compiled: list = []
+
+    def captured(thing: Any) -> Any:
+        compiled.append(gt.compile(thing))
+        return compiled[-1]
+
+    for n, (got, want) in enumerate(zip(run(captured), run(lambda thing: thing), strict=True)):
+        assert torch.equal(got, want), (n, got, want, [str(one.explain()) for one in compiled])
+    return compiled
+
+
+def replays(compiled: Any, half: str) -> int:
+    """Replays of the programs of a forward or backward pass."""
+    count, inside = 0, False
+    for line in str(compiled.explain()).splitlines():
+        inside = line.startswith(f"  {half} pass") if " pass of " in line else inside
+        count += int(found[1]) if inside and (found := re.search(r"(\d+) replays", line)) else 0
+    return count
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_a_program_with_its_own_backward_pass_has_the_bits_of_eager_mode(case: Callable) -> None:
+    for compiled in compare(case):
+        assert replays(compiled, "forward") >= 2 and replays(compiled, "backward") >= 2, compiled.explain()
+
+
+def graph_from_before(wrap: Wrap) -> list:
+    layer, maker, held = nn.Linear(8, 8).to(R), nn.Linear(8, 8).to(R), {}
+    function = wrap(lambda x: layer(x) * held["scale"])
+    optimizer = torch.optim.SGD([*layer.parameters(), *maker.parameters()], lr=0.1)
+    losses = []
+    for _ in range(6):
+        held["scale"] = maker(torch.ones(8).to(R))
+        losses.append(update(optimizer, function(rows()).square().mean()))
+    return [*losses, *layer.parameters(), *maker.parameters()]
+
+
+def test_where_the_graph_cannot_be_cut_torchs_graph_stays_and_the_reason_is_told() -> None:
+    (compiled,) = compare(graph_from_before)
+    assert "has a graph of its own" in str(compiled.explain()) and "in parts" in str(compiled.explain())
+
+
+def test_second_derivatives_are_those_of_eager_mode() -> None:
+    def case(wrap: Wrap) -> list:
+        def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+            x = rows().requires_grad_()
+            loss = model(x).square().mean()
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            return update(optimizer, loss + slope.square().sum())
+
+        return train(wrap, mlp(), step, 6)
+
+    torch.manual_seed(0)
+    compiled: list = []
+    got = case(lambda thing: compiled.append(gt.compile(thing)) or compiled[-1])
+    torch.manual_seed(0)
+    for a, b in zip(got, case(lambda thing: thing), strict=True):
+        torch.testing.assert_close(a.detach().cpu(), b.detach().cpu())
+    assert "create_graph=True" in str(compiled[0].explain())
+
+
+def trained(module: nn.Module, calls: int = 5) -> tuple[Any, Any]:
+    model = gt.compile(module.to(R))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(calls):
+        update(optimizer, model(rows()).square().mean())
+    return model, optimizer
+
+
+def test_what_torch_refuses_is_refused() -> None:
+    model, optimizer = trained(mlp())
+    loss = model(rows()).square().mean()
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"a second time.*retain_graph=True"):
+        loss.backward()
+    loss = model(rows()).square().mean()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="has been changed in place between a call"):
+        loss.backward()
+    update(optimizer, model(rows()).square().mean())  # and it goes on
+
+
+def test_a_pass_that_no_program_has_and_that_cannot_be_computed_again_is_an_error_once() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self.layer(x)
+            return hidden, self.norm(hidden)
+
+    model = gt.compile(Both().to(R))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        update(optimizer, model(rows())[1].square().mean())
+    with pytest.raises(RuntimeError, match=r"cannot be computed again, since it changes state.*next calls keep their graph"):
+        model(rows())[0].sum().backward()
+    for _ in range(3):
+        update(optimizer, model(rows())[0].sum())
+
+
+def test_a_compiled_module_is_a_module_of_its_class_with_one_state() -> None:
+    module = mlp().to(R)
+    model = gt.compile(module)
+    assert isinstance(model, nn.Sequential) and type(model).__name__ == "Sequential" and len(model) == 5
+    model.eval()
+    assert not module.training and not module[0].training  # type: ignore[index]
+    model.register_buffer("count", torch.zeros(1))
+    assert list(module.state_dict()) == list(model.state_dict()) and "count" in module.state_dict()
+    assert model[0] is module[0] and repr(model) == repr(module)  # type: ignore[index]
+
+
+def test_a_copy_of_a_compiled_module_is_compiled_and_has_state_of_its_own() -> None:
+    model, _ = trained(mlp())
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    x = rows()
+    assert not torch.equal(model(x).cpu(), other(x).cpu()) and other(x).abs().sum().item() == 0
+    assert other.explain() and other.explain() != model.explain()
+
+
+def test_a_compiled_module_is_saved_as_the_module() -> None:
+    module = nn.Linear(3, 2)
+    model = gt.compile(module)
+    assert type(pickle.loads(pickle.dumps(model))) is nn.Linear
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer, weights_only=False).weight, module.weight)
