@@ -294,7 +294,8 @@ INDIRECT = ("What", "Whether", "Where", "How", "Of", "Which", "That", "Why", "Wh
 
 def test_docstrings_begin_with_their_subject():
     found = []
-    for path in [*MODULES, *(path for folder in ("examples", "tools", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py")))]:
+    beside = [path for folder in ("benchmarks", "examples", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
+    for path in [*MODULES, *beside]:
         for node in ast.walk(tree(path)):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 words = (ast.get_docstring(node) or "").split()
