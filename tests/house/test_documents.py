@@ -418,7 +418,7 @@ WRITTEN_BY_HAND = (*PAGES, *LONGER)
 
 
 def sentences(document: str) -> Iterator[str]:
-    """Sentences outside of fenced blocks and headings: of paragraphs, cells of tables and entries of lists. Code is one word."""
+    """Sentences of paragraphs, cells of tables and entries of lists, without fenced blocks and headings. Code is one word."""
     text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text(), flags=re.S | re.M)
     for part in re.split(r"\n\s*\n|\||\n(?=\s*(?:[-*]|\d+\.) )|^#.*$", text, flags=re.M):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", part))
