@@ -50,7 +50,7 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def match(centres: torch.Tensor, boxes: torch.Tensor, classes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each cell the class i64 [batch, cells] of the smallest box around its centre, -1 for none, and that box."""
+    """The class i64 [batch, cells] of the smallest box around each cell's centre, -1 for none; and those boxes."""
     inside = (centres[:, None] > boxes[:, None, :, :2]) & (centres[:, None] < boxes[:, None, :, 2:])
     inside = inside.all(-1) & (classes >= 0)[:, None]
     areas = (boxes[..., 2:] - boxes[..., :2]).prod(-1)[:, None].expand(inside.shape)

@@ -23,7 +23,7 @@ STOP_SECONDS = 5.0  # for a process beside the server to end
 
 
 def parser() -> argparse.ArgumentParser:
-    about = "Run a dispatcher, to which programs and workers connect."
+    about = "run a dispatcher, to which programs and workers connect"
     arguments = argparse.ArgumentParser(prog="gt server", description=about)
     option = arguments.add_argument
     option("-p", "--port", type=port, default=PORT, help=f"port to listen on; default: {PORT}; 0: a free one")

@@ -131,7 +131,7 @@ SCRIPT: dict[str, tuple[str, str]] = {
 
 
 def denied(op: str) -> str:
-    """Why an op (`aten.set_.source_Tensor`) is left out by name, with the call; "" if it is not."""
+    """The reason why an op (`aten.set_.source_Tensor`) is left out by name, with the call; "" if it is not."""
     base, _, overload = op.removeprefix("aten.").rpartition(".")
     for pattern, (reason, call) in (*DENIED.items(), *SCRIPT.items()):
         if fnmatchcase(base, pattern) or fnmatchcase(f"{base}.{overload}", pattern):

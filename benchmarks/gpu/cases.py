@@ -227,7 +227,7 @@ def _last(err: str) -> str:
 
 
 def _awaited(processes: Sequence[subprocess.Popen], end: float) -> str:
-    """Why they are no good; "" when all have ended well. The others of one that failed get a moment to say why they did."""
+    """The reason why they are no good; "" when all have ended well. The others of one that failed get a moment to say why."""
     while None in (codes := [process.poll() for process in processes]):
         if any(codes):
             end = min(end, time.monotonic() + 3)

@@ -114,13 +114,13 @@ def sizes(args: argparse.Namespace) -> Config:
         return config
     args.dtype = args.dtype or "fp32"
     path = args.tokenizer or Path(TOKENIZER)
-    return fresh(args.model, len(read_tokenizer(path).tokens) if path.exists() else args.vocab)
+    return fresh(args.model, len(read_tokenizer(path).tokens) if args.tokenizer or path.exists() else args.vocab)
 
 
 def tokenizer_of(args: argparse.Namespace, config: Config) -> tuple[Tokenizer | None, str]:
     """The tokenizer of samples, or the reason why there is none. A tokenizer that --tokenizer names must fit the model."""
     path = args.tokenizer or Path(TOKENIZER)
-    if not path.exists():
+    if not args.tokenizer and not path.exists():
         return None, f"no tokenizer at {path}: samples are token numbers (prepare_data.py makes one)"
     tokenizer = read_tokenizer(path)
     if len(tokenizer.tokens) <= config.vocab and 0 <= tokenizer.end < config.vocab:

@@ -157,7 +157,8 @@ def main(hosts: Sequence[ssh.HostEntry], command: Sequence[str], python: str, mo
                 agents.remove(agent)
         if len(known) == len(hosts):
             report.show((OK, "ssh", f"{', '.join(agent.name for agent in agents)} answer"))
-        examine(report, agents, known)
+        if known:
+            examine(report, agents, known)
     finally:
         for agent in agents:
             agent.close()

@@ -17,7 +17,7 @@ from gt.wire.socket import positive
 
 def main(args: list[str], text: str) -> int:
     parser = argparse.ArgumentParser(prog="gt plan", description=text)
-    parser.add_argument("--workers", type=positive(int), default=0, help="their number; default: that of the script or config")
+    parser.add_argument("--workers", type=positive(int), default=0, help="number of workers; default: the script's or config's")
     parser.add_argument(
         "--config", action="append", help="YAML of signal groups; default: the script's, or GT_CONFIG; several are compared"
     )

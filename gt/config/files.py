@@ -19,9 +19,15 @@ def read(path: str) -> str:
     try:
         return (ready(path) if path.startswith(READY) else Path(path)).read_text()
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); GT_CONFIG or config= names the YAML") from None
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); {_way_out(path)}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: cannot be read (it is not text in UTF-8); GT_CONFIG or config= names the YAML") from None
+
+
+def _way_out(path: str) -> str:
+    """Advice on a path without a file: the ready config of that name, as of configs/dp4.yaml outside of a checkout."""
+    name = path.removesuffix(".yaml").removeprefix("configs/")
+    return f"try {READY}{name}, a ready config" if name in names() else "GT_CONFIG or config= names the YAML"
 
 
 def ready(name: str) -> Path:

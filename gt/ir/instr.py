@@ -7,7 +7,7 @@ reserved instruction, which contains its own length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,18 @@ def client_length(code: list, at: int) -> int:
     if number in LENGTHS:
         return LENGTHS[number] + (code[at + 1] if number == FREE else 0)
     return OTHER_LENGTHS[number] + (code[at + 3] if number == RECORD else 0)
+
+
+def unchecked_length(code: Sequence, at: int) -> int:
+    """Numbers of the row at this place of a client's stream that is not checked yet, if it may be in a fragment.
+
+    0 for ops and other control codes, and for numbers that cannot be read.
+    """
+    number = code[at]
+    if type(number) is not int or number not in LENGTHS or at + 1 >= len(code):
+        return 0
+    freed = code[at + 1] if number == FREE else 0
+    return LENGTHS[number] + freed if type(freed) is int and freed >= 0 else 0
 
 
 def client_ops(code: list, templates: Mapping[int, Template]) -> Iterator[tuple[Template, int]]:

@@ -20,7 +20,7 @@ from gt.worker.process.restart import Renewal, told_to_end
 
 def main(argv: list[str] | None = None, own: bool = False) -> int:
     """Exit code. own: this process is the worker and nothing else, so that it can execute itself anew."""
-    parser = argparse.ArgumentParser(prog="gt worker", description="Run one worker, which executes instructions of a server.")
+    parser = argparse.ArgumentParser(prog="gt worker", description="run one worker, which executes instructions of a server")
     parser.add_argument("-H", "--host", default="", help="host of the server; default: GT_SERVER's, or localhost")
     parser.add_argument("-p", "--port", default="", help=f"port of the server; default: GT_SERVER's, or {PORT}")
     parser.add_argument("--name", default="", help="name in messages and logs; default: the next free one")

@@ -41,7 +41,7 @@ class Downloads:
             piece = self.unsent[key] = _UnsentPiece(data, own)
             self._advance(key, piece)
 
-    def grant(self, key: int, upto: int) -> None:
+    def widen_window(self, key: int, upto: int) -> None:
         """Bytes up to `upto` may be sent; an `upto` below 0 cancels the rest."""
         with self._lock:
             piece = self.unsent.get(key)

@@ -81,7 +81,7 @@ class Executor:
 
     def cancel_fetch(self, key: int) -> None:
         """Nobody waits for this fetched piece any more. By the thread that runs."""
-        self.downloads.grant(key, -1)
+        self.downloads.widen_window(key, -1)
         self.arenas.forget_write(key)
 
     # ---- definitions

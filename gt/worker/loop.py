@@ -148,7 +148,7 @@ class Loop:
             case Trace():
                 self._trace(message)
             case WindowUpdate():
-                self._grant(message)
+                self._widen_window(message)
             case Abort():
                 self._abort(message)
             case Welcome():
@@ -214,8 +214,8 @@ class Loop:
         if message.total > MAX_SMALL_UPLOAD_BYTES:
             self.send(UploadProgress(message.key, message.offset + len(frames[0])))
 
-    def _grant(self, message: WindowUpdate) -> None:
-        self.executor.downloads.grant(message.key, message.upto)
+    def _widen_window(self, message: WindowUpdate) -> None:
+        self.executor.downloads.widen_window(message.key, message.upto)
         if message.upto < 0:  # once more behind the Runs before it, of which one may begin the piece
             self._inbox.put((message, 0))
 

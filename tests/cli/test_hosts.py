@@ -208,6 +208,14 @@ def test_all_of_it_over_ssh(tmp_path: Path) -> None:
     assert lines[-1].startswith("note     all-reduce     not tried")
 
 
+def test_no_host_that_answers_is_a_line_and_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    command = [str(script(tmp_path, SSH, "ssh"))]
+    assert hosts.main([ssh.HostEntry("gone")], command, "", 1024) == 1
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("fails    ssh            gone does not answer: ssh: connect to host gone: No route to host"), first
+    assert last.startswith("note     all-reduce     not tried"), last
+
+
 def test_all_of_it_by_the_processes_of_a_job() -> None:
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports()[0])}
     doctor = ["-m", "gt", "doctor", "--hosts", "env", "--most", "16KiB"]

@@ -413,6 +413,23 @@ def test_documents_are_linked_and_their_links_lead_somewhere() -> None:
             assert ((ROOT / document).parent / link).exists(), f"{document} leads to {link}, which is not there"
 
 
+MAX_WORDS = 25  # words of a sentence
+WRITTEN_BY_HAND = (*PAGES, *LONGER)
+
+
+def sentences(document: str) -> Iterator[str]:
+    """Sentences of paragraphs, cells of tables and entries of lists, without fenced blocks and headings. Code is one word."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text(), flags=re.S | re.M)
+    for part in re.split(r"\n\s*\n|\||\n(?=\s*(?:[-*]|\d+\.) )|^#.*$", text, flags=re.M):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", part))
+        yield from re.split(r"(?<=[.!?;:])\s+", plain)
+
+
+@pytest.mark.parametrize("document", WRITTEN_BY_HAND)
+def test_a_sentence_has_one_idea(document: str) -> None:
+    assert [s for s in sentences(document) if len(s.split()) > MAX_WORDS] == []
+
+
 # ---- examples
 
 

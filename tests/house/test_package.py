@@ -159,6 +159,14 @@ def test_a_file_that_is_no_config_is_a_clear_error(tmp_path: Path) -> None:
         files.read(str(tmp_path / "nothing.yaml"))
 
 
+@pytest.mark.parametrize("path", ["dp4.yaml", "dp4", "configs/dp4.yaml"])
+def test_a_path_without_a_file_gets_a_ready_config(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        files.read(path)
+    assert str(error.value) == f"{path}: cannot be read (No such file or directory); try gt:dp4, a ready config"
+
+
 def test_gt_config_may_name_a_ready_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GT_CONFIG", "gt:dp2")
 

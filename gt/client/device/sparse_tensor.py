@@ -30,7 +30,7 @@ class RemoteSparse(RemoteTensor):
 
     @property
     def _ref(self) -> Ref | Alias:  # type: ignore[override]
-        """That of the values, for checks of the session that the tensor belongs to."""
+        """The reference of the values, for checks of the session that the tensor belongs to."""
         return self.parts[-1]._ref  # type: ignore[attr-defined]
 
     def new(self, *args: Any) -> torch.Tensor:

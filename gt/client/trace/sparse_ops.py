@@ -149,7 +149,7 @@ def _set(x: RemoteSparse, value: RemoteSparse) -> RemoteSparse:
     return x
 
 
-def _mark(x: RemoteSparse, merged: bool) -> RemoteSparse:
+def _set_merged(x: RemoteSparse, merged: bool) -> RemoteSparse:
     x.merged = merged
     return x
 
@@ -346,7 +346,7 @@ SPARSE: dict[str, Callable] = {
     "aten.col_indices.default": _part(1),
     "aten._nnz.default": lambda x: x.parts[-1].shape[0],
     "aten.is_coalesced.default": lambda x: x.merged,
-    "aten._coalesced_.default": _mark,
+    "aten._coalesced_.default": _set_merged,
     "aten.sparse_dim.default": _sparse_dims,
     "aten._dimI.default": _sparse_dims,
     "aten.dense_dim.default": lambda x: x.dim() - _sparse_dims(x),

@@ -18,7 +18,7 @@ from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.op_queue import NeedsLookahead
 from gt.dispatcher.state.records import Origin
 from gt.dispatcher.state.tensors import Table, Tensor
-from gt.ir.instr import END_FRAGMENT, FRAGMENT, FRAGMENT_HEADER, FREE, GRAD, LENGTHS, PARAM, SHARDED
+from gt.ir.instr import END_FRAGMENT, FRAGMENT, FRAGMENT_HEADER, unchecked_length
 from gt.ir.layout import Layout, Shard
 
 log = logging.getLogger("gt.dispatcher")
@@ -104,8 +104,8 @@ def count_split_parts(context: SessionContext, outs: list[int]) -> int:
             number = code[at]
             if at + 1 >= len(code) or type(number) is not int:
                 return 1
-            if number in (FREE, PARAM, SHARDED, GRAD) and type(code[at + 1]) is int:
-                at += LENGTHS[number] + (max(code[at + 1], 0) if number == FREE else 0)
+            if length := unchecked_length(code, at):
+                at += length
                 continue
             if number == FRAGMENT:
                 at += FRAGMENT_HEADER

@@ -166,11 +166,14 @@ def test_samples_depend_on_the_seed_alone(run: Callable, capsys: pytest.CaptureF
     assert first != sample("--device", "cpu", "--seed", 7)
 
 
-def test_a_sample_may_fill_the_context(gpt2: Any, run: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_sample_may_fill_the_context(
+    gpt2: Any, run: Callable, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpt2.train, "TOKENIZER", "none.bin")
     model = gpt2.model.GPT2(gpt2.model.Config(2, 2, 16, 16, 257, 384)).materialize().initialize(0)
     gpt2.checkpoint.write_weights(tmp_path / "small.bin", model.config, dict(model.named_parameters()))
     for where in (("--device", "cpu"), ("--stages", 2)):
-        run("-e", tmp_path / "small.bin", "--tokenizer", "none.bin", "-s", 1, "-g", 16, "--seed", 1, *where, steps=1)
+        run("-e", tmp_path / "small.bin", "-s", 1, "-g", 16, "--seed", 1, *where, steps=1)
         text = capsys.readouterr().out.partition("generating:\n---\n")[2].partition("\n---")[0]
         assert len(text.split()) == 16, text
 
@@ -513,6 +516,7 @@ ERRORS = [
     (("-i", "tokens.bin"), "magic", r"tokens.bin: wrong magic 0: a tokens file begins with 20240520"),
     (("-i", "tokens.bin"), "version", r"tokens.bin: wrong version 9 of a tokens file: want 1"),
     (("-j", "tokens.bin"), "short", r"tokens.bin: truncated: its header wants \d+ bytes of tokens, the file has \d+"),
+    (("--tokenizer", "none.bin"), "", r"none.bin: cannot read the tokenizer file \(no such file or directory\)"),
     (("--tokenizer", "tokens.bin"), "", r"tokens.bin: wrong magic 20240520: a tokenizer file begins with 20240328"),
     (("-b", 64, "-t", 1024), "", r"text_train.bin: \d+ tokens, one batch of -b 64 -t 1024 needs 65537: use smaller ones"),
     (("-b", 4, "-M", 3), "", r"-b 4 is not divisible by -M 3 micro-batches"),

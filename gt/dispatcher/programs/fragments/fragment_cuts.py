@@ -16,13 +16,13 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gt.dispatcher.fairness.time_slices import Leavings
 from gt.dispatcher.programs.fragments.fragment_pattern import MAX_NUMBERS, FragmentPattern, text
 from gt.dispatcher.sharding.op_schema import OpSchema
-from gt.ir.instr import END_FRAGMENT, FRAGMENT, FRAGMENT_HEADER, FREE, LENGTHS, OTHER_LENGTHS, RECORD
+from gt.ir.instr import END_FRAGMENT, FRAGMENT, FRAGMENT_HEADER, OTHER_LENGTHS, RECORD, unchecked_length
 
 MAX_ENDS = 128  # runs of ops that new ones are compared with
 MAX_PLACES = 1024  # remembered places of each kind; beyond that the one met longest ago is forgotten
@@ -177,7 +177,7 @@ class FragmentCuts:
         drawn = ops = wanted = False
         while at < end:
             known = templates.get(code[at])
-            stop = at + (2 + known.length if known is not None else _length(code, at))
+            stop = at + (2 + known.length if known is not None else unchecked_length(code, at))
             if stop <= at or stop > end:
                 return [at], [], {}
             if known is not None:
@@ -196,21 +196,12 @@ class FragmentCuts:
         return [*bounds, end], counters, last
 
 
-def _length(code: Sequence, at: int) -> int:
-    """The length of a control code that may be within a fragment, 0 for any other number."""
-    number = code[at]
-    if type(number) is not int or number not in LENGTHS or at + 1 >= len(code):
-        return 0
-    more = code[at + 1] if number == FREE else 0
-    return LENGTHS[number] + more if type(more) is int and more >= 0 else 0
-
-
 def _next_fragment(code: list, at: int, templates: Mapping[int, OpSchema]) -> int:
     """The place of a batch's next fragment, from the beginning of a row on; -1 for none whose header can be read."""
     end = len(code)
     while at < end and code[at] != FRAGMENT:
         known = templates.get(code[at])
-        length = 2 + known.length if known is not None else _length(code, at) or OTHER_LENGTHS.get(code[at], 0)
+        length = 2 + known.length if known is not None else unchecked_length(code, at) or OTHER_LENGTHS.get(code[at], 0)
         if not length or code[at] == RECORD:
             return -1
         at += length

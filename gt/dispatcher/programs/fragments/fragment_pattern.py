@@ -18,7 +18,7 @@ from operator import itemgetter
 from typing import Any
 
 from gt.dispatcher.sharding.op_schema import OpSchema
-from gt.ir.instr import FIRST, FREE, LENGTHS, PARAM
+from gt.ir.instr import FIRST, FREE, PARAM, unchecked_length
 
 MAX_NUMBERS = 1 << 13  # numbers in a fragment's code; clients send some 1,500
 Getter = Callable[[list], tuple]
@@ -132,12 +132,12 @@ def count_ops(code: list, templates: Mapping[int, OpSchema]) -> tuple[int, bool]
     at = ops = 0
     dynamic = False
     while at < len(code):
-        known, number = templates.get(code[at]), code[at]
+        known = templates.get(code[at])
         if known is not None:
             ops, at = ops + 1, at + 2 + known.length
             dynamic = dynamic or known.template.dynamic
-        elif number in LENGTHS and at + 1 < len(code):
-            at += LENGTHS[number] + (max(code[at + 1], 0) if number == FREE and type(code[at + 1]) is int else 0)
+        elif length := unchecked_length(code, at):
+            at += length
         else:
             break
     return ops, dynamic

@@ -3,7 +3,7 @@
 Stages and micro-batches are known from the signal groups of ops. A worker's rows become transfers and actions: forward,
 backward, gradients of inputs or weights of one stage and micro-batch, the epilogue. A simulation of the schedule gives them
 one order for all workers. The tables (`gt.dispatcher.schedule`) are those of GPipe (Huang 2019), 1F1B (PipeDream,
-Narayanan 2019), interleaved 1F1B (Megatron-LM, Narayanan 2021) and zero bubble (Qi 2023). Example, worker 0 of two stages:
+Narayanan 2019), interleaved 1F1B (Megatron-LM, Narayanan 2021) and zero bubble (Qi 2024). Example, worker 0 of two stages:
 
     before:  0F0 send | recv 0B0 | 0F1 send | recv 0B1 | adamw
     after:   0F0 send | 0F1 send | recv 0B0 | recv 0B1 | 0O

@@ -77,14 +77,14 @@ class Onward(Protocol):
         """The header of the frame that passes."""
 
     @property
-    def free(self) -> bool:
+    def idle(self) -> bool:
         """True if nothing is under way."""
 
     def begin(self, frame: Frame, left: int, credit: int) -> None:
         """The next frame, of which `left` bytes are to come, and its credit is to be passed on."""
 
     def take(self, fd: int) -> tuple[memoryview, KernelBytes]:
-        """A frame of the bytes that are there, while the way is free. BlockingIOError if none are, OSError at the end."""
+        """A frame of the bytes that are there, while the way is idle. BlockingIOError if none are, OSError at the end."""
 
 
 class Sink(Protocol):

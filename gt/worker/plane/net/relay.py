@@ -68,7 +68,7 @@ class PipeWay:
         return self._frame
 
     @property
-    def free(self) -> bool:
+    def idle(self) -> bool:
         return not self._piped
 
     def begin(self, frame: Frame, left: int, credit: int) -> None:
@@ -131,7 +131,7 @@ class Relay:
     def pass_on(self, connection: PeerConnection, passage: Onward) -> None:
         """Pass on the part of a frame that has arrived. BlockingIOError if nothing is, or the pipe is not free."""
         out, frame = passage.out, passage.frame
-        if not passage.free:
+        if not passage.idle:
             self._pause(connection, out)
             raise BlockingIOError
         header, payload = passage.take(connection.sock.fileno())
