@@ -76,11 +76,18 @@ class OpStream:
     def long(self) -> bool:
         """True if the next row takes long: an op that needs pauses, the end of a recording held back, or of a fragment's."""
         batch = self.coming[0] if self.coming else None
-        return batch is not None and batch.at < len(batch.code) and (batch.aside or self._takes_long(batch.code[batch.at]))
+        return batch is not None and batch.at < len(batch.code) and (batch.aside or self._takes_long(batch.code, batch.at))
 
-    def _takes_long(self, number: int) -> bool:
-        if number in (RECORD, DISCARD):
-            return self._programs.holds
+    def _takes_long(self, code: list, at: int) -> bool:
+        number = code[at]
+        if number in (RECORD, DISCARD) and self._programs.holds:
+            return True
+        if number == RECORD and at + 3 < len(code) and type(code[at + 3]) is int:
+            rows = self._context.table.rows
+            ids = code[at + 4 : at + 4 + max(code[at + 3], 0)]
+            return self._context.needs_pauses(0, [rows[i] for i in ids if type(i) is int and i in rows])
+        if number == LAUNCH:
+            return self._programs.needs_pauses(code[at + 1] if at + 1 < len(code) else None)
         return number == END_FRAGMENT and self.fragments.long
 
     @property
@@ -302,7 +309,7 @@ class OpStream:
                 queue.due = at + CLOCK_INTERVAL
             number = code[at]
             if number < FIRST:
-                if self._pace.background.beside and not self.in_thread and self._takes_long(number):
+                if self._pace.background.beside and not self.in_thread and self._takes_long(code, at):
                     batch.at, batch.spent = at, True  # begins a slice, which is done aside
                     return False
                 begun, at = context.cluster.seq, self._special(number, code, at)
@@ -353,11 +360,8 @@ class OpStream:
         """Plan an op that takes long: other sessions have turns between the operands that are placed."""
         context = self._context
         lives = [(worker, worker.lives) for worker in context.cluster.workers if not worker.lost]
-        context.pause = self._pause
-        try:
+        with self._pauses():
             op(known, origin, ins, values, outs)
-        finally:
-            context.pause = None
         self.coming[0].aside = False
         # A worker that was lost in a pause has nothing of what was placed before it, and its successor neither.
         rows = [*ins, *[context.table.rows[i] for i in outs if i in context.table.rows]]
@@ -365,6 +369,15 @@ class OpStream:
             for tensor in rows:
                 if tensor.layout is not None and worker.index in tensor.layout.mesh.workers:
                     tensor.storage.failed = tensor.storage.failed or context.failures.cause_of_loss(worker)
+
+    @contextmanager
+    def _pauses(self) -> Iterator[None]:
+        """Others may have turns within, if a thread does it."""
+        self._context.pause = self._pause if self.in_thread else None
+        try:
+            yield
+        finally:
+            self._context.pause = None
 
     def _pause(self) -> None:
         """Send the instructions written so far, and let other sessions have their turns."""
@@ -420,12 +433,14 @@ class OpStream:
         if number == END_FRAGMENT:
             return self.fragments.leave(code, at)
         if number == LAUNCH and at + 4 <= len(code):
-            programs.launch(*code[at + 1 : at + 4])
+            with self._pauses():
+                programs.launch(*code[at + 1 : at + 4])
             return at + 4
         if number == RECORD and at + 4 <= len(code) and type(code[at + 3]) is int and 0 <= code[at + 3] <= len(code) - at - 4:
             # The interrupt would wait for deferred instructions, whose end waits for the interrupt
             how = 0 if self.interrupted >= 0 and code[at + 2] in (1, 2, 3) else code[at + 2]
-            programs.record(code[at + 1], how, code[at + 4 : at + 4 + code[at + 3]])
+            with self._pauses():
+                programs.record(code[at + 1], how, code[at + 4 : at + 4 + code[at + 3]])
             return at + 4 + code[at + 3]
         if number == DISCARD:
             programs.discard()

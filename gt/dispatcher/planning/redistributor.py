@@ -247,6 +247,7 @@ class Redistributor:
         if root.layout is None:
             self.place(storage, want)
             return
+        self._context.breathe()
         if root.layout.partial:
             self.reduce_partial(storage)
         if root.layout == want:
