@@ -666,9 +666,10 @@ def listed(op: str, count: int, lists: int = 1, **of: int) -> Loop:
     """An op on lists of tensors without a place."""
     loop, ids = unplaced(count * lists, **of)
     columns: list = [[{"t": n} for n in range(start, start + count)] for start in range(0, count * lists, count)]
-    made = [] if lists > 1 else [spec(4, 4)] * (1 if "cat" in op else count)
+    made = [] if lists > 1 else [spec(4, 4)] * count
     scalars = [{"v": 0}] if lists > 1 else []
-    template = row(op, [*columns, *scalars], [spec(4, 4)] * len(ids), made, len(scalars), tuple(range(count if lists > 1 else 0)))
+    written = tuple(range(count if lists > 1 else 0))
+    template = row(op, [*columns, *scalars], [spec(4, 4)] * len(ids), made, len(scalars), written)
     if "cat" in op:
         template = row(op, columns, [spec(4, 4)] * len(ids), [spec(4 * count, 4)])
     first = ids[-1] + 1

@@ -78,9 +78,7 @@ class ListOps:
     def _key(ins: list[Tensor], combined: str | None) -> tuple:
         return ("list", combined, *[id(t.layout) for t in ins])
 
-    def op(
-        self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int], cuts: Cuts | None
-    ) -> None:
+    def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int], cuts: Cuts | None) -> None:
         """Cut, bring and emit; or only emit, where all layouts are those for which nothing had to be brought."""
         # The plan of a list op is a list of parts, one for each layout of a leader. It is kept under the layouts of all
         # operands if nothing was moved for it. Then the same layouts need the same parts, and no tensor has to be brought.

@@ -38,15 +38,13 @@ class OpBinder:
         """One op's definitions for the workers of its mesh; others may have turns meanwhile."""
         return self._bind(known, ins, outs, self._context.breathe)
 
-    def _bind(
-        self, known: OpSchema, ins: Sequence[Layout], outs: Sequence[Layout], breathe: Callable[[], None]
-    ) -> list[Bound]:
+    def _bind(self, known: OpSchema, ins: Sequence[Layout], outs: Sequence[Layout], breathe: Callable[[], None]) -> list[Bound]:
         mesh = (outs or ins)[0].mesh
         alike = _alike(known, ins, outs)
         orders: list[Order] = []
-        for rank, worker in enumerate(mesh.workers):
+        for rank, index in enumerate(mesh.workers):
             breathe()
-            orders.append(Order(worker, "op", orders[0].payload if orders and alike else payload(known, ins, outs, rank)))
+            orders.append(Order(index, "op", orders[0].payload if orders and alike else payload(known, ins, outs, rank)))
         bound = self._emitter.bind(orders)
         seconds: dict[tuple[int, bool], float] = {}
         for rank, (worker, define) in enumerate(bound):

@@ -344,7 +344,7 @@ class OpStream:
                 op(*row)
             except (NeedsLookahead, NeedsPauses) as why:
                 if isinstance(why, NeedsLookahead) or not self.in_thread:
-                    batch.at = start  # nothing was done for the op: it is planned again with the next batch here, or in a thread
+                    batch.at = start  # nothing was done for the op: it is planned again with the next batch, or in a thread
                     batch.spent = batch.aside = isinstance(why, NeedsPauses)
                     return False
                 self._plan_with_pauses(op, *row)

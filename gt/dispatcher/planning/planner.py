@@ -103,9 +103,9 @@ class Planner:
         grouped = origin.meaning not in (None, self._context.groups.everywhere)
         defers = not self._uses_parameter(known, origin, ins) and self._materializer.can_defer(known, ins, grouped)
         cuts = self._lists.planned(known, ins, values) if known.columns else None
-        if not defers and self._context.pause is None:
-            if self._context.needs_pauses(0 if plan or cuts else len(ins), ins):
-                raise NeedsPauses
+        leaves = not defers and self._context.pause is None
+        if leaves and self._context.needs_pauses(0 if plan or cuts else len(ins), ins):
+            raise NeedsPauses
         if self._emitter.scribe is not None:
             self._emitter.scribe.received(known, origin, [t.id for t in ins])
         if defers:

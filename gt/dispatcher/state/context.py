@@ -23,7 +23,6 @@ from gt.ir.layout import Layout, Mesh
 from gt.ir.schema import SessionOps
 from gt.wire.messages import Message
 
-
 STEP_WRITES = 8  # instructions whose writing takes as long as the planning of one
 TURN_WRITES = 20_000  # instructions that are planned and written in a turn
 

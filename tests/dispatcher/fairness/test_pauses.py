@@ -65,7 +65,9 @@ OPS = {
 @pytest.mark.parametrize("name", OPS)
 def test_no_turn_has_all_of_it_and_the_instructions_are_as_many(watched, name):
     loop = OPS[name]()
-    assert not loop.errors and max(loop.turns) < sum(loop.turns) / 4, f"{max(loop.turns)} of {sum(loop.turns)} numbers in a turn"
+    assert not loop.errors and max(loop.turns) < sum(loop.turns) / 4, (
+        f"{max(loop.turns)} of {sum(loop.turns)} numbers"
+    )
     watched.inline = True
     whole = OPS[name]()
     assert max(whole.turns) == sum(whole.turns)
@@ -76,7 +78,9 @@ def test_no_turn_has_all_of_it_and_the_instructions_are_as_many(watched, name):
 @pytest.mark.parametrize("name", ["record", "seal"])
 def test_a_recording_places_in_pieces(name):
     loop = costs.a_recording_of_what_is_nowhere(12) if name == "record" else costs.seal_of_what_is_nowhere(12)
-    assert not loop.errors and max(loop.turns) < sum(loop.turns) / 4, f"{max(loop.turns)} of {sum(loop.turns)} numbers in a turn"
+    assert not loop.errors and max(loop.turns) < sum(loop.turns) / 4, (
+        f"{max(loop.turns)} of {sum(loop.turns)} numbers"
+    )
 
 
 @pytest.mark.parametrize("name", ["list", "cat"])
