@@ -296,9 +296,8 @@ class OpStream:
         context, queue, code = self._context, self._queue, batch.code
         templates, origins, rows = context.templates, context.origins, context.table.rows
         emitter, op = self._emitter, self._op
-        at, end = batch.at, len(code)
         grain, unit = BESIDE if context.cluster.queue.shared(context.number) else ALONE
-        left = grain
+        at, end, left = batch.at, len(code), grain
         queue.due = at + CLOCK_INTERVAL
         while at < end:
             start = at
@@ -343,11 +342,8 @@ class OpStream:
             try:
                 op(*row)
             except (NeedsLookahead, NeedsPauses) as why:
-                if isinstance(why, NeedsLookahead) or not self.in_thread:
-                    batch.at = start  # nothing was done for the op: it is planned again with the next batch, or in a thread
-                    batch.spent = batch.aside = isinstance(why, NeedsPauses)
+                if not self._resolve(why, batch, start, op, row):
                     return False
-                self._plan_with_pauses(op, *row)
             emitter.end_op()
             self.ops += 1
             left -= 1
@@ -355,6 +351,15 @@ class OpStream:
                 left = grain
                 self._outbox.cut()
         return True
+
+    def _resolve(self, why: Exception, batch: QueuedBatch, start: int, op: PlanOp, row: tuple) -> bool:
+        """Plan an op that needs pauses, if a thread does it; False if it has to wait."""
+        if isinstance(why, NeedsPauses) and self.in_thread:
+            self._plan_with_pauses(op, *row)
+            return True
+        batch.at = start  # nothing was done for the op: it is planned again with the next batch, or in a thread
+        batch.spent = batch.aside = isinstance(why, NeedsPauses)
+        return False
 
     def _plan_with_pauses(self, op: PlanOp, known: OpSchema, origin: Origin, ins: list, values: tuple, outs: list) -> None:
         """Plan an op that takes long: other sessions have turns between the operands that are placed."""
