@@ -35,7 +35,7 @@ VARIABLES = (
     Variable("GT_TRANSPORT", "", "transport between workers: nvshmem, nccl, shm (one host), net (shm, TCP); empty: GT chooses"),
     Variable("GT_EXACT_ATTENTION_DROPOUT", "", "1: on GPUs too, attention's dropout has one mask for every split; slower"),
     Variable("GT_OPS", "", "path of a file of op schemas, made by `gt ops`, for ops that GT's table lacks"),
-    Variable("GT_OFFLOAD", "", "folders, divided by colons, in which workers may write offloaded tensors; empty: any"),
+    Variable("GT_OFFLOAD", "", "folders, divided by colons, in which workers may write offloaded tensors; empty: any on disk"),
     Variable("GT_LIBRARIES", "", "modules whose ops workers execute, divided by commas, as torchvision,my_ops"),
     Variable(
         "GT_RANK", "", "index of a worker, set by its launcher: each has its own, from 0; empty: by order of hosts and GPUs"

@@ -142,7 +142,15 @@ class ClientMessages:
 
     def _store(self, peer: Peer, message: Store, frames: tuple) -> None:
         self._core.log_line("RECV", self._core.name(peer), f"Store of {len(message.rows)} tensors")
-        self._session(peer).fetches.store(message.request, message.rows, message.later, message.file)
+        session = self._session(peer)
+
+        def store() -> None:
+            session.fetches.store(message.request, message.rows, message.later, message.file)
+
+        if session.fetches.needs_pauses(message.rows):
+            self._core.round_robin.begin_thread(session, "Store", store)
+        else:
+            store()
 
     def _close_arenas(self, peer: Peer, message: CloseArenas, frames: tuple) -> None:
         self._session(peer).arenas.close(message)

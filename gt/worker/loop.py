@@ -180,7 +180,10 @@ class Loop:
         took = time.thread_time() - began
         at = self._at()
         work = self._effort.seconds(at[3]) if at is not None else 0.0
-        self.send(Report(query.request, {"done": self.done, "at": at, "work": work, "took": took, "stats": stats}))
+        body = {"done": self.done, "at": at, "work": work, "took": took, "stats": stats}
+        if query.process:
+            body["sight"] = [*liveness.sight(query.process, liveness.home())]
+        self.send(Report(query.request, body))
 
     def _trace(self, message: Trace) -> None:
         """Begin a trace of a session, or end it and send it."""

@@ -33,9 +33,11 @@ from gt.ir import check
 from gt.ir.instr import DISCARD, DROP, END_FRAGMENT, FRAGMENT, FREE, LAUNCH, PARAM, RECORD
 from gt.ir.schema import MAX_LIBRARY_CHARACTERS
 from gt.wire import codec
+from gt.wire.arena import PAGE_BYTES, place
 from gt.wire.link import Gate, hello
 from gt.wire.messages import (
     MAX_OTHERS,
+    ArenaOpened,
     Describe,
     Described,
     Done,
@@ -44,6 +46,8 @@ from gt.wire.messages import (
     Goodbye,
     Inspect,
     Message,
+    OfferArena,
+    OfferFile,
     OpError,
     Ops,
     Piece,
@@ -51,6 +55,7 @@ from gt.wire.messages import (
     Report,
     Run,
     Stats,
+    Store,
     TensorRoles,
     UploadChunk,
     UploadProgress,
@@ -105,6 +110,7 @@ class Loop:
 
     config: str = ""
     workers: int = 8
+    home: str = ""  # of the workers, which open what the client of this home offers
     core: Core = field(init=False)
     longest: float = 0.0
     count: int = 0
@@ -120,7 +126,7 @@ class Loop:
         self.needs: list[UploadRequest] = []
         self.answers: list[Message] = []
         for n in range(self.workers):
-            self.give(b"w%d" % n, hello("worker", info={"name": f"w{n}", "heap_bytes": 1 << 40}))
+            self.give(b"w%d" % n, hello("worker", info={"name": f"w{n}", "heap_bytes": 1 << 40, "home": self.home}))
         self.give(b"c", hello("client", config=self.config, switches={"workers": self.workers}))
         self.longest, self.count = 0.0, 0
 
@@ -174,6 +180,8 @@ class Loop:
                 self.errors.append(message.error["message"])
         if isinstance(message, Run) and self.answering:
             return Done(message.seq)
+        if isinstance(message, (OfferArena, OfferFile)):
+            return ArenaOpened(message.arena, True)
         if isinstance(message, Query):
             return Report(message.request, {"stats": {}})
         return None
@@ -626,6 +634,99 @@ def a_program_dropped_while_it_is_launched() -> Loop:
     loop.fresh()
     loop.ops([LAUNCH, 0, 1, 1, DROP, 0])
     return loop
+
+
+# ---- tensors without a place, in great number: each is made by all of its steps, on each worker
+
+
+ZEROS = row("aten.zeros.default", [[4, 4]], [], [spec(4, 4)])
+
+
+def unplaced(count: int, workers: int = 64, steps: int = 60, first: int = 1) -> tuple[Loop, list[int]]:
+    """A loop whose workers and client share memory, and the ids of so many tensors, each a view of a view and so on."""
+    loop = Loop(f"a: {{workers: {list(range(workers))}}}\n", workers, "here")
+    loop.ops([], [[16, ZEROS], [17, VIEW]], BOTH[:1])
+    ids = described(loop, count, steps, first)
+    loop.fresh()
+    return loop, ids
+
+
+def described(loop: Loop, count: int, steps: int, first: int) -> list[int]:
+    ids, code = [], []
+    for name in range(first, first + count * (steps + 1), steps + 1):
+        code += [16, 1, name, *itertools.chain.from_iterable((17, 1, name + n, name + n + 1) for n in range(steps))]
+        ids.append(name + steps)
+        if len(code) > 40_000 or len(ids) == count:
+            loop.ops(code)
+            code = []
+    return ids
+
+
+def listed(op: str, count: int, lists: int = 1, **of: int) -> Loop:
+    """An op on lists of tensors without a place."""
+    loop, ids = unplaced(count * lists, **of)
+    columns: list = [[{"t": n} for n in range(start, start + count)] for start in range(0, count * lists, count)]
+    made = [] if lists > 1 else [spec(4, 4)] * count
+    scalars = [{"v": 0}] if lists > 1 else []
+    written = tuple(range(count if lists > 1 else 0))
+    template = row(op, [*columns, *scalars], [spec(4, 4)] * len(ids), made, len(scalars), written)
+    if "cat" in op:
+        template = row(op, columns, [spec(4, 4)] * len(ids), [spec(4 * count, 4)])
+    first = ids[-1] + 1
+    loop.ops([20, 1, *ids, *[1.0] * len(scalars), *range(first, first + len(template[5]))], [[20, template]])
+    return loop
+
+
+@case
+def a_list_op_on_what_is_nowhere() -> Loop:
+    return listed("aten._foreach_neg.default", 314)
+
+
+@case
+def an_optimizer_on_what_is_nowhere() -> Loop:
+    return listed("aten._foreach_addcmul_.Scalar", 314, 3, steps=0)
+
+
+@case
+def a_cat_of_what_is_nowhere() -> Loop:
+    return listed("aten.cat.default", 1000)
+
+
+@case
+def a_recording_of_what_is_nowhere(count: int = 300) -> Loop:
+    """The second one of its kind, which places its inputs as the first did."""
+    loop, ids = unplaced(count)
+    neg = row("aten._foreach_neg.default", [[{"t": n} for n in range(count)]], [spec(4, 4)] * count, [spec(4, 4)] * count)
+    first = ids[-1] + 1
+    loop.ops([RECORD, 1, 0, count, *ids, 20, 1, *ids, *range(first, first + count), DISCARD], [[20, neg]])
+    ids = described(loop, count, 60, first + count)
+    loop.fresh()
+    loop.ops([RECORD, 1, 0, count, *ids])
+    return loop
+
+
+@case
+def seal_of_what_is_nowhere(count: int = 300) -> Loop:
+    loop, ids = unplaced(1)
+    loop.ops([RECORD, 1, 0, 1, *ids])
+    described(loop, count, 60, ids[-1] + 1)
+    loop.fresh()
+    loop.give(b"c", FinishCapture(1, 0, "", "eager", [], 0, 0, 0))
+    return loop
+
+
+def stored(count: int, **of: int) -> Loop:
+    loop, ids = unplaced(count, **of)
+    loop.give(b"c", OfferArena(1, 4321, 5, 2 * PAGE_BYTES, "ab" * 16, "here"))
+    loop.give(b"c", OfferFile(7, 1, 9, 1 << 20, True, "model.safetensors"))
+    loop.fresh()
+    loop.give(b"c", Store(5, [[i, place(7, 64 * n)] for n, i in enumerate(ids)], False))
+    return loop
+
+
+@case
+def a_store_of_what_is_nowhere() -> Loop:
+    return stored(256, steps=200)
 
 
 @case

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -131,6 +132,16 @@ def test_a_run_is_told_done_also_when_another_worker_joins_meanwhile(dispatcher,
     assert dispatcher.next(Report)[0].body["done"] == -1
     dispatcher.send(Data(5, 0, 8), (bytes(8),))
     assert dispatcher.next(Done)[0].seq == 0
+
+
+def test_a_worker_tells_how_another_process_of_its_host_stands(dispatcher, worker):
+    dispatcher.greet()
+    for pid, states in ((os.getpid(), {"R", "S"}), (1 << 30, {""})):
+        dispatcher.send(Query(3, False, process=pid))
+        state, seconds = dispatcher.next(Report)[0].body["sight"]
+        assert state in states and type(seconds) is float
+    dispatcher.send(Query(4, False))
+    assert "sight" not in dispatcher.next(Report)[0].body
 
 
 def test_a_compiler_is_prepared_for_before_the_next_run(dispatcher, worker, monkeypatch):

@@ -23,6 +23,7 @@ from gt.ir.spec import DTYPES
 
 LENGTH_BYTES = 8  # bytes of the number at a file's beginning: the header's length
 MAX_HEADER_BYTES = 100_000_000  # as the library's
+MAX_HEADER_COMMAS = 2_000_000  # of about 300,000 tensors, which take seconds; a file of one model has thousands
 ALIGNED = 64  # the first tensor begins at a multiple of this
 NAMES = {  # torch's dtype -> the format's
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
@@ -67,6 +68,8 @@ def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mappin
     text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNED)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(f"the header of {len(rows)} tensors has {len(text)} bytes, at most {MAX_HEADER_BYTES} are read")
+    if (commas := text.count(b",")) > MAX_HEADER_COMMAS:
+        raise CheckpointError(f"the header of {len(rows)} tensors has {commas} commas, at most {MAX_HEADER_COMMAS} are read")
     first = LENGTH_BYTES + len(text)
     entries = [FileEntry(name, dtype, tuple(shape), first + start) for (name, dtype, shape), start in zip(rows, places)]
     return struct.pack("<Q", len(text)) + text, entries
@@ -111,6 +114,9 @@ def read_header(fd: int, size: int, path: Path) -> tuple[dict[str, FileEntry], d
     text = os.pread(fd, length, LENGTH_BYTES)
     if len(text) < length:
         raise bad(f"its header has {len(text)} bytes, want {length}: it was cut while it was read")
+    # A part of JSON costs up to a microsecond, and each but the first of an object or list has a comma before it
+    if (commas := text.count(b",")) > MAX_HEADER_COMMAS:
+        raise bad(f"its header has {commas} commas, at most {MAX_HEADER_COMMAS} are read: save the tensors in several files")
     try:
         header = json.loads(text.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # not UTF-8 either

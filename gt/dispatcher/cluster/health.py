@@ -73,6 +73,15 @@ class Halt:
     seen: float
 
 
+@dataclass(slots=True)
+class Look:
+    """A question to another worker of its host about a worker that is silent. tries: how often it was asked."""
+
+    life: int
+    key: int = -1
+    tries: int = 0
+
+
 class Watch:
     """home: of the dispatcher's own process, see wire.liveness."""
 
@@ -81,6 +90,7 @@ class Watch:
         self.surveys: dict[int, Survey] = {}
         self.places: dict[int, WorkerPosition] = {}  # by worker, of those that have something to do
         self.halts: dict[int, Halt] = {}  # by worker, of those whose process is stopped
+        self.looks: dict[int, Look] = {}  # by worker, of silent ones that the dispatcher cannot see
         self.awake = 0.0  # since when the dispatcher has had its turns: nobody is to blame for what was before
         self._ticked = self._examined = 0.0
 
@@ -100,6 +110,7 @@ class Watch:
         """A worker's Report: the survey that it completes, if any."""
         stats, at = report.body.get("stats"), report.body.get("at")
         fit = isinstance(at, list) and len(at) == 5 and isinstance(at[3], str)
+        self._looked(report)
         self._seen(worker, at if fit else None, report.body.get("work"))
         survey = self.surveys.get(report.request)
         if survey is None or worker.index not in survey.left:
@@ -135,12 +146,15 @@ class Watch:
             place = self.places.get(worker.index)
             if worker.lost or worker.done >= worker.runs:
                 self.places.pop(worker.index, None)
+                if self.unseen(worker):
+                    self.halts.pop(worker.index, None)
             elif place is None or place.life != worker.lives or place.done != worker.done:
                 soon = now - self.heartbeat / POLLS_PER_HEARTBEAT  # it is asked for the first time at the next tick
                 self.places[worker.index] = WorkerPosition(worker.lives, worker.done, now, now, soon, now)
             elif now - place.asked >= self.heartbeat / POLLS_PER_HEARTBEAT:
                 place.asked = now
                 queries.append((worker.peer, Query(self.cluster.key(), False)))
+                queries += self._look(worker)
         return queries, self._examine(now)
 
     def _examine(self, now: float) -> list[Examine]:
@@ -154,6 +168,51 @@ class Watch:
             for w in self.cluster.workers
             if not w.lost and w.info.get("home") == self.home and w.info.get("pid")
         ]
+
+    # A worker of another host is seen by the other workers there, which share its pid namespace. Their word counts for one that
+    # answers nothing itself: so none can have a healthy one called stopped.
+    def silent(self, index: int) -> bool:
+        """True for a busy worker that has left questions unanswered."""
+        place = self.places.get(index)
+        return place is not None and self.cluster.now - max(place.heard, self.awake) > self._patience
+
+    @property
+    def _patience(self) -> float:
+        return 2 * self.heartbeat / POLLS_PER_HEARTBEAT
+
+    def witnesses(self, worker: Worker) -> list[Worker]:
+        """Workers that can look at a worker's process."""
+        home = worker.info.get("home")
+        others = [w for w in self.cluster.workers if w is not worker and not w.lost and w.info.get("home") == home]
+        return [other for other in others if home and not self.silent(other.index)]
+
+    def unseen(self, worker: Worker) -> bool:
+        """True if the dispatcher's own kernel shows nothing of a worker's process."""
+        return not self.home or worker.info.get("home") != self.home
+
+    def _look(self, worker: Worker) -> list[tuple[bytes, Query]]:
+        """A question about a silent worker, to each of its witnesses in turn."""
+        index, pid = worker.index, worker.info.get("pid", 0)
+        witnesses = self.witnesses(worker) if pid and self.unseen(worker) and self.silent(index) else []
+        if not witnesses:
+            self.looks.pop(index, None)
+            return []
+        look = self.looks.get(index)
+        if look is None or look.life != worker.lives:
+            look = self.looks[index] = Look(worker.lives)
+        look.key, look.tries = self.cluster.key(), look.tries + 1
+        return [(witnesses[look.tries % len(witnesses)].peer, Query(look.key, False, process=pid))]
+
+    def _looked(self, report: Report) -> None:
+        """Another worker's word on a silent one, if it was asked."""
+        index = next((i for i, look in self.looks.items() if look.key == report.request), None)
+        sight = report.body.get("sight")
+        if index is None or not isinstance(sight, list) or [type(part) for part in sight] != [str, float]:
+            return
+        state, seconds = sight
+        if self._living(index, self.looks[index].life) and self.silent(index) and len(state) <= 1 and isfinite(seconds):
+            worker = self.cluster.workers[index]
+            self.examined(worker, Examined(worker.peer, state, seconds, self.cluster.now))
 
     def _living(self, index: int, life: int) -> bool:
         worker = self.cluster.workers[index]
@@ -171,7 +230,7 @@ class Watch:
 
         # Its loop does not answer (a long op holds the interpreter), so its CPU time speaks for it. In a collective it may
         # spin, which uses CPU time and is no progress.
-        if place is not None and not place.waits and event.at - place.heard > 2 * self.heartbeat / POLLS_PER_HEARTBEAT:
+        if place is not None and not place.waits and event.at - place.heard > self._patience:
             self._worked(place, 1, event.seconds)
 
     def halted(self, share: float) -> dict[int, Halt]:
@@ -185,6 +244,8 @@ class Watch:
 
     def _seen(self, worker: Worker, at: list | None, work: Any) -> None:
         place, now = self.places.get(worker.index), self.cluster.now
+        if self.unseen(worker):  # what it says itself is newer than what another has seen
+            self.halts.pop(worker.index, None)
         if place is not None:
             place.heard = now
             # The first answer only tells where it has been all the time.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from gt import errors
 from gt.dispatcher.cluster.health import COMPILE, DEVICE, LOAD, Halt, Watch, WorkerPosition
+from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import WorkerStuck
@@ -291,11 +292,24 @@ class Stragglers:
 
     def _one(self, session: ClientSession, index: int, place: WorkerPosition, now: float) -> str:
         name, seconds = self.cluster.workers[index].name, now - place.came
+        if self.watch.silent(index) and self.watch.unseen(self.cluster.workers[index]):
+            return self._unproved(self.cluster.workers[index], now - place.heard)
         if place.at is None:
             return f"worker {name} is alive and has not reported its work for {seconds:.1f} s"
         doing = f"{DOING[place.kind]} " if place.kind in DOING else ""
         kind = f" ({place.kind})" if place.kind in COMMUNICATION else ""
         return f"worker {name} is alive and has been at {doing}{self._line(session, place)}{kind} for {seconds:.1f} s"
+
+    def _unproved(self, worker: Worker, seconds: float) -> str:
+        """A silent worker that is not known to be stopped."""
+        host, pid = worker.info.get("host", ""), worker.info.get("pid", 0)
+        seen = "no other worker there can look at its process"
+        if self.watch.witnesses(worker):
+            seen = "another worker there sees its process, which is not stopped"
+        return (
+            f"worker {worker.name} has answered nothing for {seconds:.1f} s; its host {host!r:.80} is reached, and {seen}: "
+            f"`ps -o stat= -p {pid}` there says T if it is stopped"
+        )
 
     def _line(self, session: ClientSession, place: WorkerPosition) -> str:
         """The op that a worker is at, as its own program knows it."""

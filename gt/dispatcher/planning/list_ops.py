@@ -35,6 +35,9 @@ class ListPart:
     outs: list[int]
 
 
+Cuts = list[tuple[ListPart, OpPlan]]  # the parts of a list op
+
+
 class PartPlanner(Protocol):
     """The planner, as far as list ops need it."""
 
@@ -65,18 +68,27 @@ class ListOps:
         self._context, self._binder, self._redistributor, self._planner = context, binder, redistributor, planner
         self._cluster, self._failures, self._offload = context.cluster, context.failures, planner.offload
 
-    def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
+    def planned(self, known: OpSchema, ins: list[Tensor], values: tuple) -> Cuts | None:
+        """The plan for operands that lie as these do, if there is one and no worker is lost."""
+        if self._failures.troubled:
+            return None
+        return known.plans.get(self._key(ins, list_rules.combination(known, values)))
+
+    @staticmethod
+    def _key(ins: list[Tensor], combined: str | None) -> tuple:
+        return ("list", combined, *[id(t.layout) for t in ins])
+
+    def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int], cuts: Cuts | None) -> None:
         """Cut, bring and emit; or only emit, where all layouts are those for which nothing had to be brought."""
         # The plan of a list op is a list of parts, one for each layout of a leader. It is kept under the layouts of all
         # operands if nothing was moved for it. Then the same layouts need the same parts, and no tensor has to be brought.
-        combined = list_rules.combination(known, values)
-        key = ("list", combined, *[id(t.layout) for t in ins])
-        cuts = None if self._failures.troubled else known.plans.get(key)
         if cuts is None:
+            combined = list_rules.combination(known, values)
+            key = self._key(ins, combined)
             parts = self._parts(known, ins, self._buckets(known, origin, ins, combined))
-            cuts = [self._plan_part(*part, _ListOp(known, ins, values, outs, combined)) for part in parts]
-            if key[2:] == tuple([id(t.layout) for t in ins]) and all(cut and cut[1].direct for cut in cuts):
-                known.plans[key] = cuts
+            made = [self._plan_part(*part, _ListOp(known, ins, values, outs, combined)) for part in parts]
+            if key == self._key(ins, combined) and all(cut and cut[1].direct for cut in made):
+                known.plans[key] = made
             return
         self._planner.hits += 1
         for number, (part, plan) in enumerate(cuts):

@@ -22,7 +22,7 @@ from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.emitter import TEMPORARY
 from gt.dispatcher.state.failures import UNDROPPED
 from gt.dispatcher.state.fetches import Fetches
-from gt.dispatcher.state.op_queue import Batch, NeedsLookahead, QueuedBatch
+from gt.dispatcher.state.op_queue import Batch, NeedsLookahead, NeedsPauses, QueuedBatch
 from gt.dispatcher.state.outbox import Outbox
 from gt.dispatcher.state.records import Origin
 from gt.dispatcher.state.tensors import Tensor
@@ -34,6 +34,7 @@ from gt.wire.messages import Ack, FinishCapture, Message, Ops, Skip
 MAX_WAITING_BATCHES = CREDIT // 2  # batches: a client without credit could not send the next
 CLOCK_INTERVAL = 128  # numbers of the stream, about 20 ops, between looks at the clock
 MAX_FREED_AT_ONCE = 2048  # tensors that are freed in one go
+PlanOp = Callable[[OpSchema, Origin, list[Tensor], tuple, list[int]], None]  # an op, its operands, scalars and results
 NEVER = 1 << 62  # number of an op that no session reaches
 # Ops and estimated seconds of a unit, where another session uses one of the workers and where none does
 BESIDE, ALONE = (OPS_PER_UNIT, UNIT_SECONDS / SHARED_DIVISOR), (NEVER, UNIT_SECONDS)
@@ -73,13 +74,20 @@ class OpStream:
 
     @property
     def long(self) -> bool:
-        """True if the next row takes long: the end of a recording that was held back, or of a fragment's."""
+        """True if the next row takes long: an op that needs pauses, the end of a recording held back, or of a fragment's."""
         batch = self.coming[0] if self.coming else None
-        return batch is not None and batch.at < len(batch.code) and self._takes_long(batch.code[batch.at])
+        return batch is not None and batch.at < len(batch.code) and (batch.aside or self._takes_long(batch.code, batch.at))
 
-    def _takes_long(self, number: int) -> bool:
-        if number in (RECORD, DISCARD):
-            return self._programs.holds
+    def _takes_long(self, code: list, at: int) -> bool:
+        number = code[at]
+        if number in (RECORD, DISCARD) and self._programs.holds:
+            return True
+        if number == RECORD and at + 3 < len(code) and type(code[at + 3]) is int:
+            rows = self._context.table.rows
+            ids = code[at + 4 : at + 4 + max(code[at + 3], 0)]
+            return self._context.needs_pauses(0, [rows[i] for i in ids if type(i) is int and i in rows])
+        if number == LAUNCH:
+            return self._programs.needs_pauses(code[at + 1] if at + 1 < len(code) else None)
         return number == END_FRAGMENT and self.fragments.long
 
     @property
@@ -288,9 +296,8 @@ class OpStream:
         context, queue, code = self._context, self._queue, batch.code
         templates, origins, rows = context.templates, context.origins, context.table.rows
         emitter, op = self._emitter, self._op
-        at, end = batch.at, len(code)
         grain, unit = BESIDE if context.cluster.queue.shared(context.number) else ALONE
-        left = grain
+        at, end, left = batch.at, len(code), grain
         queue.due = at + CLOCK_INTERVAL
         while at < end:
             start = at
@@ -301,7 +308,7 @@ class OpStream:
                 queue.due = at + CLOCK_INTERVAL
             number = code[at]
             if number < FIRST:
-                if self._pace.background.beside and not self.in_thread and self._takes_long(number):
+                if self._pace.background.beside and not self.in_thread and self._takes_long(code, at):
                     batch.at, batch.spent = at, True  # begins a slice, which is done aside
                     return False
                 begun, at = context.cluster.seq, self._special(number, code, at)
@@ -331,11 +338,12 @@ class OpStream:
             for i in code[third:at]:
                 if type(i) is not int or not 0 < i < TEMPORARY or i in rows:
                     raise ProtocolError(f"Ops.code has {i!r:.40} at {third} as the id of a new tensor")
+            row = known, origin, ins, tuple(code[second:third]), code[third:at]
             try:
-                op(known, origin, ins, tuple(code[second:third]), code[third:at])
-            except NeedsLookahead:
-                batch.at = start  # nothing was done for the op: it is planned again with the next batch here
-                return False
+                op(*row)
+            except (NeedsLookahead, NeedsPauses) as why:
+                if not self._resolve(why, batch, start, op, row):
+                    return False
             emitter.end_op()
             self.ops += 1
             left -= 1
@@ -344,8 +352,47 @@ class OpStream:
                 self._outbox.cut()
         return True
 
+    def _resolve(self, why: Exception, batch: QueuedBatch, start: int, op: PlanOp, row: tuple) -> bool:
+        """Plan an op that needs pauses, if a thread does it; False if it has to wait."""
+        if isinstance(why, NeedsPauses) and self.in_thread:
+            self._plan_with_pauses(op, *row)
+            return True
+        batch.at = start  # nothing was done for the op: it is planned again with the next batch, or in a thread
+        batch.spent = batch.aside = isinstance(why, NeedsPauses)
+        return False
+
+    def _plan_with_pauses(self, op: PlanOp, known: OpSchema, origin: Origin, ins: list, values: tuple, outs: list) -> None:
+        """Plan an op that takes long: other sessions have turns between the operands that are placed."""
+        context = self._context
+        lives = [(worker, worker.lives) for worker in context.cluster.workers if not worker.lost]
+        with self._pauses():
+            op(known, origin, ins, values, outs)
+        self.coming[0].aside = False
+        # A worker that was lost in a pause has nothing of what was placed before it, and its successor neither.
+        rows = [*ins, *[context.table.rows[i] for i in outs if i in context.table.rows]]
+        for worker in [worker for worker, life in lives if worker.lost or worker.lives != life]:
+            for tensor in rows:
+                if tensor.layout is not None and worker.index in tensor.layout.mesh.workers:
+                    tensor.storage.failed = tensor.storage.failed or context.failures.cause_of_loss(worker)
+
+    @contextmanager
+    def _pauses(self) -> Iterator[None]:
+        """Others may have turns within, if a thread does it."""
+        self._context.pause = self._pause if self.in_thread else None
+        try:
+            yield
+        finally:
+            self._context.pause = None
+
+    def _pause(self) -> None:
+        """Send the instructions written so far, and let other sessions have their turns."""
+        self._outbox.cut()
+        with self._context.apart():
+            pass
+        self._emitter.begin_run()
+
     @property
-    def _op(self) -> Callable[[OpSchema, Origin, list[Tensor], tuple, list[int]], None]:
+    def _op(self) -> PlanOp:
         """The function that plans the next op."""
         return self._note_op if self.fragments.recording else self._planner.op
 
@@ -391,12 +438,14 @@ class OpStream:
         if number == END_FRAGMENT:
             return self.fragments.leave(code, at)
         if number == LAUNCH and at + 4 <= len(code):
-            programs.launch(*code[at + 1 : at + 4])
+            with self._pauses():
+                programs.launch(*code[at + 1 : at + 4])
             return at + 4
         if number == RECORD and at + 4 <= len(code) and type(code[at + 3]) is int and 0 <= code[at + 3] <= len(code) - at - 4:
             # The interrupt would wait for deferred instructions, whose end waits for the interrupt
             how = 0 if self.interrupted >= 0 and code[at + 2] in (1, 2, 3) else code[at + 2]
-            programs.record(code[at + 1], how, code[at + 4 : at + 4 + code[at + 3]])
+            with self._pauses():
+                programs.record(code[at + 1], how, code[at + 4 : at + 4 + code[at + 3]])
             return at + 4 + code[at + 3]
         if number == DISCARD:
             programs.discard()

@@ -38,7 +38,7 @@ from gt.dispatcher.sharding.views import VIEWS, wanted_parts
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.emitter import lost_in
 from gt.dispatcher.state.failures import Planned, PlannedInPart
-from gt.dispatcher.state.op_queue import NeedsLookahead
+from gt.dispatcher.state.op_queue import NeedsLookahead, NeedsPauses
 from gt.dispatcher.state.records import OpPlan, Origin
 from gt.dispatcher.state.tensors import Tensor
 from gt.dispatcher.state.uploads import Uploads
@@ -75,7 +75,7 @@ class Planner:
         self.hits = 0
 
     def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
-        """Plan and emit one op; NeedsLookahead, and nothing is done, if it has to wait for later ops."""
+        """Plan and emit one op; NeedsLookahead or NeedsPauses, and nothing is done, if it waits for later ops or takes long."""
         if self._casts.active:
             origin = self._casts.origin(known, origin, ins)
         if self._shards:
@@ -100,16 +100,21 @@ class Planner:
         # Raised before anything is changed: the op is given here again once more of the stream has come.
         if needs_lookahead(self._context, known, origin, ins, outs):
             raise NeedsLookahead
+        grouped = origin.meaning not in (None, self._context.groups.everywhere)
+        defers = not self._uses_parameter(known, origin, ins) and self._materializer.can_defer(known, ins, grouped)
+        cuts = self._lists.planned(known, ins, values) if known.columns else None
+        leaves = not defers and self._context.pause is None
+        if leaves and self._context.needs_pauses(0 if plan or cuts else len(ins), ins):
+            raise NeedsPauses
         if self._emitter.scribe is not None:
             self._emitter.scribe.received(known, origin, [t.id for t in ins])
-        grouped = origin.meaning not in (None, self._context.groups.everywhere)
-        if not self._uses_parameter(known, origin, ins) and self._materializer.can_defer(known, ins, grouped):
+        if defers:
             self._materializer.defer(known, ins, values, outs, self._uploads.source(known, values, outs))
             if self._casts.active and self._casts.casts(known, ins):
                 self._table.rows[outs[0]].storage.note_cast(ins[0].storage)
             return
         elif known.columns:
-            self._lists.op(known, origin, ins, values, outs)
+            self._lists.op(known, origin, ins, values, outs, cuts)
         else:
             self._planned(known, origin, ins, values, outs, plan)
         self._after(known, origin, ins, outs)

@@ -229,6 +229,7 @@ class Redistributor:
 
         decided: false if a later use may choose its layout on other axes, after which it rests.
         """
+        self._context.breathe()
         if storage.sharded and (decided or len(want.mesh.axes) == 1):
             want = storage.rest = self._context.intern(self.rest(storage, want))
         # Else a cast's recipe would make its parameter a second time, and an upload would be sent twice
@@ -246,6 +247,7 @@ class Redistributor:
         if root.layout is None:
             self.place(storage, want)
             return
+        self._context.breathe()
         if root.layout.partial:
             self.reduce_partial(storage)
         if root.layout == want:

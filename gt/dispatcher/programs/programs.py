@@ -35,6 +35,7 @@ from gt.wire.codec import packed_payload
 from gt.wire.messages import FinishCapture, PrepareCompilation
 
 MAX_PROGRAMS_PER_SESSION = 256  # a recording beyond that stays an eager call; their instructions have a limit of their own
+MOVE_STEPS = 4  # instructions of a worker for a tensor that gets another layout, about
 STEP = 1024  # tensors that are placed, or aliases that are written, before other sessions have a turn
 MAX_HINTED_KINDS = 4096  # of calls whose inputs' layouts are remembered
 
@@ -300,7 +301,7 @@ class Programs:
         if len(self._table.rows) > STEP:
             self._emitter.begin_run()
         for n, storage in enumerate(storages):
-            if n % STEP == STEP - 1:
+            if n % STEP == STEP - 1 or self._context.pace.spent:
                 self._pause()
             if self._failures.missing:
                 break
@@ -426,6 +427,14 @@ class Programs:
         self.order, self.newest = program.order, program.numbers
         self.launches += 1
         self._launcher.launch(program, seed, counter)
+
+    def needs_pauses(self, number: Any) -> bool:
+        """True if a launch takes longer than a turn, since many tensors have to be brought to their recorded layouts."""
+        program = self.all.get(number) if type(number) is int else None
+        if program is None or program.compared == self._table.relaid:
+            return False
+        moves = sum(1 for tensors in (program.inputs, program.results) for _ in tensors.changed())
+        return self._context.needs_pauses(MOVE_STEPS * moves, ())
 
     def lose(self, worker: int, cause: Cause) -> None:
         """A worker is gone, and so is its part of programs."""

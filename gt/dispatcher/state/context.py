@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,9 @@ from gt.errors import ProtocolError
 from gt.ir.layout import Layout, Mesh
 from gt.ir.schema import SessionOps
 from gt.wire.messages import Message
+
+STEP_WRITES = 8  # instructions whose writing takes as long as the planning of one
+TURN_WRITES = 20_000  # instructions that are planned and written in a turn
 
 
 def no_switches(worker: Worker) -> dict[str, Any]:
@@ -67,6 +70,7 @@ class SessionContext:
         self.origins: dict[int, Origin] = {0: NO_ORIGIN}
         self.tape: Recording | None = None  # while a program is recorded
         self.uploaded = 0  # bytes
+        self.pause: Callable[[], None] | None = None  # lets others have turns within one op; None where it cannot be left
         self._layouts: dict[Layout, Layout] = {}
 
     @property
@@ -114,6 +118,17 @@ class SessionContext:
         row = Placed(seq, known, origin, (), (), (storage,), storage.recipe, storage.slots, storage.undecided)
         self.journal.add(row)
         self.emitter.end_op()
+
+    def needs_pauses(self, operands: int, tensors: Iterable[Tensor]) -> bool:
+        """True if this takes longer than a turn: operands to bind, and tensors of which those without a place are made."""
+        # A step is bound once, written for each worker, and packed: 5 us and 0.7 us on two cores of an AMD EPYC.
+        steps = operands + sum([len(t.storage.recipe) for t in tensors if t.storage.recipe is not None])
+        return steps * (STEP_WRITES + len(self.cluster.workers)) > TURN_WRITES and self.pace.background.beside
+
+    def breathe(self) -> None:
+        """Let others have their turns, if this one is over and the work in hand can be left."""
+        if self.pause is not None and self.pace.spent:
+            self.pause()
 
     def apart(self) -> AbstractContextManager[None]:
         """Let other sessions go on during long work, which may touch this session's state alone.

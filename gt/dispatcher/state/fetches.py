@@ -22,7 +22,7 @@ from gt.dispatcher.state.records import Cause
 from gt.dispatcher.state.tensors import Tensor
 from gt.errors import CheckpointError, GTError, OpFailed, ProtocolError
 from gt.ir.instr import Define
-from gt.ir.layout import Layout, boxes, local_shape, replicated, spans
+from gt.ir.layout import Layout, Mesh, boxes, local_shape, replicated, spans
 from gt.ir.spec import Spec
 from gt.wire.messages import AHEAD, CHUNK, THROUGH, Described, Failed, Piece, Report, UseBlock, Value, WindowUpdate
 
@@ -61,6 +61,7 @@ class Request:
     named: dict[int, str] = field(default_factory=dict)  # for a store: op number -> name of the tensor
     place: BlockPlace | None = None  # the client's block that workers write their pieces into
     granted: dict[int, int] = field(default_factory=dict)  # key -> bytes of a large piece that its worker may send by now
+    asking: bool = False  # not all its workers are asked yet
     holds: bool = False  # workers write from the tensors themselves: no op may change them before the answer
     moved: float = -1.0  # time of the answer's last progress; below 0: workers have still to compute it
 
@@ -172,8 +173,11 @@ class Fetches:
         # `later`: workers copy the tensors first and write afterwards. Otherwise ops wait for the answer (`holds`), since they
         # could change what is being written.
         self._emitter.begin_run()
-        request = Request(number, "store", {}, [], holds=not later)
-        for tensor, place in zip(tensors, places):
+        request = Request(number, "store", {}, [], holds=not later, asking=True)
+        self._open(request)
+        for tensor, place, layout in zip(tensors, places, layouts):
+            if self._context.pace.spent and not self._pause(request, layout.mesh):
+                return
             source = tensor if tensor.layout is not None else self._materializer.read(tensor)
             if source.layout is not None and source.layout.partial:
                 self._redistributor.reduce_partial(source.storage)
@@ -185,7 +189,28 @@ class Fetches:
                 request.named[self._emitter.seq] = f"%{tensor.id}"
             if source is not tensor:
                 self._emitter.free(source.layout.mesh.workers, [source.id])
+        request.asking = False
         self._begin(request)
+
+    def needs_pauses(self, rows: list) -> bool:
+        """True if the tensors of a Store take longer than a turn."""
+        tensors = [self._context.table.rows.get(row[0]) for row in rows if type(row) is list and row and type(row[0]) is int]
+        return self._context.needs_pauses(0, [tensor for tensor in tensors if tensor is not None])
+
+    def _pause(self, request: Request, mesh: Mesh) -> bool:
+        """Let others have turns within a Store; False if it has failed meanwhile."""
+        self._outbox.flush(self._emitter.base)
+        self.by_key.update(dict.fromkeys(request.keys, request))
+        with self._context.apart():
+            pass
+        if self.open.get(request.number) is not request:
+            return False
+        if (lost := lost_in(self._cluster, mesh)) is not None:
+            self._drop(request)
+            self._fail(request.number, self._failures.cause_of_loss(lost))
+            return False
+        self._outbox.begin_run()
+        return True
 
     def _block(self, place: int, spec: Spec, workers: Sequence[int]) -> BlockPlace | None:
         """The block that a value can be written into; None if not all workers that have parts of it share the arena."""
@@ -283,13 +308,17 @@ class Fetches:
             raise ProtocolError(f"request {number} is in use, or more than {MAX_REQUESTS} requests are open")
 
     def _begin(self, request: Request) -> None:
-        request.since = self._cluster.now
         last = self._outbox.flush(self._emitter.base)
         request.runs = request.runs or last
-        self.open[request.number] = request
-        self.holding += request.holds
+        self._open(request)
         self.by_key.update(dict.fromkeys(request.keys, request))
         self.answer_ready()
+
+    def _open(self, request: Request) -> None:
+        if request.number not in self.open:
+            request.since = self._cluster.now
+            self.open[request.number] = request
+            self.holding += request.holds
 
     def _refused(self, number: int, tensors: list[Tensor]) -> bool:
         """Fail a request at once if its tensors, or ops before it, are known to have failed."""
@@ -448,7 +477,7 @@ class Fetches:
         acknowledged = False
         # All workers have executed what was issued before these requests, and every failure among it has been reported.
         for request in list(self.open.values()):
-            if request.verified or not self._outbox.reached(request.runs):
+            if request.asking or request.verified or not self._outbox.reached(request.runs):
                 continue
             if request.moved < 0:
                 request.moved = self._cluster.now

@@ -11,6 +11,10 @@ class NeedsLookahead(Exception):
     """The plan of an op depends on ops that are still to come."""
 
 
+class NeedsPauses(Exception):
+    """An op is planned for longer than a turn: it is given to a thread, in which others have turns between."""
+
+
 @dataclass(slots=True)
 class Batch:
     """A batch that workers are executing: acknowledged when each has come to its `runs`."""
@@ -29,6 +33,7 @@ class QueuedBatch:
     frames: tuple
     at: int = 0
     spent: bool = False  # the turn was over before its end
+    aside: bool = False  # its next op needs pauses
 
 
 class OpQueue:

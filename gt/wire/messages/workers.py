@@ -132,13 +132,15 @@ class Query(Message):
     that its GPU has finished] of the current instruction or None, "work": seconds of CPU time used}; the kind is the
     instruction's, or "compile", "load" (its GPU runs it for the first time) or "device" (it waits for its GPU). With the same
     `at` twice an instruction takes long; with the same `work` too, the worker makes no progress. holders: a session's number;
-    `stats["holders"]` has [id, bytes] of its largest tensors; -1 for none.
+    `stats["holders"]` has [id, bytes] of its largest tensors; -1 for none. process: pid of a silent worker of the same home, or
+    0; Report.body has "sight": [its state by proc(5), CPU seconds], see wire.liveness.
     """
 
     request: int
     stats: bool = True
     programs: list = field(default_factory=list)
     holders: int = -1
+    process: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from gt.ir.text import size
 log = logging.getLogger("gt.worker")
 ALIGNED_BYTES = 4096  # bytes: a multiple of the blocks of every disk
 THREADS_PER_FILE = 4
+IN_MEMORY = ("tmpfs", "ramfs")  # kinds of file systems
 CHUNK_BYTES = 8 << 20  # of one read or write
 MAX_WAITING_BYTES = 256 << 20  # bytes of buffers that are being written
 
@@ -234,6 +235,28 @@ def _check_allowed(folder: str) -> None:
     real = os.path.realpath(folder)
     if allowed and not any(real == part or real.startswith(part.rstrip("/") + "/") for part in allowed):
         raise PermissionError(f"offload.path is {folder}, and GT_OFFLOAD of this worker allows {', '.join(allowed)} alone")
+    if not allowed and (kind := _in_memory(real)):
+        raise PermissionError(
+            f"offload.path is {folder}, which is memory ({kind}) that no limit counts; want a folder on a disk, "
+            f"or GT_OFFLOAD={folder} of this worker, if its owner means it"
+        )
+
+
+def _in_memory(path: str) -> str:
+    """The kind of file system, if a folder is in memory, else "". The system's temporary folder counts as a disk."""
+    while path != os.sep and not os.path.isdir(path):  # the folder is made later
+        path = os.path.dirname(path)
+    with contextlib.suppress(OSError, ValueError):
+        device = os.stat(path).st_dev
+        if device == os.stat(tempfile.gettempdir()).st_dev:
+            return ""
+        wanted = f"{os.major(device)}:{os.minor(device)}"
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+            for line in mounts:
+                mount, _, rest = line.partition(" - ")
+                if mount.split()[2] == wanted and rest.split()[0] in IN_MEMORY:
+                    return rest.split()[0]
+    return ""
 
 
 def _nameless(folder: str) -> tuple[int, bool]:

@@ -100,6 +100,16 @@ def test_a_file_shorter_than_its_header_is_refused(tmp_path, text):
         read(tmp_path / "x")
 
 
+def test_a_header_of_too_many_parts_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
+    monkeypatch.setattr("gt.client.checkpoint.safetensors_format.MAX_HEADER_COMMAS", 1000)
+    monkeypatch.setattr("gt.client.checkpoint.safetensors_format.json.loads", None)
+    write(tmp_path / "f", b'{"a":[' + b"{}," * 1001 + b"0]}")
+    with pytest.raises(CheckpointError, match="its header has 1001 commas, at most 1000 are read"):
+        read(tmp_path / "f")
+    with pytest.raises(CheckpointError, match="the header of 300 tensors has 1499 commas, at most 1000 are read"):
+        layout([(str(n), "float32", (2, 2)) for n in range(300)], {})
+
+
 def test_only_regular_files_are_opened(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/null")

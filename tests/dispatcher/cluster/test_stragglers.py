@@ -92,7 +92,10 @@ def told(
                 rows.append((now, action.peer, "Close", ""))
             elif isinstance(action.message, Query) and action.peer in states(now):
                 at, work = states(now)[action.peer]
-                bench.give(action.peer, Report(action.message.request, {"done": 0, "at": at, "work": work}), at=now)
+                body = {"done": 0, "at": at, "work": work}
+                if action.message.process:  # of a worker that the dispatcher does not see
+                    body["sight"] = [*halts(now).get(b"w%d" % (action.message.process - 100), ("S", 0.0))]
+                bench.give(action.peer, Report(action.message.request, body), at=now)
             elif isinstance(action.message, Notice):
                 rows.append((now, action.peer, "Notice", action.message.text))
             elif isinstance(action.message, Failed):
@@ -284,6 +287,51 @@ def test_a_stopped_worker_is_named_within_a_heartbeat_and_then_given_up():
     assert text.startswith("worker w0 is stopped: its process 100 is stopped (state T; `kill -CONT 100` lets it go on)")
     assert 13 <= gone <= 15 and bench.core.cluster.workers[0].lost.startswith("for 10 s its process 100 is stopped")
     bench.core.check()
+
+
+IDLE = {b"w1": (None, 0.0)}  # a worker that answers and has nothing to do
+BOTH = {b"w0": ([1, 0, 0, "op", 0], 0.0), **IDLE}
+
+
+def far(stopped: bool, states: States, alone: bool = False) -> list[tuple[float, bytes, str, str]]:
+    """A program's wait for w0, which answers nothing; its host is another than the dispatcher's, and w1 is there too."""
+    bench = CoreBench()
+    seen(bench)
+    bench.core.watch.home = "far"
+    for worker in bench.core.cluster.workers[1:] if alone else ():
+        worker.info["home"] = "elsewhere"
+    begun(bench)
+    bench.give(b"w1", Done(1))
+    bench.give(b"c", Fetch(1, 2))
+    rows = told(bench, states, until=30, halts=lambda now: {b"w0": ("T" if stopped and now > 3 else "S", 0.0)})
+    bench.core.check()
+    return rows
+
+
+def test_a_stopped_worker_of_another_host_is_seen_by_a_worker_beside_it_and_then_given_up():
+    rows = far(True, lambda now: IDLE)
+    (when, peer, kind, text), (gone, *_) = [row for row in rows if row[2] in ("WorkerStuck", "Close")]
+    assert 8 <= when <= 12 and (peer, kind) == (b"c", "WorkerStuck")
+    assert text.startswith("worker w0 is stopped: its process 100 is stopped (state T; `kill -CONT 100` lets it go on)")
+    assert 13 <= gone <= 17
+
+
+def test_a_worker_of_another_host_that_is_silent_and_not_stopped_is_a_notice():
+    rows = far(False, lambda now: IDLE)
+    assert [kind for _, _, kind, _ in rows] == ["Notice"] * len(rows) and rows
+    assert "worker w0 has answered nothing for" in rows[0][3] and "sees its process, which is not stopped" in rows[0][3]
+
+
+def test_why_nobody_can_tell_whether_a_worker_of_another_host_is_stopped():
+    rows = far(True, lambda now: IDLE, alone=True)
+    assert [kind for _, _, kind, _ in rows] == ["Notice"] * len(rows) and rows
+    assert "no other worker there can look at its process: `ps -o stat= -p 100` there says T" in rows[0][3]
+
+
+@pytest.mark.parametrize("until", [0, 7])
+def test_no_worker_can_have_one_that_answers_called_stopped(until: int):
+    rows = far(True, lambda now: IDLE if now < until else BOTH)
+    assert {kind for _, _, kind, _ in rows} <= {"Notice"}
 
 
 def test_a_worker_that_was_let_go_on_is_not_called_stopped_by_what_was_seen_before():

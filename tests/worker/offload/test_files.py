@@ -208,6 +208,17 @@ def test_a_worker_writes_in_its_owners_folders_alone(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["allowed"]
 
 
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm")
+def test_a_folder_in_memory_is_refused_unless_its_owner_allows_it(monkeypatch):
+    monkeypatch.delenv("GT_OFFLOAD", raising=False)
+    for folder in ("/dev/shm", "/dev/shm/gt-nowhere/deep"):
+        with pytest.raises(PermissionError, match=f"offload.path is {folder}, which is memory .tmpfs. that no limit counts"):
+            OffloadFile(folder)
+    assert not os.path.exists("/dev/shm/gt-nowhere")
+    monkeypatch.setenv("GT_OFFLOAD", "/dev/shm")
+    OffloadFile("/dev/shm").close()
+
+
 def test_memory_of_tensors_that_come_back_counts_for_a_limit(file):
     """RLIMIT_DATA and the budget count private memory. A tensor without room stays in the file, and may come back later."""
     before = _data_bytes()

@@ -118,6 +118,8 @@ class Fragments:
         ins = [tensor for i in call.ins if (tensor := self._table.rows.get(i)) is not None]
         if len(ins) != len(call.ins):
             return "a tensor is not of this session", ops  # the op that reads it raises the error
+        if self._context.needs_pauses(0, ins):
+            return "many of the tensors that they read have no place yet", ops
         if harm := self._harm(fragment, ins):
             return harm, ops
         if fragment.program is not None:
