@@ -272,7 +272,8 @@ class TwoPrograms:
             if saved.backward.newest is not None:  # which reads what an earlier recording has saved
                 saved.backward = self._new(saved.tensors).backward
             self._programs[program] = saved, cut
-            self._next = self._new([*saved.tensors])
+            # Each place has a tensor, so that the next recording adds none; not the program's, which would be copied for its holder
+            self._next = self._new([torch.empty(0, device=saved.tensors[0].device)] * len(saved.tensors) if saved.tensors else [])
         return saved
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -341,8 +342,12 @@ class TwoPrograms:
         for parameter in parameters if any(gradient is not None for gradient in held) else ():
             parameter.grad = None
         try:
-            # Without room in the program's memory autograd itself computes it, from tensors of the call
-            found = self._backward(*gradients) if call.saved.load(call.tensors) else call.saved.backward(*gradients)
+            if call.saved.load(call.tensors):  # no room in the program's memory: autograd itself, from the call's tensors
+                found = self._backward(*gradients)
+            else:
+                call.tensors = []  # a replay copies what somebody beside the program holds
+                found = call.saved.backward(*gradients)
+                call.tensors = [*call.saved.tensors] if self._keeps else []
         finally:
             _add([(p, gradient) for p, gradient in zip(parameters, held, strict=True) if gradient is not None])
         return found

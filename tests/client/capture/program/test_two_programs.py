@@ -488,3 +488,15 @@ def test_a_compiled_module_is_saved_as_the_module() -> None:
     torch.save(model, buffer)
     buffer.seek(0)
     assert torch.equal(torch.load(buffer, weights_only=False).weight, module.weight)
+
+
+def test_a_steady_loop_copies_nothing_that_autograd_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gt.client.capture.gradients import NamedMemory
+
+    model, optimizer = trained(mlp(0.1))
+    copied = []
+    leave = NamedMemory.leave
+    monkeypatch.setattr(NamedMemory, "leave", lambda memory: copied.append(memory) or leave(memory))
+    for _ in range(3):
+        update(optimizer, model(rows()).square().mean())
+    assert not copied
