@@ -78,7 +78,7 @@ class CellState:
 
 
 class LockState:
-    """Whether a lock is held. text: a comparable value, which has the owner and the count of an RLock."""
+    """The state of a lock. text: a comparable value, which has the owner and the count of an RLock."""
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
