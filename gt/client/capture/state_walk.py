@@ -546,10 +546,10 @@ class StateWalker:
                     inner = getattr(value, part, None) if not isinstance(value, (type, types.FunctionType)) else None
                     if isinstance(inner, (types.FunctionType, *GETTERS)):
                         self._queue.append((f"{path}.{name}", inner))
-                if not is_scalar_like(value) and not isinstance(value, (classmethod, staticmethod, property, torch.Tensor)):
-                    self._queue.append((f"{path}.{name}", value))
-                elif isinstance(value, RemoteTensor):
+                if isinstance(value, RemoteTensor):
                     self._add_tensor(f"{path}.{name}", value)
+                elif not is_scalar_like(value) and not isinstance(value, (classmethod, staticmethod, property)):
+                    self._queue.append((f"{path}.{name}", value))
         self._queue.extend((path, base) for base in (type(cls), *cls.__bases__))
 
     def _visit_object(self, path: str, node: Any) -> None:

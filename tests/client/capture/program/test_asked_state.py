@@ -164,6 +164,17 @@ def cpu_tensor_that_is_a_key(patch: pytest.MonkeyPatch) -> tuple[Callable, Calla
     return lambda: float(next(iter(table))), lambda n: next(iter(table)).fill_(n)
 
 
+class Rated:
+    rate = torch.ones(1)
+
+
+@row
+def cpu_tensor_of_a_class(patch: pytest.MonkeyPatch) -> tuple[Callable, Callable]:
+    patch.setattr(Rated, "rate", torch.ones(1))
+    thing = Rated()
+    return lambda: float(thing.rate), lambda n: Rated.rate.fill_(n)
+
+
 @row
 def pointer(patch: pytest.MonkeyPatch) -> tuple[Callable, Callable]:
     number = ctypes.c_double(1.0)
@@ -234,3 +245,23 @@ def test_a_lock_that_a_step_only_takes_and_settings_of_others_prevent_no_program
     for _ in range(CALLS):
         step(torch.ones(2))
     assert step._programs[0].replays >= CALLS - 4, step.explain()
+
+
+class Scaled(torch.nn.Module):
+    scale, order = torch.ones(3), torch.tensor([0, 1, 2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale.to(x.device))[self.order]
+
+
+def test_cpu_tensors_of_a_class_that_a_step_uploads_are_inputs_of_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scaled, "scale", torch.ones(3))
+    monkeypatch.setattr(Scaled, "order", torch.tensor([0, 1, 2]))
+    module, x = Scaled(), torch.arange(3.0)
+    step = gt.compile(module)
+    for n in range(CALLS):
+        if n == CALLS - 3:
+            Scaled.scale.mul_(2)
+            Scaled.order.copy_(torch.tensor([2, 0, 1]))
+        assert step(x).tolist() == module(x).tolist(), n
+    assert step._programs[0].replays >= CALLS - 5, step.explain()
