@@ -45,6 +45,7 @@ from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of
 from gt.client.trace.uploads import upload
 from gt.client.values.fingerprints import is_scalar_like, unchanged
+from gt.client.values.settings import settings
 
 INSIDE = ", and a program's have none: call backward() in the function"
 KEEPS_GRAPH = "its results have a graph, so that the next calls have a program for each pass"
@@ -143,7 +144,7 @@ def modes() -> tuple:
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, torch.get_autocast_dtype(device) if cast else None,
         torch.get_default_dtype(), default, torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"), torch.is_anomaly_enabled(), torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(), stack.scope().group, observer(),
+        torch.are_deterministic_algorithms_enabled(), settings(), stack.scope().group, observer(),
     )  # fmt: skip
 
 
@@ -170,7 +171,7 @@ def why_key_differs(old: tuple, new: tuple) -> str:
             return f"argument {place}, {_difference(old[1 + place], new[1 + place])}"
     if old == new:  # the call before had an object at the same address, which has ended
         return f"an argument, which is another object{ANOTHER}"
-    return "another mode (grad, autocast, default dtype or device, signal group) or session"
+    return "another mode (grad, autocast, default dtype or device, signal group), setting or session"
 
 
 def _difference(old: Any, new: Any) -> str:

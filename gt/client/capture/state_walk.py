@@ -10,14 +10,8 @@ import builtins
 import dis
 import functools
 import logging
-import mmap
-import operator
-import queue
-import socket
 import sys
 import types
-import warnings
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -28,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from gt import env
 from gt.client.capture.user_code import (
     LIBRARIES,
     STATEFUL,
@@ -43,9 +36,10 @@ from gt.client.capture.user_code import (
 from gt.client.capture.watches.node_hooks import hooks_of_nodes, next_serial
 from gt.client.device.remote_tensor import RemoteTensor, is_leaf, tensor_identity
 from gt.client.device.sparse_tensor import RemoteSparse
+from gt.client.values.asked_state import GETTERS, CellState, asked_by_name, behind, is_hidden, lock_state, names_of_getter
 from gt.client.values.code_names import names_in, operands, texts
 from gt.client.values.counters import counted, may_count
-from gt.client.values.fingerprints import MAX_COMPARED_BYTES, fingerprint, is_scalar_like
+from gt.client.values.fingerprints import MAX_COMPARED_BYTES, fingerprint, is_plain, is_scalar_like, is_writeable
 
 NODE_HOOKS = "hooks of autograd nodes"
 MAX_ITEMS = 200_000  # values that one snapshot compares
@@ -56,11 +50,8 @@ _CALLED_BY_TORCH = frozenset({"forward", "__call__", "_call_impl", "_wrapped_cal
 # Names in user code with which it may read any attribute, named or not
 WHOLE = {"asdict", "astuple", "vars", "__dict__", "__getstate__", "__reduce__", "__reduce_ex__", "getattr_static"}  # as whole
 _DYNAMIC_ACCESS = WHOLE | {"getattr", "setattr", "attrgetter", "__getattr__", "__getattribute__"}
-_GETTERS = (operator.attrgetter, operator.methodcaller)
 _IMPORTS = (frozenset({"import_module"}), frozenset({"__import__"}), frozenset({"sys", "modules"}))  # by a text in the code
-_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _OF_MEMBERS = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})  # attributes of any member of an enumeration
-_ENVIRONMENT = frozenset({"environ", "getenv"})  # names with which user code reads it
 _GLOBAL_HOOKS = [
     (f"{module.__name__}.{name}", value)
     for module in (sys.modules["torch.nn.modules.module"], sys.modules["torch.optim.optimizer"])
@@ -71,18 +62,12 @@ _GLOBAL_OPS = frozenset(name for name in dis.opmap if "GLOBAL" in name or name.e
 _STORE_OPS = frozenset({"STORE_ATTR", "DELETE_ATTR"})
 _IMPORT_OPS = frozenset({"IMPORT_NAME", "IMPORT_FROM"})
 CACHED_FUNCTION = type(functools.lru_cache(len))
-_CHANNELS = (queue.SimpleQueue, socket.socket, mmap.mmap)  # whose content is not in Python objects
-_BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
 _CONTAINERS = (dict, types.MappingProxyType, list, tuple, deque, set, frozenset, functools.partial)
 _CHILD_FIELDS = frozenset({"_parameters", "_buffers", "_modules"})
 _SCRATCH = {torch.autocast: ("prev", "prev_cache_enabled", "prev_fastdtype")}  # written before they are read
 _NONE: Mapping = types.MappingProxyType({})
 TENSOR_FIELDS = frozenset({"_ref", "_is_param"})  # attributes that GT and torch give a tensor
 _HOOK_FIELDS = frozenset(key for key in torch.nn.Module().__dict__ if key.startswith("_")) - _CHILD_FIELDS
-
-
-def _is_plain(value: Any) -> bool:
-    return all(map(is_scalar_like, value)) if type(value) in (list, tuple) else is_scalar_like(value)
 
 
 @dataclass(slots=True)
@@ -166,7 +151,7 @@ class StateSnapshot:
         paths = {
             item.path
             for item in self.items
-            if (id(item.holder), item.key) in places and id(item.value) not in elsewhere and _is_plain(item.value)
+            if (id(item.holder), item.key) in places and id(item.value) not in elsewhere and is_plain(item.value)
         }
         self.left_flags |= {item.path for item in self.items if item.path in paths and item.value is True}
         self.items = [item for item in self.items if item.path not in paths and item.path.rpartition("[")[0] not in paths]
@@ -312,16 +297,14 @@ class StateWalker:
             self._visit_class(path, node)
         elif isinstance(node, types.ModuleType):
             self._visit_module(path, node)
-        elif isinstance(node, weakref.ref):
-            self._queue.append((path, node()))
-        elif isinstance(node, _VIEWS):
-            self._queue.append((path, node.mapping))  # type: ignore[attr-defined]
-        elif isinstance(node, _GETTERS):
-            make, given, *_ = tuple(node.__reduce__())
-            if isinstance(make, functools.partial):  # a methodcaller with keywords
-                given = (*make.args, *make.keywords.values())
-            self.names |= {part for text in given if isinstance(text, str) for part in text.split(".")}
-            self._queue.append((path, given))
+        elif isinstance(node, types.CellType):
+            cell = CellState(node)
+            self._add_item(f"{path}.cell_contents", cell, "contents", True, cell.contents)
+        elif (getter := names_of_getter(node)) is not None:
+            self.names |= getter[0]
+            self._queue.append((path, getter[1]))
+        elif (things := behind(node)) is not None:
+            self._queue.extend((path, thing) for thing in things)
         else:
             return False
         return True
@@ -330,20 +313,28 @@ class StateWalker:
         kind = type(node)
         if not isinstance(node, RemoteTensor) and fingerprint(node) is not None:
             self._add_fingerprint(path, node)
+            if isinstance(node, torch.Tensor):
+                self._visit_cpu_tensor(path, node)
             if is_library(module_of(kind)):
                 self._add_stored(path, getattr(node, "__dict__", {}))
             else:  # a subclass of the user's, which may have attributes
                 self._visit_object(path, node)
         elif hasattr(kind, "__next__") and is_library(module_of(kind)):
             self.snapshot.opaque.append(f"{path} is an iterator ({kind.__name__}), whose position cannot be compared")
-        elif isinstance(node, _CHANNELS):
+        elif is_hidden(node):
             self.snapshot.opaque.append(f"{path} is a {kind.__name__}, whose content cannot be compared")
-        elif isinstance(node, _BOUND):
-            # Of a method in C, such as `seen.append`, the object; of a function its module
-            if not isinstance(node.__self__, types.ModuleType):
-                self._queue.append((path, node.__self__))
+        elif (lock := lock_state(node, self._of_libraries)) is not None:
+            self.snapshot.items.append(StateItem(f"{path}.locked()", lock, "text", True, lock.text))
         elif not isinstance(node, torch.Tensor):
             self._visit_object(path, node)
+
+    def _visit_cpu_tensor(self, path: str, tensor: torch.Tensor) -> None:
+        """Attributes of a CPU tensor that the code uses, as a remote one's."""
+        for name in ("requires_grad", *(("grad",) if is_leaf(tensor) else ())):
+            self._add_item(f"{path}.{name}", tensor, name, True, getattr(tensor, name))
+        for name in list(tensor.__dict__.keys() - TENSOR_FIELDS):
+            if self.used is None or name in self.used:
+                self._add_item(f"{path}.{name}", tensor.__dict__, name, False, tensor.__dict__[name])
 
     def _visit_dict(self, path: str, node: Any) -> None:
         self._add_length(path, node)
@@ -356,11 +347,11 @@ class StateWalker:
         for index, (key, value) in enumerate(list(dict.items(node) if isinstance(node, dict) else node.items())):
             name = repr(key) if is_scalar_like(key) else str(index)
             self._add_item(f"{path}[{name}]", node, key, False, value)
-            if not is_scalar_like(key) and not isinstance(key, torch.Tensor):
+            if not is_scalar_like(key) and not isinstance(key, RemoteTensor):
                 self._queue.append((f"{path} key {index}", key))
 
     def _add_fingerprint(self, path: str, node: Any) -> None:
-        if isinstance(node, np.ndarray) and node.nbytes > MAX_COMPARED_BYTES and not node.flags.writeable:
+        if isinstance(node, np.ndarray) and node.nbytes > MAX_COMPARED_BYTES and not is_writeable(node):
             return  # most are mapped files, which nothing in Python writes
         if isinstance(node, (np.ndarray, torch.Tensor)) and node.nbytes > MAX_COMPARED_BYTES:
             self.snapshot.opaque.append(f"{path} is a large {'array' if isinstance(node, np.ndarray) else 'CPU tensor'}")
@@ -437,6 +428,7 @@ class StateWalker:
 
         # A library's code is assumed not to change. Its closure was walked above: it may hold a user's function
         if is_library_code(function.__globals__):
+            self._add_asked({function.__name__}, function)  # under any name of the user's
             return
         for name in ("__defaults__", "__kwdefaults__", "__code__"):
             value = getattr(function, name)
@@ -451,12 +443,16 @@ class StateWalker:
         if names & _DYNAMIC_ACCESS:
             self.stores |= texts(function.__code__)
         self.snapshot.codes.add(function.__code__)
-        if names & _ENVIRONMENT:
-            self._queue.append(("os.environ", env.every_variable()))
-        if "warn" in names:
-            self._add_fingerprint("warnings.filters", warnings)
+        self._add_asked(names, function)
         self._visit_globals(function)
         self._visit_imported(function, names)
+
+    def _add_asked(self, names: set[str], function: types.FunctionType) -> None:
+        """State that no object leads to, and that code asks for by these names."""
+        for path, thing in asked_by_name(names, function):
+            self._queue.append((path, thing)) if fingerprint(thing) is None else self._add_fingerprint(path, thing)
+        if "_version" in names:
+            self.snapshot.opaque.append("the version of a tensor, which a replay does not count,")
 
     def _visit_globals(self, function: types.FunctionType) -> None:
         """Globals and builtins that a user's function names."""
@@ -477,6 +473,8 @@ class StateWalker:
         """Those users' modules that a function's own code imports."""
         if any(needed <= names for needed in _IMPORTS):
             self._add_modules(name for name in texts(function.__code__) & sys.modules.keys() if not is_library(name))
+        if {"sys", "modules"} <= names:
+            self._add_absent("sys.modules", sys.modules, texts(function.__code__))
         package = function.__globals__.get("__package__") or ""
         loaded = {name: next((n for n in (name, f"{package}.{name}") if sys.modules.get(n)), "") for name in names}
         modules = {name: place for name, place in loaded.items() if place and not is_library(sys.modules[place].__name__)}
@@ -516,7 +514,7 @@ class StateWalker:
         for name in sorted((self._of_libraries & own.keys()) - besides):
             value = own[name]
             self.snapshot.items.append(StateItem(f"{path}.{name}", own, name, False, value))
-            plain = type(value) in (list, dict) and _is_plain(list(value.values() if type(value) is dict else value))
+            plain = type(value) in (list, dict) and is_plain(list(value.values() if type(value) is dict else value))
             if plain or (isinstance(value, types.FunctionType) and not is_library_code(value.__globals__)):
                 self._queue.append((f"{path}.{name}", value))
 
@@ -546,12 +544,12 @@ class StateWalker:
                 # The functions in classmethod, property, cached_property and wrappers: descriptors hide them from the walk
                 for part in ("__func__", "fget", "fset", "func", "__wrapped__"):
                     inner = getattr(value, part, None) if not isinstance(value, (type, types.FunctionType)) else None
-                    if isinstance(inner, (types.FunctionType, *_GETTERS)):
+                    if isinstance(inner, (types.FunctionType, *GETTERS)):
                         self._queue.append((f"{path}.{name}", inner))
-                if not is_scalar_like(value) and not isinstance(value, (classmethod, staticmethod, property, torch.Tensor)):
-                    self._queue.append((f"{path}.{name}", value))
-                elif isinstance(value, RemoteTensor):
+                if isinstance(value, RemoteTensor):
                     self._add_tensor(f"{path}.{name}", value)
+                elif not is_scalar_like(value) and not isinstance(value, (classmethod, staticmethod, property)):
+                    self._queue.append((f"{path}.{name}", value))
         self._queue.extend((path, base) for base in (type(cls), *cls.__bases__))
 
     def _visit_object(self, path: str, node: Any) -> None:

@@ -72,7 +72,7 @@ OVERLAP = (
 )
 COMPILE = (
     "torch.compile cannot compile for the remote device, whose tensors are on the workers: "
-    "use gt.compile(step, backend='inductor'), which has the workers compile it"
+    "use gt.compile(model, backend='inductor'), or of a whole step, which has the workers compile it"
 )
 CONTROL = (
     "torch's {} compiles its functions, and torch.compile cannot compile for the remote device: write a Python loop. "

@@ -34,6 +34,11 @@ def is_scalar_like(value: Any) -> bool:
     return type(value) in _SCALAR_TYPES or isinstance(value, (Enum, np.generic))
 
 
+def is_plain(value: Any) -> bool:
+    """True for a value that is compared as a whole, and for a list or tuple of some."""
+    return all(map(is_scalar_like, value)) if type(value) in (list, tuple) else is_scalar_like(value)
+
+
 def comparable(value: Any) -> Any:
     """A form in which equal scalar-like values compare equal: the sign of zero counts, and all NaNs are equal."""
     return repr(value) if isinstance(value, (float, complex, np.generic)) else value
@@ -88,6 +93,14 @@ def _log_settings(logger: logging.Logger) -> tuple:
     """Settings that decide whether a logger's record is shown."""
     handlers = tuple((id(handler), handler.level, len(handler.filters)) for handler in logger.handlers)
     return logger.level, logger.disabled, logger.propagate, len(logger.filters), handlers
+
+
+def is_writeable(array: np.ndarray) -> bool:
+    """True if code may write to an array's memory, through the array or through one that it is a view of."""
+    base: Any = array
+    while isinstance(base, np.ndarray) and not base.flags.writeable:
+        base = base.base
+    return isinstance(base, np.ndarray)
 
 
 def unchanged(old: Any, new: Any) -> bool:

@@ -12,7 +12,7 @@ from types import BuiltinFunctionType, CodeType, FrameType, MethodDescriptorType
 from typing import Any, Protocol
 
 from gt.client.capture.user_code import is_library
-from gt.client.capture.watches.output_watch import EFFECTS, OutputWatch
+from gt.client.capture.watches.output_watch import EFFECTS, OutputWatch, questions
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.trace.dispatch import between, dispatch
 
@@ -52,6 +52,7 @@ class MonitoredCalls:
         self._thread = threading.get_ident()
         self._seen: dict[int, CodeType] = {}  # by identity, each kept alive so that identities stay unique
         self._of_libraries: set[int] = set()
+        self._questions = questions()
 
     def begin(self) -> None:
         tools = _monitoring
@@ -74,6 +75,9 @@ class MonitoredCalls:
 
     def _starts(self, code: CodeType, offset: int) -> Any:
         if threading.get_ident() != self._thread:
+            return None
+        if code in self._questions:
+            self._output.note_call(sys._getframe(1).f_back, self._questions[code])
             return None
         if id(code) not in self._seen:
             frame = sys._getframe(1)
@@ -123,7 +127,7 @@ class ProfiledCalls:
 
 def _noting(note_code: Callable[[FrameType, CodeType], None], output: OutputWatch) -> Callable[[FrameType, str, Any], None]:
     """The profiler. It is called several hundred times for each op, so all that it needs is a variable of its own."""
-    effects, writers, note_call = EFFECTS, output.writers, output.note_call
+    effects, writers, note_call, asking = EFFECTS, output.writers, output.note_call, questions()
     seen: dict[int, CodeType] = {}  # by identity, each kept alive so that identities stay unique
 
     def note(frame: FrameType, event: str, function: Any) -> None:
@@ -131,8 +135,11 @@ def _noting(note_code: Callable[[FrameType, CodeType], None], output: OutputWatc
             if function in effects or (writers and type(function.__self__) in writers):
                 note_call(frame, effects.get(function) or writers[type(function.__self__)])
         elif event == "call" and id(code := frame.f_code) not in seen:
-            seen[id(code)] = code
-            note_code(frame, code)
+            if code in asking:  # a library may call it before the user's code does
+                note_call(frame.f_back, asking[code])
+            else:
+                seen[id(code)] = code
+                note_code(frame, code)
 
     return note
 

@@ -7,6 +7,8 @@ of C code, which CodeWatch reports.
 
 from __future__ import annotations
 
+import _locale
+import _signal  # type: ignore[import-not-found]
 import _thread
 import atexit
 import builtins
@@ -14,9 +16,11 @@ import contextlib
 import datetime
 import functools
 import gc
+import inspect
 import io
 import logging
 import os
+import resource
 import signal
 import site
 import subprocess
@@ -26,7 +30,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable
-from types import FrameType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -34,6 +38,7 @@ import torch
 from gt.client.capture.user_code import is_library
 
 WARNS, ASKS_TIME, ASKS_SETTING, OPENS = "warns", "asks for the time", "asks for a setting", "opens a file"
+ASKS_THREAD, ASKS_SYSTEM = "asks for a thread or its state", "asks for the state of files or of the system"
 _FILES = (
     "mkdir rmdir remove unlink rename replace link symlink truncate ftruncate chmod chown utime mkfifo mknod open write writev"
 )
@@ -42,7 +47,11 @@ _TABLE: Iterable[tuple[ModuleType | type, str, str]] = (
     (os, "system fork forkpty kill killpg posix_spawn", "starts or signals a process"),
     (os, "chdir fchdir umask nice setpriority sched_setaffinity", "changes a setting of the process"),
     (sys, "setrecursionlimit setswitchinterval", "changes a setting of Python"),
-    (sys, "getrecursionlimit getswitchinterval", ASKS_SETTING),
+    (sys, "getrecursionlimit getswitchinterval getrefcount", ASKS_SETTING),
+    (_locale, "setlocale localeconv nl_langinfo", ASKS_SETTING),
+    (_signal, "getsignal getitimer", ASKS_SETTING),
+    (_thread, "get_ident get_native_id", ASKS_THREAD),
+    (io, "open", OPENS),
     (gc, "enable disable freeze unfreeze set_threshold", "changes a setting of Python"),
     (gc, "isenabled get_threshold get_count get_stats", ASKS_SETTING),
     (_thread, "start_new_thread start_joinable_thread", "starts a thread"),
@@ -57,7 +66,9 @@ _TABLE: Iterable[tuple[ModuleType | type, str, str]] = (
     (datetime.datetime, "now utcnow today", ASKS_TIME),
     (datetime.date, "today", ASKS_TIME),
     (os, "urandom getrandom", "asks the system for random bytes"),
-    (os, "stat lstat access listdir scandir readlink getcwd getloadavg", "asks for the state of files or of the system"),
+    (os, "stat lstat access listdir scandir readlink getcwd getloadavg", ASKS_SYSTEM),
+    (os, "times getpriority sched_getaffinity", ASKS_SYSTEM),
+    (resource, "getrusage getrlimit", ASKS_SYSTEM),
 )  # functions in C that have effects, or whose answer is another one at each call
 EFFECTS = {getattr(module, name): what for module, names, what in _TABLE for name in names.split() if hasattr(module, name)}
 _WRITERS = (
@@ -71,7 +82,17 @@ _SETTINGS = (
     ("numpy", "get_printoptions geterr", ASKS_SETTING),
     ("torch", "initial_seed", "asks for the seed"),
     ("torch.random", "initial_seed", "asks for the seed"),
+    ("threading", "active_count enumerate", ASKS_THREAD),
+    ("numpy", "loadtxt genfromtxt fromregex", OPENS),
 )  # functions that are written in Python
+
+
+def questions() -> dict[CodeType, str]:
+    """The code of these functions, which may be called by any name."""
+    named = [(vars(sys.modules[m])[name], what) for m, names, what in _SETTINGS if m in sys.modules for name in names.split()]
+    return {function.__code__: what for f, what in named if isinstance(function := inspect.unwrap(f), FunctionType)}
+
+
 _CAPTURE = "gt.client.capture."  # code that calls the captured function
 # Folders of packages and of the system, whose files are no data of the program; memory that processes share is data
 _PACKAGES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -134,16 +155,20 @@ class OutputWatch:
             setattr(owner, name, noting)
             self._patches.append((owner, name, original, noting))
 
-    def note_call(self, frame: FrameType, what: str) -> None:
-        """Code of C is called that has an effect: one of EFFECTS, or a method of `writers`. what: as these have it."""
+    def note_call(self, frame: FrameType | None, what: str) -> None:
+        """This frame calls code that has an effect: of EFFECTS, `questions()`, or a method of `writers`.
+
+        what: as these have it.
+        """
         if not self.place and threading.get_ident() == self._thread:
-            self._note(frame, what, False)
+            self._note(frame, what, what is OPENS)
 
     def _note(self, frame: FrameType | None, what: str, of_libraries: bool) -> None:
         # Logger.info and others call handle(), Path.write_text calls open(): the first caller outside of them is of interest
         top = ""
         while frame is not None and (top := _top(frame)) in sys.stdlib_module_names:
-            if top in _OF_PYTHON or (top == "logging" and what == ASKS_TIME):  # a record has the time, and is noted by itself
+            # A log record has the time, and is noted by itself; repr() of a dataclass asks for the thread
+            if top in _OF_PYTHON or (top == "logging" and what is ASKS_TIME) or (what is ASKS_THREAD and top != "threading"):
                 return
             frame = frame.f_back
         if frame is None:

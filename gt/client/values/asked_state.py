@@ -1,0 +1,127 @@
+"""State of libraries and of C that Python code asks for by a name, and that no walk over objects meets.
+
+A name in the user's code tells that it may ask: `getLogger`, `environ`, `initial_seed`. Knows no captured programs.
+"""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import functools
+import logging
+import mmap
+import operator
+import queue
+import socket
+import types
+import warnings
+import weakref
+from collections.abc import Iterator, Set
+from typing import Any
+
+import numpy as np
+import torch
+
+from gt import env
+from gt.client.values.code_names import texts
+
+_ENVIRONMENT = frozenset({"environ", "getenv", "expandvars", "expanduser", "home"})  # names with which code reads it
+_SEEDS = frozenset({"initial_seed", "get_rng_state", "get_state"})
+_ASKS_LOCKS = frozenset({"locked", "acquire", "_is_owned"})
+_LOCKS = (_thread.LockType, _thread.RLock)
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
+_CHANNELS = (queue.SimpleQueue, socket.socket, mmap.mmap)
+_HIDDEN = frozenset(
+    {("_hashlib", "HASH"), ("_blake2", "blake2b"), ("_blake2", "blake2s"), ("xml.etree.ElementTree", "Element")}
+)
+GETTERS = (operator.attrgetter, operator.methodcaller)
+
+
+def asked_by_name(names: Set[str], function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Paths and objects that code with these names may ask for: each changes in place. function: that which has the code."""
+    if names & _ENVIRONMENT:
+        yield "os.environ", env.every_variable()
+    if "warn" in names:
+        yield "warnings.filters", warnings
+    if names & _SEEDS:
+        yield "torch.default_generator", torch.default_generator
+    if "get_state" in names:
+        yield "numpy.random", np.random.mtrand._rand
+    if "getLogger" in names:
+        yield from _loggers(function)
+
+
+def _loggers(function: types.FunctionType) -> Iterator[tuple[str, logging.Logger]]:
+    """The loggers whose names a function has as texts, or in globals that it names; all of them if there is none."""
+    every, known = function.__globals__, logging.root.manager.loggerDict
+    named = {*texts(function.__code__), *(every.get(name) for name in function.__code__.co_names if name != "__doc__")}
+    found = {name for name in named if isinstance(name, str)} & known.keys()
+    yield "logging.root", logging.root
+    for name in found or list(known):
+        if isinstance(logger := known[name], logging.Logger):
+            yield f"logging.getLogger({name!r})", logger
+
+
+class CellState:
+    """A cell that code has as an object. contents: None while it is empty."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+
+    @property
+    def contents(self) -> Any:
+        try:
+            return self._cell.cell_contents
+        except ValueError:
+            return None
+
+
+class LockState:
+    """The state of a lock. text: a comparable value, which has the owner and the count of an RLock."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+
+    @property
+    def text(self) -> str:
+        return repr(self._lock)
+
+
+def lock_state(node: Any, names: Set[str]) -> LockState | None:
+    """The state of a lock, if code with these names asks for it; else None."""
+    return LockState(node) if isinstance(node, _LOCKS) and not _ASKS_LOCKS.isdisjoint(names) else None
+
+
+def is_hidden(node: Any) -> bool:
+    """True for an object that changes, and whose content is not in Python objects."""
+    kind = type(node)
+    return isinstance(node, _CHANNELS) or (kind.__module__, kind.__name__) in _HIDDEN
+
+
+def behind(node: Any) -> list | None:
+    """The objects that one of C stands for; None if it is no such object."""
+    if isinstance(node, weakref.ref):
+        return [node()]
+    if isinstance(node, _VIEWS):
+        return [node.mapping]  # type: ignore[attr-defined]
+    if isinstance(node, (staticmethod, classmethod)):
+        return [node.__func__]
+    if isinstance(node, super):
+        return [node.__self__]  # type: ignore[attr-defined]
+    if isinstance(node, ctypes._Pointer):
+        return [node.contents] if node else []
+    if isinstance(node, _BOUND):
+        # Of a method in C, such as `seen.append`, the object; of a function its module
+        return [] if isinstance(node.__self__, types.ModuleType) else [node.__self__]
+    return None
+
+
+def names_of_getter(node: Any) -> tuple[set[str], Any] | None:
+    """The attributes that an operator.attrgetter or methodcaller names, and its arguments; None for any other object."""
+    if not isinstance(node, GETTERS):
+        return None
+    make, given, *_ = tuple(node.__reduce__())
+    if isinstance(make, functools.partial):  # a methodcaller with keywords
+        given = (*make.args, *make.keywords.values())
+    return {part for text in given if isinstance(text, str) for part in text.split(".")}, given

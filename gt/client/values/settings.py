@@ -1,0 +1,36 @@
+"""Settings of Python, torch and NumPy that any code may ask for, a library's too: a call's key has them.
+
+Torch keeps most of them in C, and NumPy's are context variables, so that no walk over Python state meets them.
+"""
+
+from __future__ import annotations
+
+import decimal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from numpy import get_printoptions, geterr  # the functions: a recorded call notes those that code calls by their module
+
+_NAMES = (
+    "_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic", "_get_cudnn_allow_tf32",
+    "_get_cublas_allow_tf32", "_get_mkldnn_enabled", "_get_mkldnn_deterministic", "_get_nnpack_enabled", "_get_qengine",
+    "_get_deterministic_algorithms_warn_only", "_get_deterministic_fill_uninitialized_memory", "_get_math_sdp_enabled",
+    "_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled", "is_anomaly_check_nan_enabled",
+    "_is_multithreading_enabled", "_is_view_replay_enabled", "_is_fwd_grad_enabled",
+)  # fmt: skip
+_FLAGS: tuple[Callable[[], Any], ...] = tuple(getattr(torch._C, name) for name in _NAMES if hasattr(torch._C, name))
+_HOOKS: Callable[[], Any] = torch._C._autograd._saved_tensors_hooks_is_enabled
+_PRINTS = getattr(sys.modules.get("numpy._core.printoptions"), "format_options", None)  # a context variable of NumPy 2
+
+
+def settings() -> tuple:
+    """Comparable values of these settings."""
+    own, prints = decimal.getcontext(), torch._tensor_str.PRINT_OPTS
+    return (
+        *[flag() for flag in _FLAGS], _HOOKS(),
+        own.prec, own.rounding, own.Emin, own.Emax, own.capitals, own.clamp,
+        prints.precision, prints.threshold, prints.edgeitems, prints.linewidth, prints.sci_mode,
+        geterr(), get_printoptions() if _PRINTS is None else _PRINTS.get(),
+    )  # fmt: skip
