@@ -277,7 +277,7 @@ def test_a_first_dropout_leaves_the_random_numbers_of_the_host_alone(session: Ca
 
 def test_torch_compile_is_refused_with_what_to_use(session: Callable) -> None:
     session()
-    told = re.escape("use gt.compile(step, backend='inductor')")
+    told = re.escape("use gt.compile(model, backend='inductor')")
     with pytest.raises(UnsupportedOp, match=told):
         torch.compile(torch.nn.Linear(3, 3).to("remote"))
     moved, plain = torch.nn.Linear(3, 3), torch.compile(lambda x: x + 1, backend="eager")

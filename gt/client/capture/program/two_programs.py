@@ -272,8 +272,9 @@ class TwoPrograms:
             if saved.backward.newest is not None:  # which reads what an earlier recording has saved
                 saved.backward = self._new(saved.tensors).backward
             self._programs[program] = saved, cut
-            # Each place has a tensor, so that the next recording adds none; not the program's, which would be copied for its holder
-            self._next = self._new([torch.empty(0, device=saved.tensors[0].device)] * len(saved.tensors) if saved.tensors else [])
+            # Each place has a tensor, so that the next recording adds none. The program's would be copied for their holder
+            stands = [torch.empty(0, device=tensor.device) for tensor in saved.tensors[:1]]
+            self._next = self._new(stands * len(saved.tensors))
         return saved
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
