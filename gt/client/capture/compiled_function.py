@@ -59,6 +59,7 @@ from gt.client.capture.gradients import (
     grad_arguments,
     has_graph,
     leave_entries,
+    path_with_graph,
 )
 from gt.client.capture.host_draws import UPLOADED, HostDraws
 from gt.client.capture.program import explain
@@ -163,7 +164,7 @@ class CompiledFunction(Generic[P, R]):
         self.fn, self.settings = fn, settings
         self._part = part
         self._name = part.name if part else getattr(fn, "__qualname__", type(fn).__name__)
-        self._halves = Halves(fn, self._make_part)
+        self.halves = Halves(fn, self._make_part)
         self._programs: list[CapturedProgram] = []  # most recently used first
         self._waiting = WaitingCalls()
         self._slot = next(_slots)
@@ -203,7 +204,7 @@ class CompiledFunction(Generic[P, R]):
         leaves, tree = flatten_call(args, kwargs)
         if recorder.tape is not None:
             return self._run_within(recorder, leaves, tree, (args, kwargs))
-        if (halves := self._halves.of_call(leaves)) is not None:
+        if (halves := self.halves.of_call(leaves)) is not None:
             return halves(args, kwargs, leaves)
         key = (tree, *keys_of(leaves), *modes())
         program, results, mismatch, viewed = self._replayed(recorder, key, leaves, (args, kwargs))
@@ -219,17 +220,17 @@ class CompiledFunction(Generic[P, R]):
             return self._run_within(recorder, leaves, tree, (args, kwargs))
         try:
             # key[-1]: observer()
-            in_parts = viewed or key[-1] or self._halves.obstacle() or self._differentiated.obstacle(leaves)
+            in_parts = viewed or key[-1] or self.halves.obstacle() or self._differentiated.obstacle(leaves)
             if in_parts:
                 self._waiting.clear()
                 self._reasons.add(in_parts)
             if in_parts or self._pauses.holds(key):
                 self._pauses.take(key)
-                known = self._halves.wanted
+                known = self.halves.wanted
                 with spans.span(f"call {self._name}"):
                     results = self._run_in_fragments(recorder, leaves, tree, (args, kwargs))
                 # The first call may tell that the next ones have two programs
-                if in_parts and not viewed and known is self._halves.wanted:
+                if in_parts and not viewed and known is self.halves.wanted:
                     self._reasons.warn(f"runs in parts: {in_parts}")
                 return results
             with spans.span(f"record {self._name}", why=self._why):
@@ -287,7 +288,7 @@ class CompiledFunction(Generic[P, R]):
         Waits until the workers have executed what was submitted, if a program has another backend than "eager".
         """
         name = self._name
-        count = len(self._programs) + self._halves.count()
+        count = len(self._programs) + self.halves.count()
         parts: list[str] = []
         if self._fragment_calls and current_session.Current.recorder is not None:
             session = current_session.Current.recorder.session
@@ -298,7 +299,7 @@ class CompiledFunction(Generic[P, R]):
             lines += explain.program_lines(program)
         lines += explain.unread_lines(self._unread.paths())
         lines += self._reasons.lines(bool(self._programs))
-        lines += self._halves.lines()
+        lines += self.halves.lines()
         return TextReport("\n".join(lines))
 
     # ---- calls whose Python runs
@@ -343,8 +344,8 @@ class CompiledFunction(Generic[P, R]):
 
     def _without_graph(self, results: Any, leaves: list, containers: Containers) -> Any:
         """Results of a call that is not recorded, detached where no graph leads to the caller and they may be copied."""
-        self._halves.wanted |= self._part is None and has_graph(results)
-        if self._halves.wanted or self._returns_state or grad_arguments(leaves):
+        self.halves.wanted |= self._part is None and has_graph(results)
+        if self.halves.wanted or self._returns_state or grad_arguments(leaves):
             return results
         return detached(results, whole=containers.paths)
 
@@ -521,7 +522,7 @@ class CompiledFunction(Generic[P, R]):
         entry, leaving: the state before and after the call. rng: the host's random state before it.
         """
         self._returns_state |= any(type(place) is not ContainerArgument for place in now.whole.values())
-        self._halves.wanted |= now.tape.loses_graph()
+        self.halves.wanted |= now.tape.loses_graph()
         obstacle = self._obstacle(now, entry, leaving, rng)
         if obstacle is None:
             if last is None:
@@ -576,4 +577,8 @@ class CompiledFunction(Generic[P, R]):
             return Difference("", "the function does nothing with remote tensors")
         if self._drawn is not None and not self._drawn.fills_inputs:
             return Difference("", UPLOADED)
+        if self._part is not None or now.tape.loses_graph():
+            if path := path_with_graph(leaving, now.tape.first):
+                self.halves.refused = f"{path} holds a tensor with a graph, as its results have: return it instead"
+                return Difference("", self.halves.refused)
         return own_obstacle(now, entry, leaving, drawn)

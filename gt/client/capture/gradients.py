@@ -492,6 +492,11 @@ def has_graph(results: Any) -> bool:
     return bool(queue)
 
 
+def path_with_graph(state: StateSnapshot, first: int) -> str:
+    """The first path of a tensor with this id or a higher one that is a result of autograd, or ""."""
+    return next((path for path, tensor in state.tensors() if tensor._ref.id >= first and tensor.grad_fn is not None), "")
+
+
 def _freed(node: torch.autograd.graph.Node) -> bool:
     """True if a backward pass can no longer use what this node has saved: it is freed, or has been changed since."""
     # Torch has no query for it; to read a saved tensor of a freed node raises RuntimeError

@@ -24,6 +24,7 @@ from gt.client.capture.recording import CallRecording
 from gt.client.capture.watches.node_hooks import hooks_of_nodes
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor, memory_id
+from gt.client.values.fingerprints import is_scalar_like
 
 MAX_IDLE_CALLS = 3  # calls that nobody differentiates; the forward program then serves without a backward one
 GRAPHS_AFTER_MISS_CALLS = 4  # calls that run their Python after a backward pass that no program had
@@ -230,6 +231,7 @@ class TwoPrograms:
         else:
             graph, cut, original = self._ran
             self._ran = None
+            self.refused = self.refused or self.forward.halves.refused
             if cut is None or self.refused:
                 return original
             tensors, saved = graph.saves.tensors, saved or self._bound(cut)  # type: ignore[union-attr]
@@ -304,6 +306,8 @@ class TwoPrograms:
         except Outside as why:
             self.refused, self._ran = str(why), (graph, None, results)
             return detached(results)
+        if strange := [leaf for leaf in flat if not isinstance(leaf, torch.Tensor) and not is_scalar_like(leaf)]:
+            self.refused = f"it returns an object of {type(strange[0]).__name__}, in which its graph may go on"
         cut = Cut(places, parameters, pack.reads, _writes(tape, first)) if places else None
         self._ran = graph, cut, results
         # A caller may change a result in place, and the backward pass must not see that
@@ -441,18 +445,19 @@ class Part:
 class Halves:
     """The pairs of programs of one compiled function, by the places of arguments that require grad.
 
-    wanted: whether results have left a call with a graph that no backward pass had used.
+    wanted: whether results have left a call with a graph that no backward pass had used. refused: the reason why there can be no
+    pair, or "".
     """
 
     def __init__(self, fn: Callable, make: Callable[..., Any]) -> None:
         self._fn, self._make = fn, make
-        self.wanted = False
+        self.wanted, self.refused = False, ""
         self._by_places: dict[tuple[int, ...], TwoPrograms] = {}
         self._recorder: Any = None  # of the session of these
 
     def of_call(self, leaves: list) -> TwoPrograms | None:
         """The pair for a call with these leaves of its arguments; None if it has none."""
-        if not self.wanted or not torch.is_grad_enabled() or observer():
+        if not self.wanted or self.refused or not torch.is_grad_enabled() or observer():
             return None
         places = tuple([place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad])
         if not all(isinstance(leaves[place], RemoteTensor) for place in places):
@@ -469,7 +474,7 @@ class Halves:
         """The reason why a call whose results have a graph is in no pair, or ""."""
         if not self.wanted or not torch.is_grad_enabled():
             return ""
-        return next((pair.refused for pair in self._by_places.values() if pair.refused), OWN_GRAPH)
+        return self.refused or next((pair.refused for pair in self._by_places.values() if pair.refused), OWN_GRAPH)
 
     def lines(self) -> list[str]:
         """Lines for explain()."""

@@ -393,9 +393,52 @@ def graph_from_before(wrap: Wrap) -> list:
     return [*losses, *layer.parameters(), *maker.parameters()]
 
 
-def test_where_the_graph_cannot_be_cut_torchs_graph_stays_and_the_reason_is_told() -> None:
-    (compiled,) = compare(graph_from_before)
-    assert "has a graph of its own" in str(compiled.explain()) and "in parts" in str(compiled.explain())
+class Penalised(nn.Module):
+    """Its second result, a penalty, is an attribute, or in an object."""
+
+    def __init__(self, kind: Any = None) -> None:
+        super().__init__()
+        self.first, self.last, self.kind = nn.Linear(8, 8), nn.Linear(8, 4), kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.first(x).tanh()
+        self.penalty = hidden.square().mean()
+        if self.kind is None:
+            return self.last(hidden)
+        return self.last(hidden), self.kind(self.__dict__.pop("penalty"))
+
+
+class Held:
+    def __init__(self, penalty: torch.Tensor) -> None:
+        self.penalty = penalty
+
+
+def a_penalty_on_the_module(wrap: Wrap) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        return update(optimizer, model(rows()).square().mean() + model.penalty)
+
+    return train(wrap, Penalised(), step)
+
+
+def a_penalty_in_an_object(wrap: Wrap) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        result, held = model(rows())
+        return update(optimizer, result.square().mean() + held.penalty)
+
+    return train(wrap, Penalised(Held), step)
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        (graph_from_before, "has a graph of its own"),
+        (a_penalty_on_the_module, "penalty holds a tensor with a graph"),
+        (a_penalty_in_an_object, "returns an object of Held"),
+    ],
+)
+def test_where_the_graph_cannot_be_cut_torchs_graph_stays_and_the_reason_is_told(case: Callable, why: str) -> None:
+    (compiled,) = compare(case)
+    assert why in str(compiled.explain()) and "in parts" in str(compiled.explain())
 
 
 def test_second_derivatives_are_those_of_eager_mode() -> None:
