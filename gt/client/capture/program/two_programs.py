@@ -8,16 +8,17 @@ step at the same places; here each half is recorded where it runs.
 from __future__ import annotations
 
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gt.client import current_session
-from gt.client.capture.aliasing import attribute_names
+from gt.client.capture.aliasing import attribute_names, flatten_call
 from gt.client.capture.boundary import detached, observer, prepare_inputs
 from gt.client.capture.program.captured_program import CapturedProgram
 from gt.client.capture.recording import CallRecording
@@ -36,10 +37,6 @@ NO_GRAPH = (
     "no program has this backward pass of {}, and its forward pass cannot be computed again, since {}. Call it again: the next "
     "calls keep their graph" + _INSTEAD
 )
-
-
-class Outside(Exception):
-    """The graph of a call cannot be cut at the function's results. The text is the reason."""
 
 
 @dataclass(eq=False)
@@ -141,6 +138,18 @@ class _Boundary(torch.autograd.Function):
         return None, None, *ctx.owner.differentiate(ctx.call, gradients)
 
 
+class _Alias(torch.autograd.Function):
+    """Another tensor of the same memory, which autograd takes for no view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
 class Pack:
     """Hooks for what autograd saves in one call. tensors: those that the call has made; reads: those from before it."""
 
@@ -186,14 +195,15 @@ class TwoPrograms:
         self.fn, self.places, self._make = fn, places, make
         self.refused = ""  # the reason why results keep torch's graph
         self.runs = False  # whether the function itself runs
+        self._unseen = bool(places)
+        self._lock = threading.RLock()
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._next = self._new([])  # for the program of the next recording
         roots = lambda: {"": fn, "saved": self._next.tensors}  # noqa: E731
         self.forward = make(self._forward, f"forward pass of {self._name}", roots, True)
-        self._programs: weakref.WeakKeyDictionary[CapturedProgram, tuple[Saved, Cut]] = weakref.WeakKeyDictionary()
-        self._ran: tuple[Graph, Cut | None, Any] | None = (
-            None  # of a call whose Python ran; its results as the function gave them
-        )
+        self._programs: weakref.WeakKeyDictionary[CapturedProgram, tuple[Saved, Cut | None]] = weakref.WeakKeyDictionary()
+        # Of a call whose Python ran: its graph, and its results as the function gave them
+        self._ran: tuple[Graph, Cut | None, Any] | None = None
         self._last: tuple[weakref.ref[Call], Saved] | None = None
         self._differentiated: Call | None = None  # while its backward pass runs
         self._keeps = False  # whether that pass keeps the graph
@@ -214,16 +224,45 @@ class TwoPrograms:
 
     def __call__(self, args: tuple, kwargs: dict, leaves: list) -> Any:
         """The results. Those that require grad have a graph of one node."""
+        with self._lock:
+            if self._unseen:
+                self._unseen = False
+                return self._look(args, kwargs, leaves)
+            return self._call(args, kwargs, leaves)
+
+    def _look(self, args: tuple, kwargs: dict, leaves: list) -> Any:
+        """A first call, with torch's graph: whether it can be cut at arguments shows before any is."""
+        since, versions = _sequence_number(), [leaves[place]._version for place in self.places]
+        results = self._plainly(args, kwargs)
+        graph = Graph(
+            [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None], []
+        )
+        given = [leaves[place] for place in self.places]
+        self.refused = _parameters(graph, since, given)[1] or _strange(tree_leaves(results))
+        if versions != [tensor._version for tensor in given]:
+            self.refused = "it changes an argument that requires grad in place"
+        return results
+
+    def _plainly(self, args: tuple, kwargs: dict) -> Any:
+        """The results of the function, called with its arguments on remote."""
+        leaves, tree = flatten_call(args, kwargs)
+        if any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor) for leaf in leaves):
+            args, kwargs = tree_unflatten(prepare_inputs(leaves, None)[0], tree)
+        return self.fn(*args, **kwargs)
+
+    def _call(self, args: tuple, kwargs: dict, leaves: list) -> Any:
         self._count_idle()
         random_state = random._State.seed, random._State.counter
-        given, tree = tree_flatten((args, kwargs))
-        for place in self.places:
-            given[place] = leaves[place].detach()
-        plain = tree_unflatten(given, tree)
+        plain, given = (args, kwargs), leaves
+        if self.places:
+            given, tree = flatten_call(args, kwargs)
+            for place in self.places:
+                given[place] = leaves[place].detach()
+            plain = tree_unflatten(given, tree)
         self._ran = None
         saved = self._lacking(given)
-        if saved is not None:
-            plain = tree_unflatten(prepare_inputs(given, None)[0], tree)
+        if saved is not None and any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor) for leaf in given):
+            plain = tree_unflatten(prepare_inputs(given, None)[0], flatten_call(*plain)[1])
         results = self._forward(*plain[0], **plain[1]) if saved is not None else self.forward(*plain[0], **plain[1])
         if self._ran is None:
             graph, (saved, cut) = None, self._programs[self.forward.newest]
@@ -232,9 +271,11 @@ class TwoPrograms:
             graph, cut, original = self._ran
             self._ran = None
             self.refused = self.refused or self.forward.halves.refused
-            if cut is None or self.refused:
-                return original
             tensors, saved = graph.saves.tensors, saved or self._bound(cut)  # type: ignore[union-attr]
+            if self.refused and not self.places:
+                return original
+        if cut is None:  # nothing requires grad
+            return results
         versions = [(tensor, tensor._version) for tensor in cut.reads]
         changeable = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
         call = Call(saved, cut, tensors, graph, (args, kwargs, changeable), random_state, versions)
@@ -255,8 +296,10 @@ class TwoPrograms:
     def _lacking(self, given: list) -> Saved | None:
         """Tensors of a program that could serve this call, if a backward pass has to be recorded first."""
         for program in self.forward.programs():
-            saved, _ = self._programs[program]
-            if program.host_draws is not None or not self._lacks(saved) or not self.forward.serves(program, given):
+            saved, cut = self._programs[program]
+            if cut is None or program.host_draws is not None or not self._lacks(saved):
+                continue
+            if not self.forward.serves(program, given):
                 continue
             saved.graphs = max(0, saved.graphs - 1)
             return saved
@@ -266,7 +309,7 @@ class TwoPrograms:
         """True if a call has to keep its graph, since a backward pass may come that no program has."""
         return saved.graphs > 0 or (saved.idle < MAX_IDLE_CALLS and not saved.differentiable())
 
-    def _bound(self, cut: Cut) -> Saved:
+    def _bound(self, cut: Cut | None) -> Saved:
         """Tensors that the recorded call has left. A program that the call has become keeps them."""
         saved, program = self._next, self.forward.newest
         if program is not None and program not in self._programs:
@@ -284,13 +327,12 @@ class TwoPrograms:
         recorder = current_session.current()
         recorder.flush()
         first, tape, since = recorder.new_id(), recorder.tape, _sequence_number()
-        leaves, tree = tree_flatten((args, kwargs))
-        inputs = []
-        for place in self.places:
-            leaves[place] = leaves[place].detach().requires_grad_()
-            inputs.append(leaves[place])
+        leaves, tree = flatten_call(args, kwargs)
+        inputs = [leaves[place].detach().requires_grad_() for place in self.places]
+        for place, leaf in zip(self.places, inputs, strict=True):
+            leaves[place] = _Alias.apply(leaf)  # no leaf, which a function may change in place
         pack = Pack(first, {memory_id(leaf) for leaf in leaves if isinstance(leaf, RemoteTensor)})
-        args, kwargs = tree_unflatten(leaves, tree)
+        args, kwargs = tree_unflatten(leaves, tree) if inputs else (args, kwargs)
         self.runs = True
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, pack.unpack), torch.enable_grad():
@@ -301,13 +343,8 @@ class TwoPrograms:
         places = [k for k, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         graph = Graph([flat[place] for place in places], inputs, pack)
         self._next.tensors[:] = pack.tensors
-        try:
-            parameters = _parameters(graph, since)
-        except Outside as why:
-            self.refused, self._ran = str(why), (graph, None, results)
-            return detached(results)
-        if strange := [leaf for leaf in flat if not isinstance(leaf, torch.Tensor) and not is_scalar_like(leaf)]:
-            self.refused = f"it returns an object of {type(strange[0]).__name__}, in which its graph may go on"
+        parameters, why = _parameters(graph, since, inputs)
+        self.refused = self.refused or why or _strange(flat)
         cut = Cut(places, parameters, pack.reads, _writes(tape, first)) if places else None
         self._ran = graph, cut, results
         # A caller may change a result in place, and the backward pass must not see that
@@ -327,6 +364,10 @@ class TwoPrograms:
             )
         if what := call.changed():
             raise RuntimeError(f"{what} {CHANGED.format(self._name)}")
+        with self._lock:
+            return self._differentiate(call, gradients)
+
+    def _differentiate(self, call: Call, gradients: tuple) -> list:
         call.saved.idle, self._last = 0, None
         self._differentiated, self._keeps = call, torch._C._autograd._get_current_graph_task_keep_graph()
         try:
@@ -406,17 +447,17 @@ class TwoPrograms:
             raise RuntimeError(NO_GRAPH.format(self._name, "it changes state"))
         if any(version != tensor._version for tensor, version in call.args[2]):
             raise RuntimeError(NO_GRAPH.format(self._name, "an argument has been changed since"))
-        leaves, tree = tree_flatten(call.args[:2])
+        args, kwargs = call.args[:2]
+        leaves, tree = flatten_call(args, kwargs)
         inputs = [leaves[place] if caller else leaves[place].detach().requires_grad_() for place in self.places]
-        leaves = prepare_inputs(leaves, None)[0]
         for place, leaf in zip(self.places, inputs, strict=True):
             leaves[place] = leaf
-        args, kwargs = tree_unflatten(leaves, tree)
+        args, kwargs = tree_unflatten(leaves, tree) if inputs else (args, kwargs)
         state, now = random._State, (random._State.seed, random._State.counter)
         state.seed, state.counter = call.random
         try:
             with torch.enable_grad():
-                flat = tree_flatten(self.fn(*args, **kwargs))[0]
+                flat = tree_leaves(self._plainly(args, kwargs))
         finally:
             state.seed, state.counter = now
         return Graph([flat[place] for place in call.cut.places], inputs)
@@ -528,25 +569,34 @@ def _sequence_number() -> int:
     return node._sequence_nr()
 
 
-def _parameters(graph: Graph, since: int) -> list[torch.Tensor]:
-    """The leaves that the graph leads to, but arguments. Raises Outside for a graph that began before the call."""
-    inputs, found = set(map(id, graph.inputs)), dict[int, torch.Tensor]()
+def _parameters(graph: Graph, since: int, given: list) -> tuple[list[torch.Tensor], str]:
+    """The leaves that the graph leads to, but those given; and the reason why it cannot be cut at these, or "".
+
+    since: number of the first node of the call.
+    """
+    ends, nodes, found, why = set(map(id, given)), {t.grad_fn for t in given} - {None}, dict[int, torch.Tensor](), ""
     queue, seen = [result.grad_fn for result in graph.results], set()
     while queue:
         node: Any = queue.pop()
-        if node is None or node in seen:
+        if node is None or node in seen or node in nodes:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, torch.Tensor) and not node.next_functions:
             if not isinstance(leaf, RemoteTensor):
-                raise Outside("it uses a parameter that is not on remote")
-            if id(leaf) not in inputs:
+                why = "it uses a parameter that is not on remote"
+            if id(leaf) not in ends:
                 found[id(leaf)] = leaf
         elif node._sequence_nr() < since:
-            raise Outside("it uses a tensor from before the call that has a graph of its own: pass it as an argument")
+            why = "it uses a tensor from before the call that has a graph of its own: pass it as an argument"
         queue += [following for following, _ in node.next_functions]
-    return [*found.values()]
+    return [*found.values()], why
+
+
+def _strange(results: list) -> str:
+    """The reason why a graph may go on in an object among the results, or ""."""
+    found = next((leaf for leaf in results if not isinstance(leaf, torch.Tensor) and not is_scalar_like(leaf)), None)
+    return "" if found is None else f"it returns an object of {type(found).__name__}, in which its graph may go on"
 
 
 def _writes(tape: Any, first: int) -> bool:
