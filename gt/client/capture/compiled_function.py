@@ -59,6 +59,7 @@ from gt.client.capture.gradients import (
     grad_arguments,
     has_graph,
     leave_entries,
+    parameter_ids,
     path_with_graph,
 )
 from gt.client.capture.host_draws import UPLOADED, HostDraws
@@ -366,7 +367,7 @@ class CompiledFunction(Generic[P, R]):
         known = {prepared[k]._ref.id: (k, value) for k, value in values.items()}
         tape = CallRecording(
             recorder, current_session.Current.origins, random.initial_seed(), random._State.counter, 0 < how < COMPILED_LATER,
-            self._strict, known=known, host_draws=draws,
+            self._strict, known=known, host_draws=draws, parameters=parameter_ids(entry),
         )  # fmt: skip
         try:
             with recorder.turns:
@@ -577,8 +578,7 @@ class CompiledFunction(Generic[P, R]):
             return Difference("", "the function does nothing with remote tensors")
         if self._drawn is not None and not self._drawn.fills_inputs:
             return Difference("", UPLOADED)
-        if self._part is not None or now.tape.loses_graph():
-            if path := path_with_graph(leaving, now.tape.first):
-                self.halves.refused = f"{path} holds a tensor with a graph, as its results have: return it instead"
-                return Difference("", self.halves.refused)
+        if (self._part is not None or now.tape.loses_graph()) and (path := path_with_graph(leaving, now.tape.first)):
+            self.halves.refused = f"{path} holds a tensor with a graph, as its results have: return it instead"
+            return Difference("", self.halves.refused)
         return own_obstacle(now, entry, leaving, drawn)

@@ -492,6 +492,11 @@ def has_graph(results: Any) -> bool:
     return bool(queue)
 
 
+def parameter_ids(state: StateSnapshot) -> frozenset[int]:
+    """Ids of the leaves that require grad."""
+    return frozenset([leaf._ref.id for _, leaf in state.leaves if leaf.requires_grad])
+
+
 def path_with_graph(state: StateSnapshot, first: int) -> str:
     """The first path of a tensor with this id or a higher one that is a result of autograd, or ""."""
     return next((path for path, tensor in state.tensors() if tensor._ref.id >= first and tensor.grad_fn is not None), "")

@@ -78,6 +78,7 @@ class CallRecording:
     _sources: list[tuple[StorageWeakRef, str]] = field(default_factory=list)
     _was_asked: bool = False
     detaches: bool = False  # results of the call had a graph
+    parameters: frozenset[int] = frozenset()  # ids of leaves that require grad
     outlived: set[int] = field(default_factory=set)  # storages that it uploaded, and that were alive after it
     counts: dict[str, int] = field(default_factory=dict)  # path of a counter -> what the call has added to it
     cut: bool = False  # Python has to run at each call: no later recording would do better
@@ -209,8 +210,21 @@ class CallRecording:
         self._sources.clear()
 
     def loses_graph(self) -> bool:
-        """True if the caller gets results without their graph, and no backward pass has used it in the call."""
-        return self.detaches and not any(self.origins.is_backward(op.origin) for op in self.ops)
+        """True if results have a graph that the caller may use: the call has made no backward pass and changed no parameter."""
+        used = self.writes_to(self.parameters) or any(self.origins.is_backward(op.origin) for op in self.ops)
+        return self.detaches and not used
+
+    def writes_to(self, ids: frozenset[int]) -> bool:
+        """True if an op of the call changes one of these tensors."""
+        for op in self.ops:
+            outs = op.template.outs
+            # An op without results, as of lists, may change any of its operands
+            silent = not outs or any(out.kind == "none" for out in outs)
+            if silent and not ids.isdisjoint(op.ins):
+                return True
+            if any(out.kind == "same" and op.ins[out.of] in ids for out in outs):
+                return True
+        return False
 
     def makers(self) -> dict[int, tuple[int, int]]:
         """Id of a tensor -> (op, output) that made it."""

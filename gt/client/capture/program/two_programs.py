@@ -18,14 +18,25 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gt.client import current_session
-from gt.client.capture.aliasing import attribute_names, flatten_call
+from gt.client.capture.aliasing import flatten_call
 from gt.client.capture.boundary import detached, observer, prepare_inputs
+from gt.client.capture.program.call_graph import (
+    AliasOf,
+    Cut,
+    Graph,
+    Pack,
+    add_gradients,
+    apart,
+    differentiable,
+    find_parameters,
+    may_write,
+    sequence_number,
+    strange_result,
+)
 from gt.client.capture.program.captured_program import CapturedProgram
-from gt.client.capture.recording import CallRecording
 from gt.client.capture.watches.node_hooks import hooks_of_nodes
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor, memory_id
-from gt.client.values.fingerprints import is_scalar_like
 
 MAX_IDLE_CALLS = 3  # calls that nobody differentiates; the forward program then serves without a backward one
 GRAPHS_AFTER_MISS_CALLS = 4  # calls that run their Python after a backward pass that no program had
@@ -76,29 +87,6 @@ class Saved:
 
 
 @dataclass(eq=False)
-class Cut:
-    """Facts of a forward pass that hold for each replay of its program.
-
-    places: leaves of the result that have a graph. reads: tensors from before the call that autograd has saved. writes: whether
-    the call may change tensors from before it.
-    """
-
-    places: list[int]
-    parameters: list[torch.Tensor]
-    reads: list[torch.Tensor]
-    writes: bool
-
-
-@dataclass(eq=False)
-class Graph:
-    """The graph of one call whose Python ran: its results, and the leaves that stand for arguments."""
-
-    results: list[torch.Tensor]
-    inputs: list[torch.Tensor]
-    saves: Pack | None = None
-
-
-@dataclass(eq=False)
 class Call:
     """One call, until its backward pass. tensors: the saved ones; versions: of what it reads from before the call.
 
@@ -136,52 +124,6 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple:  # type: ignore[override]
         return None, None, *ctx.owner.differentiate(ctx.call, gradients)
-
-
-class _Alias(torch.autograd.Function):
-    """Another tensor of the same memory, which autograd takes for no view."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return gradient
-
-
-class Pack:
-    """Hooks for what autograd saves in one call. tensors: those that the call has made; reads: those from before it."""
-
-    def __init__(self, first: int, given: set[int]) -> None:
-        self._first, self._given = first, given
-        self.places: dict[int, int] = {}  # by id
-        self.tensors: list[RemoteTensor] = []
-        self.reads: list[torch.Tensor] = []
-        self.source: list[RemoteTensor] = self.tensors  # where a backward pass finds them
-
-    def __call__(self, tensor: torch.Tensor) -> Any:
-        if not isinstance(tensor, RemoteTensor) or isinstance(tensor, torch.nn.Parameter):
-            return self._before(tensor)
-        number, memory = tensor._ref.id, memory_id(tensor)
-        if number in self.places:
-            return self.places[number]
-        if memory in self._given:
-            saved = tensor.detach().clone()  # the next call's arguments come to the same memory
-        elif number < self._first:
-            return self._before(tensor)
-        else:
-            saved = tensor.detach()
-        self.places[number] = len(self.tensors)
-        self.tensors.append(saved)
-        return self.places[number]
-
-    def _before(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.reads.append(tensor)
-        return tensor
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        return self.source[packed] if isinstance(packed, int) else packed
 
 
 class TwoPrograms:
@@ -232,13 +174,13 @@ class TwoPrograms:
 
     def _look(self, args: tuple, kwargs: dict, leaves: list) -> Any:
         """A first call, with torch's graph: whether it can be cut at arguments shows before any is."""
-        since, versions = _sequence_number(), [leaves[place]._version for place in self.places]
+        since, versions = sequence_number(), [leaves[place]._version for place in self.places]
         results = self._plainly(args, kwargs)
         graph = Graph(
             [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None], []
         )
         given = [leaves[place] for place in self.places]
-        self.refused = _parameters(graph, since, given)[1] or _strange(tree_leaves(results))
+        self.refused = find_parameters(graph, since, given)[1] or strange_result(tree_leaves(results))
         if versions != [tensor._version for tensor in given]:
             self.refused = "it changes an argument that requires grad in place"
         return results
@@ -326,11 +268,11 @@ class TwoPrograms:
         """Call the function; return its results without their graph. Autograd saves tensors in `_next`."""
         recorder = current_session.current()
         recorder.flush()
-        first, tape, since = recorder.new_id(), recorder.tape, _sequence_number()
+        first, tape, since = recorder.new_id(), recorder.tape, sequence_number()
         leaves, tree = flatten_call(args, kwargs)
         inputs = [leaves[place].detach().requires_grad_() for place in self.places]
         for place, leaf in zip(self.places, inputs, strict=True):
-            leaves[place] = _Alias.apply(leaf)  # no leaf, which a function may change in place
+            leaves[place] = AliasOf.apply(leaf)  # no leaf, which a function may change in place
         pack = Pack(first, {memory_id(leaf) for leaf in leaves if isinstance(leaf, RemoteTensor)})
         args, kwargs = tree_unflatten(leaves, tree) if inputs else (args, kwargs)
         self.runs = True
@@ -343,13 +285,13 @@ class TwoPrograms:
         places = [k for k, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         graph = Graph([flat[place] for place in places], inputs, pack)
         self._next.tensors[:] = pack.tensors
-        parameters, why = _parameters(graph, since, inputs)
-        self.refused = self.refused or why or _strange(flat)
-        cut = Cut(places, parameters, pack.reads, _writes(tape, first)) if places else None
+        parameters, why = find_parameters(graph, since, inputs)
+        self.refused = self.refused or why or strange_result(flat)
+        cut = Cut(places, parameters, pack.reads, may_write(tape, first)) if places else None
         self._ran = graph, cut, results
         # A caller may change a result in place, and the backward pass must not see that
         plain, tree = tree_flatten(detached(results))
-        return tree_unflatten([_apart(leaf, pack) for leaf in plain], tree)
+        return tree_unflatten([apart(leaf, pack) for leaf in plain], tree)
 
     # ---- its backward pass
 
@@ -395,7 +337,7 @@ class TwoPrograms:
                 found = call.saved.backward(*gradients)
                 call.tensors = [*call.saved.tensors] if self._keeps else []
         finally:
-            _add([(p, gradient) for p, gradient in zip(parameters, held, strict=True) if gradient is not None])
+            add_gradients([(p, gradient) for p, gradient in zip(parameters, held, strict=True) if gradient is not None])
         return found
 
     def _backward_of_program(self, *gradients: torch.Tensor | None) -> tuple:
@@ -415,7 +357,7 @@ class TwoPrograms:
         call = self._differentiated
         assert call is not None
         graph = call.graph or self._again(call)
-        roots, given = _differentiable(graph, gradients)
+        roots, given = differentiable(graph, gradients)
         torch.autograd.backward(roots, given, retain_graph=self._keeps)
         found = tuple([leaf.grad for leaf in graph.inputs])
         for leaf in graph.inputs:
@@ -431,7 +373,7 @@ class TwoPrograms:
         if again:
             self.refused = SECOND_DERIVATIVES
         graph = self._again(call, True) if again else call.graph or self._again(call)
-        roots, given = _differentiable(graph, gradients)
+        roots, given = differentiable(graph, gradients)
         parameters = _inputs(call.cut.parameters)
         wanted = [*(parameters if parameters == call.cut.parameters else ()), *graph.inputs]
         found = torch.autograd.grad(roots, wanted, given, retain_graph=self._keeps, create_graph=again, allow_unused=True)
@@ -486,8 +428,8 @@ class Part:
 class Halves:
     """The pairs of programs of one compiled function, by the places of arguments that require grad.
 
-    wanted: whether results have left a call with a graph that no backward pass had used. refused: the reason why there can be no
-    pair, or "".
+    wanted: whether results have left a call with a graph that no backward pass had used. refused: the reason why there can be
+    no pair, or "".
     """
 
     def __init__(self, fn: Callable, make: Callable[..., Any]) -> None:
@@ -530,88 +472,3 @@ class Halves:
     def _parts(self) -> Iterator[Any]:
         for pair in self._by_places.values():
             yield from pair.parts()
-
-
-def _differentiable(graph: Graph, gradients: tuple) -> tuple[list, list]:
-    """The results that have a gradient, and these."""
-    pairs = [pair for pair in zip(graph.results, gradients, strict=True) if pair[1] is not None]
-    return [result for result, _ in pairs], [gradient for _, gradient in pairs]
-
-
-def _apart(leaf: Any, pack: Pack) -> Any:
-    """A result in memory of its own, if autograd has saved it."""
-    if not isinstance(leaf, RemoteTensor) or leaf._ref.id not in pack.places:
-        return leaf
-    copy = leaf.clone()
-    copy.__dict__.update({name: leaf.__dict__[name] for name in attribute_names(leaf)})
-    return copy
-
-
-def _add(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give each parameter its earlier gradient, with the new one added in place, as autograd does without create_graph."""
-    with torch.no_grad():
-        for parameter, gradient in pairs:
-            new = parameter.grad
-            parameter.grad = None
-            if new is None:
-                parameter.grad = gradient
-            elif gradient.is_sparse or new.is_sparse:
-                parameter.grad = gradient + new
-            else:
-                parameter.grad = gradient.add_(new)
-
-
-def _sequence_number() -> int:
-    """The number of the next autograd node of this thread."""
-    with torch.enable_grad():
-        node = torch.zeros((), device="cpu", requires_grad=True).view(()).grad_fn
-    assert node is not None
-    return node._sequence_nr()
-
-
-def _parameters(graph: Graph, since: int, given: list) -> tuple[list[torch.Tensor], str]:
-    """The leaves that the graph leads to, but those given; and the reason why it cannot be cut at these, or "".
-
-    since: number of the first node of the call.
-    """
-    ends, nodes, found, why = set(map(id, given)), {t.grad_fn for t in given} - {None}, dict[int, torch.Tensor](), ""
-    queue, seen = [result.grad_fn for result in graph.results], set()
-    while queue:
-        node: Any = queue.pop()
-        if node is None or node in seen or node in nodes:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, torch.Tensor) and not node.next_functions:
-            if not isinstance(leaf, RemoteTensor):
-                why = "it uses a parameter that is not on remote"
-            if id(leaf) not in ends:
-                found[id(leaf)] = leaf
-        elif node._sequence_nr() < since:
-            why = "it uses a tensor from before the call that has a graph of its own: pass it as an argument"
-        queue += [following for following, _ in node.next_functions]
-    return [*found.values()], why
-
-
-def _strange(results: list) -> str:
-    """The reason why a graph may go on in an object among the results, or ""."""
-    found = next((leaf for leaf in results if not isinstance(leaf, torch.Tensor) and not is_scalar_like(leaf)), None)
-    return "" if found is None else f"it returns an object of {type(found).__name__}, in which its graph may go on"
-
-
-def _writes(tape: Any, first: int) -> bool:
-    """True if a call may have changed tensors from before it. Only a recording can tell."""
-    if not isinstance(tape, CallRecording):
-        return True
-    tape.recorder.flush()
-    own: set[int] = set()
-    for op in tape.ops:
-        results = iter(op.outs)
-        for out in op.template.outs:
-            if out.kind == "none" or (out.kind == "same" and op.ins[out.of] not in own):
-                return True
-            if out.kind == "new" or (out.kind == "view" and op.ins[out.of] in own):
-                own.add(next(results))
-            elif out.kind == "view":
-                next(results)
-    return False
