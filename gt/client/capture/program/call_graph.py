@@ -1,0 +1,169 @@
+"""The graph of one call of a captured function: what autograd saves in it, where it ends, and whether it can be cut there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gt.client.capture.aliasing import attribute_names
+from gt.client.capture.recording import CallRecording
+from gt.client.device.remote_tensor import RemoteTensor, memory_id
+from gt.client.values.fingerprints import is_scalar_like
+
+
+@dataclass(eq=False)
+class Cut:
+    """Facts of a forward pass that hold for each replay of its program.
+
+    places: leaves of the result that have a graph. reads: tensors from before the call that autograd has saved. writes: whether
+    the call may change tensors from before it.
+    """
+
+    places: list[int]
+    parameters: list[torch.Tensor]
+    reads: list[torch.Tensor]
+    writes: bool
+
+
+@dataclass(eq=False)
+class Graph:
+    """The graph of one call whose Python ran: its results, and the leaves that stand for arguments."""
+
+    results: list[torch.Tensor]
+    inputs: list[torch.Tensor]
+    saves: Pack | None = None
+
+
+class AliasOf(torch.autograd.Function):
+    """Another tensor of the same memory, which autograd takes for no view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+class Pack:
+    """Hooks for what autograd saves in one call. tensors: those that the call has made; reads: those from before it."""
+
+    def __init__(self, first: int, given: set[int]) -> None:
+        self._first, self._given = first, given
+        self.places: dict[int, int] = {}  # by id
+        self.tensors: list[RemoteTensor] = []
+        self.reads: list[torch.Tensor] = []
+        self.source: list[RemoteTensor] = self.tensors  # where a backward pass finds them
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        if not isinstance(tensor, RemoteTensor) or isinstance(tensor, torch.nn.Parameter):
+            return self._before(tensor)
+        number, memory = tensor._ref.id, memory_id(tensor)
+        if number in self.places:
+            return self.places[number]
+        if memory in self._given:
+            saved = tensor.detach().clone()  # the next call's arguments come to the same memory
+        elif number < self._first:
+            return self._before(tensor)
+        else:
+            saved = tensor.detach()
+        self.places[number] = len(self.tensors)
+        self.tensors.append(saved)
+        return self.places[number]
+
+    def _before(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.reads.append(tensor)
+        return tensor
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        return self.source[packed] if isinstance(packed, int) else packed
+
+
+def differentiable(graph: Graph, gradients: tuple) -> tuple[list, list]:
+    """The results that have a gradient, and these."""
+    pairs = [pair for pair in zip(graph.results, gradients, strict=True) if pair[1] is not None]
+    return [result for result, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def apart(leaf: Any, pack: Pack) -> Any:
+    """A result in memory of its own, if autograd has saved it."""
+    if not isinstance(leaf, RemoteTensor) or leaf._ref.id not in pack.places:
+        return leaf
+    copy = leaf.clone()
+    copy.__dict__.update({name: leaf.__dict__[name] for name in attribute_names(leaf)})
+    return copy
+
+
+def add_gradients(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give each parameter its earlier gradient, with the new one added in place, as autograd does without create_graph."""
+    with torch.no_grad():
+        for parameter, gradient in pairs:
+            new = parameter.grad
+            parameter.grad = None
+            if new is None:
+                parameter.grad = gradient
+            elif gradient.is_sparse or new.is_sparse:
+                parameter.grad = gradient + new
+            else:
+                parameter.grad = gradient.add_(new)
+
+
+def sequence_number() -> int:
+    """The number of the next autograd node of this thread."""
+    with torch.enable_grad():
+        node = torch.zeros((), device="cpu", requires_grad=True).view(()).grad_fn
+    assert node is not None
+    return node._sequence_nr()
+
+
+def find_parameters(graph: Graph, since: int, given: list) -> tuple[list[torch.Tensor], str]:
+    """The leaves that the graph leads to, but those given; and the reason why it cannot be cut at these, or "".
+
+    since: number of the first node of the call.
+    """
+    ends, nodes, found, why = set(map(id, given)), {t.grad_fn for t in given} - {None}, dict[int, torch.Tensor](), ""
+    queue, seen = [result.grad_fn for result in graph.results], set()
+    while queue:
+        node: Any = queue.pop()
+        if node is None or node in seen or node in nodes:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor) and not node.next_functions:
+            if not isinstance(leaf, RemoteTensor):
+                why = "it uses a parameter that is not on remote"
+            if id(leaf) not in ends:
+                found[id(leaf)] = leaf
+        elif node._sequence_nr() < since:
+            why = "it uses a tensor from before the call that has a graph of its own: pass it as an argument"
+        queue += [following for following, _ in node.next_functions]
+    return [*found.values()], why
+
+
+def strange_result(results: list) -> str:
+    """The reason why a graph may go on in an object among the results, or ""."""
+    found = next((leaf for leaf in results if not isinstance(leaf, torch.Tensor) and not is_scalar_like(leaf)), None)
+    return "" if found is None else f"it returns an object of {type(found).__name__}, in which its graph may go on"
+
+
+def may_write(tape: Any, first: int) -> bool:
+    """True if a call may have changed tensors from before it. Only a recording can tell."""
+    if not isinstance(tape, CallRecording):
+        return True
+    tape.recorder.flush()
+    own: set[int] = set()
+    for op in tape.ops:
+        if not op.template.outs:  # as of lists: it may change any operand
+            return True
+        results = iter(op.outs)
+        for out in op.template.outs:
+            if out.kind == "none" or (out.kind == "same" and op.ins[out.of] not in own):
+                return True
+            if out.kind == "new" or (out.kind == "view" and op.ins[out.of] in own):
+                own.add(next(results))
+            elif out.kind == "view":
+                next(results)
+    return False
