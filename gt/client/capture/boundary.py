@@ -28,9 +28,18 @@ from gt.client.capture.aliasing import (
     same_on_host,
     sharing_arguments,
 )
-from gt.client.capture.gradients import LeafGradient, find_memory, grad_arguments, leads_to, made_paths, memory_of, rebound
+from gt.client.capture.gradients import (
+    LeafGradient,
+    find_memory,
+    grad_arguments,
+    has_graph,
+    leads_to,
+    made_paths,
+    memory_of,
+    rebound,
+)
 from gt.client.capture.host_draws import HostDraws
-from gt.client.capture.recording import CallRecording, Difference
+from gt.client.capture.recording import KEEPS_GRAPH, CallRecording, Difference
 from gt.client.capture.state_walk import (
     NODE_HOOKS,
     StateItem,
@@ -48,7 +57,6 @@ from gt.client.values.fingerprints import is_scalar_like, unchanged
 from gt.client.values.settings import settings
 
 INSIDE = ", and a program's have none: call backward() in the function"
-KEEPS_GRAPH = "its results have a graph, so that the next calls have a program for each pass"
 OUTSIDE = ", and Python does not run in a replay: do it outside the function"
 TORCH_GENERATOR = "torch's CPU generator"
 KEPT_NEW = "that it has made and keeps: have it change one that is there, or return a copy"
@@ -281,7 +289,8 @@ def recorded_results(results: Any, tape: CallRecording, whole: Mapping[int, Any]
             tape.refuse_program(f"the function gives a result the attribute {names[0]!r}: return its value beside the result")
     without_graph, given = detached(results, tape, whole), grad_arguments(leaves)
     tape.recorder.flush()
-    if tape.loses_graph():  # the next calls have a program for each pass
+    tape.keeps_graph = tape.detaches and has_graph(results) and not tape.trains()
+    if tape.keeps_graph:  # the next calls have a program for each pass
         tape.prevents.append(Difference("", KEEPS_GRAPH))
         return results
     for k, tensors in given.items():

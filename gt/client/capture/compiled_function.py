@@ -59,7 +59,7 @@ from gt.client.capture.gradients import (
     grad_arguments,
     has_graph,
     leave_entries,
-    parameter_ids,
+    optimized_ids,
     path_with_graph,
 )
 from gt.client.capture.host_draws import UPLOADED, HostDraws
@@ -157,6 +157,11 @@ def compile(
     return compiled
 
 
+def _make_part(settings: ProgramSettings, fn: Callable, part: Part) -> CompiledFunction:
+    """A compiled function of a half of another one, to which it has no reference: programs end with their function."""
+    return CompiledFunction(fn, settings, part)
+
+
 class CompiledFunction(Generic[P, R]):
     """The result of gt.compile: a callable that owns the captured programs of one function."""
 
@@ -165,7 +170,7 @@ class CompiledFunction(Generic[P, R]):
         self.fn, self.settings = fn, settings
         self._part = part
         self._name = part.name if part else getattr(fn, "__qualname__", type(fn).__name__)
-        self.halves = Halves(fn, self._make_part)
+        self.halves = Halves(fn, functools.partial(_make_part, settings))
         self._programs: list[CapturedProgram] = []  # most recently used first
         self._waiting = WaitingCalls()
         self._slot = next(_slots)
@@ -259,9 +264,6 @@ class CompiledFunction(Generic[P, R]):
                         self._programs.insert(0, self._programs.pop(place))
                     return program, self._replay(program, leaves, given), "", ""
         return None, None, mismatch, viewed
-
-    def _make_part(self, fn: Callable, name: str, roots: Callable[[], dict], forward: bool) -> CompiledFunction:
-        return CompiledFunction(fn, self.settings, Part(name, roots, forward))
 
     def _replay(self, program: CapturedProgram, leaves: list, given: tuple) -> Any:
         if spans.current is None:
@@ -367,7 +369,7 @@ class CompiledFunction(Generic[P, R]):
         known = {prepared[k]._ref.id: (k, value) for k, value in values.items()}
         tape = CallRecording(
             recorder, current_session.Current.origins, random.initial_seed(), random._State.counter, 0 < how < COMPILED_LATER,
-            self._strict, known=known, host_draws=draws, parameters=parameter_ids(entry),
+            self._strict, known=known, host_draws=draws, optimized=optimized_ids(entry),
         )  # fmt: skip
         try:
             with recorder.turns:
@@ -523,7 +525,7 @@ class CompiledFunction(Generic[P, R]):
         entry, leaving: the state before and after the call. rng: the host's random state before it.
         """
         self._returns_state |= any(type(place) is not ContainerArgument for place in now.whole.values())
-        self.halves.wanted |= now.tape.loses_graph()
+        self.halves.wanted |= now.tape.keeps_graph
         obstacle = self._obstacle(now, entry, leaving, rng)
         if obstacle is None:
             if last is None:
@@ -578,7 +580,7 @@ class CompiledFunction(Generic[P, R]):
             return Difference("", "the function does nothing with remote tensors")
         if self._drawn is not None and not self._drawn.fills_inputs:
             return Difference("", UPLOADED)
-        if (self._part is not None or now.tape.loses_graph()) and (path := path_with_graph(leaving, now.tape.first)):
+        if (self._part is not None or now.tape.keeps_graph) and (path := path_with_graph(leaving, now.tape.first)):
             self.halves.refused = f"{path} holds a tensor with a graph, as its results have: return it instead"
             return Difference("", self.halves.refused)
         return own_obstacle(now, entry, leaving, drawn)

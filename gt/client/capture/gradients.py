@@ -484,7 +484,7 @@ def has_graph(results: Any) -> bool:
     queue = [t.grad_fn for t in tree_leaves(results) if isinstance(t, RemoteTensor) and t.grad_fn is not None]
     seen: set = set(queue)
     for node in queue:
-        if _freed(node):
+        if _freed(node, changed=False):  # torch says so at the backward pass
             return False
         following = {after for after, _ in node.next_functions} - {None} - seen
         seen |= following
@@ -492,9 +492,10 @@ def has_graph(results: Any) -> bool:
     return bool(queue)
 
 
-def parameter_ids(state: StateSnapshot) -> frozenset[int]:
-    """Ids of the leaves that require grad."""
-    return frozenset([leaf._ref.id for _, leaf in state.leaves if leaf.requires_grad])
+def optimized_ids(state: StateSnapshot) -> frozenset[int]:
+    """Ids of the parameters of optimizers."""
+    groups = [group["params"] for optimizer in state.optimizers for group in optimizer.param_groups]
+    return frozenset([leaf._ref.id for leaves in groups for leaf in leaves if isinstance(leaf, RemoteTensor)])
 
 
 def path_with_graph(state: StateSnapshot, first: int) -> str:
@@ -502,15 +503,18 @@ def path_with_graph(state: StateSnapshot, first: int) -> str:
     return next((path for path, tensor in state.tensors() if tensor._ref.id >= first and tensor.grad_fn is not None), "")
 
 
-def _freed(node: torch.autograd.graph.Node) -> bool:
-    """True if a backward pass can no longer use what this node has saved: it is freed, or has been changed since."""
+def _freed(node: torch.autograd.graph.Node, changed: bool = True) -> bool:
+    """True if a backward pass can no longer use what this node has saved: it is freed, or has been changed since.
+
+    changed: the answer for one that has been changed.
+    """
     # Torch has no query for it; to read a saved tensor of a freed node raises RuntimeError
     try:
         for name in dir(node):
             if name.startswith("_saved_") or name == "saved_tensors":
                 getattr(node, name)
-    except RuntimeError:
-        return True
+    except RuntimeError as error:
+        return changed or "inplace operation" not in str(error)
     return False
 
 

@@ -127,6 +127,11 @@ class Guard:
         self._types = [kind for _, _, kind in snapshot.kinds]
         _guards.add(self)
 
+    @property
+    def counts(self) -> bool:
+        """True if a replay adds to counters."""
+        return bool(self._counters)
+
     def _identities_now(self) -> tuple[list[list], list[list]]:
         """Columns of values, of tensors that are differentiated and of others."""
         with torch._C.DisableTorchFunctionSubclass():  # torch looks for an override at each attribute of a subclass

@@ -31,6 +31,7 @@ _CURES = {
     "gt.client.groups.loss_scale": " by precision fp16, to leave out a step that overflowed: give the optimizer fused=True",
 }  # by module
 _CURE = ": return the tensor, and read it after the function"
+KEEPS_GRAPH = "its results have a graph, so that the next calls have a program for each pass"
 SAME = "; have the function do the same ops at each call"
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ class CallRecording:
     _sources: list[tuple[StorageWeakRef, str]] = field(default_factory=list)
     _was_asked: bool = False
     detaches: bool = False  # results of the call had a graph
-    parameters: frozenset[int] = frozenset()  # ids of leaves that require grad
+    optimized: frozenset[int] = frozenset()  # ids of the parameters of optimizers
+    keeps_graph: bool = False  # whether results have a graph that the caller may use
     outlived: set[int] = field(default_factory=set)  # storages that it uploaded, and that were alive after it
     counts: dict[str, int] = field(default_factory=dict)  # path of a counter -> what the call has added to it
     cut: bool = False  # Python has to run at each call: no later recording would do better
@@ -209,10 +211,9 @@ class CallRecording:
                 )
         self._sources.clear()
 
-    def loses_graph(self) -> bool:
-        """True if results have a graph that the caller may use: the call has made no backward pass and changed no parameter."""
-        used = self.writes_to(self.parameters) or any(self.origins.is_backward(op.origin) for op in self.ops)
-        return self.detaches and not used
+    def trains(self) -> bool:
+        """True if the call has made an optimizer's step, so that a graph from before it is of no use."""
+        return bool(self.optimized) and self.writes_to(self.optimized)
 
     def writes_to(self, ids: frozenset[int]) -> bool:
         """True if an op of the call changes one of these tensors."""

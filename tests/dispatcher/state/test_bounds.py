@@ -229,14 +229,14 @@ def test_a_piece_is_what_the_tensor_was_when_it_was_asked_for():
     assert len(sent) == AHEAD // CHUNK
     downloads.copy_unsent()
     tensor[:] = 0
-    downloads.grant(1, AHEAD + CHUNK)
+    downloads.widen_window(1, AHEAD + CHUNK)
     assert len(sent) == AHEAD // CHUNK + 1
-    downloads.grant(1, 1 << 40)
+    downloads.widen_window(1, 1 << 40)
     assert b"".join(data for _, data in sent) == before and not downloads.unsent
     assert [offset for offset, _ in sent] == list(range(0, len(before), CHUNK))
     downloads.begin(2, tensor.data, own=True)
-    downloads.grant(2, -1)
-    downloads.grant(2, 1 << 40)
+    downloads.widen_window(2, -1)
+    downloads.widen_window(2, 1 << 40)
     assert not downloads.unsent
 
 

@@ -18,13 +18,14 @@ class Cut:
     """Facts of a forward pass that hold for each replay of its program.
 
     places: leaves of the result that have a graph. reads: tensors from before the call that autograd has saved. writes: whether
-    the call may change tensors from before it.
+    the call may change tensors from before it. stale: whether it has changed a tensor after autograd had saved it.
     """
 
     places: list[int]
     parameters: list[torch.Tensor]
     reads: list[torch.Tensor]
     writes: bool
+    stale: bool
 
 
 @dataclass(eq=False)
@@ -57,6 +58,8 @@ class Pack:
         self.tensors: list[RemoteTensor] = []
         self.reads: list[torch.Tensor] = []
         self.source: list[RemoteTensor] = self.tensors  # where a backward pass finds them
+        self.memories: set[int] = set()  # of these tensors
+        self._versions: list[tuple[torch.Tensor, int]] = []
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         if not isinstance(tensor, RemoteTensor) or isinstance(tensor, torch.nn.Parameter):
@@ -71,12 +74,19 @@ class Pack:
         else:
             saved = tensor.detach()
         self.places[number] = len(self.tensors)
+        self.memories.add(memory)
+        self._versions.append((saved, saved._version))
         self.tensors.append(saved)
         return self.places[number]
 
     def _before(self, tensor: torch.Tensor) -> torch.Tensor:
         self.reads.append(tensor)
+        self._versions.append((tensor, tensor._version))
         return tensor
+
+    def stale(self) -> bool:
+        """True if a tensor has been changed since autograd saved it, which torch finds out only without such hooks."""
+        return any(tensor._version != version for tensor, version in self._versions)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         return self.source[packed] if isinstance(packed, int) else packed
@@ -90,7 +100,7 @@ def differentiable(graph: Graph, gradients: tuple) -> tuple[list, list]:
 
 def apart(leaf: Any, pack: Pack) -> Any:
     """A result in memory of its own, if autograd has saved it."""
-    if not isinstance(leaf, RemoteTensor) or leaf._ref.id not in pack.places:
+    if not isinstance(leaf, RemoteTensor) or memory_id(leaf) not in pack.memories:
         return leaf
     copy = leaf.clone()
     copy.__dict__.update({name: leaf.__dict__[name] for name in attribute_names(leaf)})
@@ -135,6 +145,8 @@ def find_parameters(graph: Graph, since: int, given: list) -> tuple[list[torch.T
         if isinstance(leaf, torch.Tensor) and not node.next_functions:
             if not isinstance(leaf, RemoteTensor):
                 why = "it uses a parameter that is not on remote"
+            elif leaf._backward_hooks or _hooks_of_user(leaf):
+                why = "a parameter has a hook, which gets the sum of its gradients"
             if id(leaf) not in ends:
                 found[id(leaf)] = leaf
         elif node._sequence_nr() < since:
@@ -143,10 +155,24 @@ def find_parameters(graph: Graph, since: int, given: list) -> tuple[list[torch.T
     return [*found.values()], why
 
 
-def strange_result(results: list) -> str:
-    """The reason why a graph may go on in an object among the results, or ""."""
-    found = next((leaf for leaf in results if not isinstance(leaf, torch.Tensor) and not is_scalar_like(leaf)), None)
-    return "" if found is None else f"it returns an object of {type(found).__name__}, in which its graph may go on"
+def _hooks_of_user(leaf: torch.Tensor) -> bool:
+    """True if a leaf has post-accumulate hooks besides GT's own."""
+    hooks = leaf._post_accumulate_grad_hooks
+    return bool(hooks) and any(not str(hook.__module__).startswith("gt.") for hook in hooks.values())
+
+
+def strange_result(results: list, given: list) -> str:
+    """The reason why results cannot be results of one node, or "". given: arguments that require grad."""
+    memories = {memory_id(tensor): tensor for tensor in given}
+    for leaf in results:
+        if not isinstance(leaf, torch.Tensor):
+            if not is_scalar_like(leaf):
+                return f"it returns an object of {type(leaf).__name__}, in which its graph may go on"
+        elif isinstance(leaf, RemoteTensor) and leaf.grad_fn is not None:
+            other = memories.setdefault(memory_id(leaf), leaf)
+            if other is not leaf:
+                return "a result shares memory with another one, or with an argument that requires grad: return a clone()"
+    return ""
 
 
 def may_write(tape: Any, first: int) -> bool:

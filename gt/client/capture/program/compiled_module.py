@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,32 +14,61 @@ def captured_module(module: nn.Module, call: Any, again: Callable[[nn.Module], n
     """A module that has the attributes of another one, the very dictionary, and whose calls are `call`.
 
     So both have the same parameters, buffers, hooks and mode at any time, and each method works. A pickle of it is one of the
-    module. again: captures the copy that copy.deepcopy makes.
+    module. again: captures a copy. Raises TypeError for a class that has no plain subclasses.
     """
-    kind = type(module)
+    kind = _captured_class(type(module))
+    twin = object.__new__(kind)
+    object.__setattr__(twin, "__dict__", module.__dict__)
+    object.__setattr__(twin, "_gt_captured", (call, again))
+    return twin
 
+
+@functools.lru_cache(maxsize=1024)
+def _captured_class(kind: type) -> type:
     class CapturedModule(kind):  # type: ignore[misc,valid-type]
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return call(*args, **kwargs)
+        __slots__ = ("_gt_captured",)  # not in the dictionary, which is the module's
 
-        def explain(self) -> Any:
-            """Describe the captured programs: see gt.compile."""
-            return call.explain()
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            captured = vars(CapturedModule)["_gt_captured"]
+            # Methods may make other modules of this class, as a slice of a Sequential, or change the class, as weight_norm
+            if type(self) is CapturedModule and (found := _slot(captured, self)):
+                return found[0](*args, **kwargs)
+            return super().__call__(*args, **kwargs)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-            return again(copy.deepcopy(module, memo))
+            return _like(self, copy.deepcopy(_plain(self, kind), memo))
 
         def __copy__(self) -> nn.Module:
-            return again(copy.copy(module))
+            return _like(self, copy.copy(_plain(self, kind)))
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            return _itself, (module,)
+            return _itself, (_plain(self, kind),)
 
+    def like(twin: Any, module: nn.Module) -> nn.Module:
+        found = _slot(vars(CapturedModule)["_gt_captured"], twin)
+        return found[1](module) if found else module
+
+    _like = like
     CapturedModule.__name__, CapturedModule.__qualname__ = kind.__name__, kind.__qualname__
     CapturedModule.__module__, CapturedModule.__doc__ = kind.__module__, kind.__doc__
-    twin = CapturedModule.__new__(CapturedModule)
-    object.__setattr__(twin, "__dict__", module.__dict__)
-    return twin
+    if not hasattr(kind, "explain"):
+        CapturedModule.explain = lambda twin: _slot(vars(CapturedModule)["_gt_captured"], twin)[0].explain()
+    return CapturedModule
+
+
+def _slot(slot: Any, twin: Any) -> Any:
+    """What a twin has in its slot; None for another module of the class."""
+    try:
+        return slot.__get__(twin, type(twin))
+    except AttributeError:
+        return None
+
+
+def _plain(module: nn.Module, kind: type) -> nn.Module:
+    """A module of a class with the attributes of another one."""
+    plain = object.__new__(kind)
+    object.__setattr__(plain, "__dict__", module.__dict__)
+    return plain
 
 
 def _itself(module: nn.Module) -> nn.Module:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gt.client import current_session
 from gt.client.capture.aliasing import flatten_call
-from gt.client.capture.boundary import detached, observer, prepare_inputs
+from gt.client.capture.boundary import detached, modes, observer, prepare_inputs
 from gt.client.capture.program.call_graph import (
     AliasOf,
     Cut,
@@ -36,7 +36,7 @@ from gt.client.capture.program.call_graph import (
 from gt.client.capture.program.captured_program import CapturedProgram
 from gt.client.capture.watches.node_hooks import hooks_of_nodes
 from gt.client.device import random
-from gt.client.device.remote_tensor import RemoteTensor, memory_id
+from gt.client.device.remote_tensor import RemoteTensor, Shown, memory_id
 
 MAX_IDLE_CALLS = 3  # calls that nobody differentiates; the forward program then serves without a backward one
 GRAPHS_AFTER_MISS_CALLS = 4  # calls that run their Python after a backward pass that no program had
@@ -44,6 +44,7 @@ _INSTEAD = "; capture the whole step, backward() included, or call the function 
 OWN_GRAPH = "the graph of its results leads to a CPU tensor, or passes hooks that are active"
 SECOND_DERIVATIVES = "second derivatives of its results are asked for, by create_graph=True"
 CHANGED = "has been changed in place between a call of {} and its backward pass: do that after backward()"
+STALE = "one of the variables needed for gradient computation has been modified by an inplace operation in {}"
 NO_GRAPH = (
     "no program has this backward pass of {}, and its forward pass cannot be computed again, since {}. Call it again: the next "
     "calls keep their graph" + _INSTEAD
@@ -87,21 +88,63 @@ class Saved:
 
 
 @dataclass(eq=False)
-class Call:
-    """One call, until its backward pass. tensors: the saved ones; versions: of what it reads from before the call.
+class Given:
+    """The facts by which a call's forward pass can be computed again. random: seed and counter before it; modes: as modes()."""
 
-    args: args, kwargs, and their tensors with versions. random: seed and counter before it.
-    """
+    leaves: list
+    tree: Any
+    random: tuple[int | None, int]
+    modes: tuple
+    versions: list[tuple[torch.Tensor, int, Any]]
+    program: CapturedProgram | None = None
+
+    def keep(self, program: CapturedProgram) -> None:
+        """Note the state that the program of this call has read."""
+        self.program = program
+        self.versions += versions_of([kept for kept in program.keep if isinstance(kept, torch.Tensor)])
+
+    def autocast(self) -> Any:
+        """The call's own autocast."""
+        return torch.autocast(Shown.device.type, dtype=self.modes[3], enabled=bool(self.modes[2]))
+
+    def changed(self) -> str:
+        """What has been changed since the call, so that its forward pass would be another one; or ""."""
+        if self.program is not None and (self.program.host_draws is not None or self.program.guard.counts):
+            return "it draws numbers on the CPU, or counts"
+        same = [n for n, _ in enumerate(self.modes) if n not in (0, 2, 3)]  # grad mode, autocast
+        now = modes()
+        if any(now[n] != self.modes[n] for n in same):
+            return "a mode of torch is another one"
+        if any(t._version != version or getattr(t, "_ref", None) is not ref for t, version, ref in self.versions):
+            return "a tensor that it reads has been changed"
+        return "" if self.program is None else self.program.guard.violation()
+
+
+def versions_of(tensors: list) -> list[tuple[torch.Tensor, int, Any]]:
+    """Tensors with their versions and references, to find out later what has been changed."""
+    found = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and not tensor.is_inference()]
+    return [(tensor, tensor._version, getattr(tensor, "_ref", None)) for tensor in found]
+
+
+@dataclass(eq=False)
+class Call:
+    """One call, until its backward pass. tensors: the saved ones; versions: of what it reads from before the call."""
 
     saved: Saved
     cut: Cut
     tensors: list[RemoteTensor]
     graph: Graph | None
-    args: tuple
-    random: tuple[int | None, int]
+    given: Given | None
     versions: list[tuple[torch.Tensor, int]]
     results: tuple = ()
     over: bool = False  # whether its backward pass has been, and nothing is kept for another
+
+    def changed_since(self) -> str:
+        """The reason why the forward pass cannot be computed again, or ""."""
+        if self.cut.writes:
+            return "it changes state"
+        assert self.given is not None
+        return self.given.changed()
 
     def changed(self) -> str:
         """A tensor that the backward pass reads and that has been changed since, or ""."""
@@ -126,11 +169,31 @@ class _Boundary(torch.autograd.Function):
         return None, None, *ctx.owner.differentiate(ctx.call, gradients)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A half of a function with two programs. roots: the Python state on which it depends, by name."""
+
+    name: str
+    roots: Callable[[], dict[str, Any]]
+    forward: bool
+
+
+def weakly(method: Callable) -> Callable:
+    """A function that calls a method, and keeps its object only while that runs."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = found()
+        assert bound is not None
+        return bound(*args, **kwargs)
+
+    return call
+
+
 class TwoPrograms:
     """The forward and the backward pass of one function, of which the arguments at `places` require grad.
 
-    make: makes a compiled function of a function, its name, a function that returns the state on which it depends, and whether
-    it is the forward pass.
+    make: makes a compiled function of a function and its Part.
     """
 
     def __init__(self, fn: Callable, places: tuple[int, ...], make: Callable[..., Any]) -> None:
@@ -141,8 +204,9 @@ class TwoPrograms:
         self._lock = threading.RLock()
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._next = self._new([])  # for the program of the next recording
-        roots = lambda: {"": fn, "saved": self._next.tensors}  # noqa: E731
-        self.forward = make(self._forward, f"forward pass of {self._name}", roots, True)
+        me = weakref.ref(self)
+        roots = lambda: {"": fn, "saved": me()._next.tensors}  # type: ignore[union-attr]  # noqa: E731
+        self.forward = make(weakly(self._forward), Part(f"forward pass of {self._name}", roots, True))
         self._programs: weakref.WeakKeyDictionary[CapturedProgram, tuple[Saved, Cut | None]] = weakref.WeakKeyDictionary()
         # Of a call whose Python ran: its graph, and its results as the function gave them
         self._ran: tuple[Graph, Cut | None, Any] | None = None
@@ -152,9 +216,9 @@ class TwoPrograms:
 
     def _new(self, tensors: list) -> Saved:
         saved = Saved(None, tensors)
-        name = f"backward pass of {self._name}"
-        roots = lambda: {"": self.fn, "saved": saved.tensors}  # noqa: E731
-        saved.backward = self._make(self._backward_of_program, name, roots, False)
+        fn, tensors = self.fn, saved.tensors
+        part = Part(f"backward pass of {self._name}", lambda: {"": fn, "saved": tensors}, False)
+        saved.backward = self._make(weakly(self._backward_of_program), part)
         return saved
 
     def parts(self) -> Iterator[Any]:
@@ -180,7 +244,7 @@ class TwoPrograms:
             [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None], []
         )
         given = [leaves[place] for place in self.places]
-        self.refused = find_parameters(graph, since, given)[1] or strange_result(tree_leaves(results))
+        self.refused = find_parameters(graph, since, given)[1] or strange_result(tree_leaves(results), given)
         if versions != [tensor._version for tensor in given]:
             self.refused = "it changes an argument that requires grad in place"
         return results
@@ -219,8 +283,10 @@ class TwoPrograms:
         if cut is None:  # nothing requires grad
             return results
         versions = [(tensor, tensor._version) for tensor in cut.reads]
-        changeable = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
-        call = Call(saved, cut, tensors, graph, (args, kwargs, changeable), random_state, versions)
+        given = Given(*flatten_call(args, kwargs), random_state, modes(), versions_of(leaves))
+        if graph is None:
+            given.keep(self.forward.newest)
+        call = Call(saved, cut, tensors, graph, given, versions)
         self._last = weakref.ref(call), saved
         flat, tree = tree_flatten(results)
         call.results = tuple([flat[place] for place in cut.places])
@@ -286,8 +352,11 @@ class TwoPrograms:
         graph = Graph([flat[place] for place in places], inputs, pack)
         self._next.tensors[:] = pack.tensors
         parameters, why = find_parameters(graph, since, inputs)
-        self.refused = self.refused or why or strange_result(flat)
-        cut = Cut(places, parameters, pack.reads, may_write(tape, first)) if places else None
+        after = flatten_call(args, kwargs)[0]
+        if len(after) != len(leaves) or not all(map(operator.is_, after, leaves)):
+            why = "it changes a list or dictionary that it gets, in which its graph may go on"
+        self.refused = self.refused or why or strange_result(flat, inputs)
+        cut = Cut(places, parameters, pack.reads, may_write(tape, first), pack.stale()) if places else None
         self._ran = graph, cut, results
         # A caller may change a result in place, and the backward pass must not see that
         plain, tree = tree_flatten(detached(results))
@@ -304,6 +373,8 @@ class TwoPrograms:
             raise RuntimeError(
                 f"backward through a call of {self._name} a second time: pass retain_graph=True to the first backward()"
             )
+        if call.cut.stale:
+            raise RuntimeError(STALE.format(self._name))
         if what := call.changed():
             raise RuntimeError(f"{what} {CHANGED.format(self._name)}")
         with self._lock:
@@ -320,7 +391,7 @@ class TwoPrograms:
             self._differentiated = None
             if not self._keeps:
                 call.over, call.graph = True, None
-                call.tensors, call.args = [], ()
+                call.tensors, call.given = [], None
 
     def _accumulate(self, call: Call, gradients: tuple) -> Any:
         """Add to the parameters' gradients, as the nodes do that accumulate them; return those of arguments."""
@@ -385,20 +456,17 @@ class TwoPrograms:
         caller: whether the graph leads to the caller's own arguments.
         """
         call.saved.graphs = GRAPHS_AFTER_MISS_CALLS
-        if call.cut.writes:
-            raise RuntimeError(NO_GRAPH.format(self._name, "it changes state"))
-        if any(version != tensor._version for tensor, version in call.args[2]):
-            raise RuntimeError(NO_GRAPH.format(self._name, "an argument has been changed since"))
-        args, kwargs = call.args[:2]
-        leaves, tree = flatten_call(args, kwargs)
+        if why := call.changed_since():
+            raise RuntimeError(NO_GRAPH.format(self._name, why))
+        leaves, tree = [*call.given.leaves], call.given.tree
         inputs = [leaves[place] if caller else leaves[place].detach().requires_grad_() for place in self.places]
         for place, leaf in zip(self.places, inputs, strict=True):
             leaves[place] = leaf
-        args, kwargs = tree_unflatten(leaves, tree) if inputs else (args, kwargs)
+        args, kwargs = tree_unflatten(leaves, tree)
         state, now = random._State, (random._State.seed, random._State.counter)
-        state.seed, state.counter = call.random
+        state.seed, state.counter = call.given.random
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), call.given.autocast():
                 flat = tree_leaves(self._plainly(args, kwargs))
         finally:
             state.seed, state.counter = now
@@ -416,13 +484,9 @@ def _inputs(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     return parameters or [torch.zeros((), device="cpu", requires_grad=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A half of a function with two programs. roots: the Python state on which it depends, by name."""
-
-    name: str
-    roots: Callable[[], dict[str, Any]]
-    forward: bool
+def _in_functorch() -> bool:
+    """True within torch.func's transforms, whose tensors no program takes."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class Halves:
@@ -440,7 +504,7 @@ class Halves:
 
     def of_call(self, leaves: list) -> TwoPrograms | None:
         """The pair for a call with these leaves of its arguments; None if it has none."""
-        if not self.wanted or self.refused or not torch.is_grad_enabled() or observer():
+        if not self.wanted or self.refused or not torch.is_grad_enabled() or observer() or _in_functorch():
             return None
         places = tuple([place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad])
         if not all(isinstance(leaves[place], RemoteTensor) for place in places):

@@ -357,13 +357,41 @@ def a_residual_around_a_layer_that_changes_its_argument(wrap: Wrap) -> list:
     return [*losses, *first.parameters(), *layer.parameters()]
 
 
+def a_parameter_clamped_in_the_forward_pass(wrap: Wrap) -> list:
+    class Clamps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(8, 4), nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.scale.clamp_(0, 1)
+            return self.layer(x) * self.scale.exp()
+
+    return train(wrap, Clamps(), plain)
+
+
+def forces(wrap: Wrap) -> list:
+    class Forces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.net(x).sum(), x, create_graph=True)[0]
+
+    return train(wrap, Forces(), plain)
+
+
 CASES: list[Callable[[Wrap], list]] = [
     dropout, one_batch_twice, four_calls_before_a_backward_pass, accumulation, adversarial, no_backward_pass_at_first,
     batch_norm_and_evaluation, a_graph_used_twice, gradients_by_autograd_grad, gradient_of_the_input,
     results_that_losses_use_in_turns, a_result_changed_in_place, layers_frozen_for_a_while, checkpointing,
-    a_function_of_the_user_and_a_changed_attribute, hooks_of_parameters, autocast, a_function_and_its_closure,
+    a_function_of_the_user_and_a_changed_attribute, autocast, a_function_and_its_closure,
     backpropagation_through_time, gradients_and_losses_that_are_kept, gradients_set_to_zero, batches_of_several_sizes,
-    two_views_of_one_result, a_parameter_among_results, frozen_from_some_call_on,
+    a_parameter_among_results, frozen_from_some_call_on, a_parameter_clamped_in_the_forward_pass,
+    forces,
 ]  # fmt: skip
 
 
@@ -455,6 +483,8 @@ def a_penalty_in_an_object(wrap: Wrap) -> list:
         (graph_from_before, "has a graph of its own"),
         (a_penalty_on_the_module, "penalty holds a tensor with a graph"),
         (a_penalty_in_an_object, "returns an object of Held"),
+        (hooks_of_parameters, "a parameter has a hook"),
+        (two_views_of_one_result, "a result shares memory"),
         (a_residual_around_a_layer_that_changes_its_argument, "changes an argument that requires grad in place"),
     ],
 )
@@ -488,6 +518,66 @@ def trained(module: nn.Module, calls: int = 5) -> tuple[Any, Any]:
     for _ in range(calls):
         update(optimizer, model(rows()).square().mean())
     return model, optimizer
+
+
+def test_a_slice_of_a_compiled_module_is_the_slice() -> None:
+    model, _ = trained(mlp())
+    x = rows()
+    assert torch.equal(model[:2](x).cpu(), F.gelu(model[0](x)).cpu())
+    assert type(model)(nn.Linear(8, 3).to(R))(x).shape == (6, 3)
+
+
+def changed_module(change: Callable[[Any], None]) -> None:
+    """A loss, a change of state, and gradients that no program has."""
+    model, _ = trained(nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.5)), 8)
+    loss = model(rows()).sum()
+    change(model)
+    torch.autograd.grad(loss, model.parameters())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda model: model.eval(), lambda model: setattr(model[0].bias, "data", torch.ones(4).to(R))],
+    ids=["a flag", "memory of a parameter"],
+)
+def test_a_forward_pass_is_not_computed_again_with_other_state(change: Callable) -> None:
+    with pytest.raises(RuntimeError, match="cannot be computed again"):
+        changed_module(change)
+
+
+def test_a_forward_pass_is_computed_again_in_its_own_autocast() -> None:
+    def last(wrap: Wrap) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module = mlp().to(R)
+        model, found = wrap(module), []
+        for n in range(9):
+            with torch.autocast(R, dtype=torch.bfloat16):
+                loss = model(rows()).float().square().mean()
+            if n < 8:
+                loss.backward()
+            else:
+                found = [g.cpu() for g in torch.autograd.grad(loss, list(module.parameters()))]
+        return found
+
+    for got, want in zip(last(gt.compile), last(lambda module: module), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_change_of_what_autograd_has_saved_is_refused_in_the_function_too() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.layer(x).exp()
+            hidden.mul_(2)
+            return hidden + 1
+
+    model = gt.compile(Late().to(R))
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(rows()).sum().backward()
 
 
 def test_what_torch_refuses_is_refused() -> None:
