@@ -101,6 +101,7 @@ def test_the_configs_schedule_is_for_steps_that_name_none_and_can_have_it(sessio
                 weight.grad = None
         return x.sum()
 
+    @torch.no_grad()
     def plain(x: torch.Tensor) -> torch.Tensor:
         return x @ weights[0]
 
