@@ -69,7 +69,7 @@ from gt.client.capture.program.captured_program import CapturedProgram
 from gt.client.capture.program.compiled_module import captured_module
 from gt.client.capture.program.sealing import SealedCall, captured_program, disagreement, own_obstacle
 from gt.client.capture.program.settings import ProgramSettings
-from gt.client.capture.program.two_programs import Halves, Part
+from gt.client.capture.program.two_programs import Halves, Part, in_functorch
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.capture.watches.code_watch import CodeWatch
@@ -198,6 +198,8 @@ class CompiledFunction(Generic[P, R]):
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if in_functorch():
+            return self.fn(*args, **kwargs)
         try:
             if self._rates.active:
                 self._rates.place()

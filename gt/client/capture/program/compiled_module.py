@@ -16,8 +16,8 @@ def captured_module(module: nn.Module, call: Any, again: Callable[[nn.Module], n
     So both have the same parameters, buffers, hooks and mode at any time, and each method works. A pickle of it is one of the
     module. again: captures a copy. Raises TypeError for a class that has no plain subclasses.
     """
-    kind = _captured_class(type(module))
-    twin = object.__new__(kind)
+    kind: Any = type(module)
+    twin: Any = object.__new__(_captured_class(kind))
     object.__setattr__(twin, "__dict__", module.__dict__)
     object.__setattr__(twin, "_gt_captured", (call, again))
     return twin
@@ -66,7 +66,7 @@ def _slot(slot: Any, twin: Any) -> Any:
 
 def _plain(module: nn.Module, kind: type) -> nn.Module:
     """A module of a class with the attributes of another one."""
-    plain = object.__new__(kind)
+    plain: Any = object.__new__(kind)
     object.__setattr__(plain, "__dict__", module.__dict__)
     return plain
 

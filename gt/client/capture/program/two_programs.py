@@ -11,7 +11,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -117,6 +117,10 @@ class Given:
             return "a mode of torch is another one"
         if any(t._version != version or getattr(t, "_ref", None) is not ref for t, version, ref in self.versions):
             return "a tensor that it reads has been changed"
+        return ""
+
+    def doubt(self) -> str:
+        """A change of Python state since the call, which may or may not matter to its forward pass; or ""."""
         return "" if self.program is None else self.program.guard.violation()
 
 
@@ -137,6 +141,7 @@ class Call:
     given: Given | None
     versions: list[tuple[torch.Tensor, int]]
     results: tuple = ()
+    values: list[torch.Tensor] = field(default_factory=list)  # of the results of a replay
     over: bool = False  # whether its backward pass has been, and nothing is kept for another
 
     def changed_since(self) -> str:
@@ -283,13 +288,14 @@ class TwoPrograms:
         if cut is None:  # nothing requires grad
             return results
         versions = [(tensor, tensor._version) for tensor in cut.reads]
-        given = Given(*flatten_call(args, kwargs), random_state, modes(), versions_of(leaves))
+        facts = Given(*flatten_call(args, kwargs), random_state, modes(), versions_of(leaves))
         if graph is None:
-            given.keep(self.forward.newest)
-        call = Call(saved, cut, tensors, graph, given, versions)
+            facts.keep(self.forward.newest)
+        call = Call(saved, cut, tensors, graph, facts, versions)
         self._last = weakref.ref(call), saved
         flat, tree = tree_flatten(results)
         call.results = tuple([flat[place] for place in cut.places])
+        call.values = [result.detach() for result in call.results] if graph is None else []
         attached = _Boundary.apply(self, call, *_inputs(cut.parameters), *[leaves[place] for place in self.places])
         for place, result in zip(cut.places, attached, strict=True):
             flat[place] = result
@@ -391,7 +397,7 @@ class TwoPrograms:
             self._differentiated = None
             if not self._keeps:
                 call.over, call.graph = True, None
-                call.tensors, call.given = [], None
+                call.tensors, call.values, call.given = [], [], None
 
     def _accumulate(self, call: Call, gradients: tuple) -> Any:
         """Add to the parameters' gradients, as the nodes do that accumulate them; return those of arguments."""
@@ -458,19 +464,25 @@ class TwoPrograms:
         call.saved.graphs = GRAPHS_AFTER_MISS_CALLS
         if why := call.changed_since():
             raise RuntimeError(NO_GRAPH.format(self._name, why))
-        leaves, tree = [*call.given.leaves], call.given.tree
+        given = call.given
+        assert given is not None
+        doubt = given.doubt()
+        leaves, tree = [*given.leaves], given.tree
         inputs = [leaves[place] if caller else leaves[place].detach().requires_grad_() for place in self.places]
         for place, leaf in zip(self.places, inputs, strict=True):
             leaves[place] = leaf
         args, kwargs = tree_unflatten(leaves, tree)
         state, now = random._State, (random._State.seed, random._State.counter)
-        state.seed, state.counter = call.given.random
+        state.seed, state.counter = given.random
         try:
-            with torch.enable_grad(), call.given.autocast():
+            with torch.enable_grad(), given.autocast():
                 flat = tree_leaves(self._plainly(args, kwargs))
         finally:
             state.seed, state.counter = now
-        return Graph([flat[place] for place in call.cut.places], inputs)
+        results = [flat[place] for place in call.cut.places]
+        if doubt and not all(map(torch.equal, results, call.values)):
+            raise RuntimeError(NO_GRAPH.format(self._name, doubt))
+        return Graph(results, inputs)
 
 
 def _inputs(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -484,7 +496,7 @@ def _inputs(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     return parameters or [torch.zeros((), device="cpu", requires_grad=True)]
 
 
-def _in_functorch() -> bool:
+def in_functorch() -> bool:
     """True within torch.func's transforms, whose tensors no program takes."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -504,7 +516,7 @@ class Halves:
 
     def of_call(self, leaves: list) -> TwoPrograms | None:
         """The pair for a call with these leaves of its arguments; None if it has none."""
-        if not self.wanted or self.refused or not torch.is_grad_enabled() or observer() or _in_functorch():
+        if not self.wanted or self.refused or not torch.is_grad_enabled() or observer() or in_functorch():
             return None
         places = tuple([place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad])
         if not all(isinstance(leaves[place], RemoteTensor) for place in places):

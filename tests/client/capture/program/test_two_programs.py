@@ -545,6 +545,45 @@ def test_a_forward_pass_is_not_computed_again_with_other_state(change: Callable)
         changed_module(change)
 
 
+def test_state_that_the_forward_pass_does_not_use_may_change_before_the_backward_pass() -> None:
+    class Scale(torch.autograd.Function):
+        factor = 1.0
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return gradient * Scale.factor
+
+    def case(wrap: Wrap) -> list:
+        def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+            loss = Scale.apply(model(rows())).square().mean()
+            module.train(n % 3 != 2)
+            Scale.factor = 1.0 + n // 5
+            update(optimizer, loss)
+            module.train()
+            return loss
+
+        return train(wrap, nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), step, 14)
+
+    compare(case)
+
+
+def test_a_transform_of_torch_func_calls_the_function_itself() -> None:
+    model, _ = trained(mlp())
+    weights = dict(model.named_parameters())
+    x = rows()
+
+    def loss(weights: dict[str, torch.Tensor], module: Any) -> torch.Tensor:
+        return torch.func.functional_call(module, weights, (x,)).square().mean()
+
+    got, want = torch.func.grad(loss)(weights, model), torch.func.grad(loss)(weights, model.__reduce_ex__(2)[1][0])
+    for name, gradient in want.items():
+        assert torch.equal(got[name].cpu(), gradient.cpu())
+
+
 def test_a_forward_pass_is_computed_again_in_its_own_autocast() -> None:
     def last(wrap: Wrap) -> list[torch.Tensor]:
         torch.manual_seed(0)
