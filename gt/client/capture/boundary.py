@@ -54,7 +54,7 @@ from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of
 from gt.client.trace.uploads import upload
 from gt.client.values.fingerprints import is_scalar_like, unchanged
-from gt.client.values.settings import settings
+from gt.client.values.settings import matmul_precision, settings
 
 INSIDE = ", and a program's have none: call backward() in the function"
 OUTSIDE = ", and Python does not run in a replay: do it outside the function"
@@ -151,7 +151,7 @@ def modes() -> tuple:
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, torch.get_autocast_dtype(device) if cast else None,
         torch.get_default_dtype(), default, torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"), torch.is_anomaly_enabled(), torch.get_float32_matmul_precision(),
+        torch.get_autocast_dtype("cpu"), torch.is_anomaly_enabled(), matmul_precision(),
         torch.are_deterministic_algorithms_enabled(), settings(), stack.scope().group, observer(),
     )  # fmt: skip
 

@@ -36,7 +36,7 @@ from gt.client.capture.user_code import (
 from gt.client.capture.watches.node_hooks import hooks_of_nodes, next_serial
 from gt.client.device.remote_tensor import RemoteTensor, is_leaf, tensor_identity
 from gt.client.device.sparse_tensor import RemoteSparse
-from gt.client.values.asked_state import GETTERS, CellState, asked_by_name, behind, is_hidden, lock_state, names_of_getter
+from gt.client.values import asked_state
 from gt.client.values.code_names import names_in, operands, texts
 from gt.client.values.counters import counted, may_count
 from gt.client.values.fingerprints import MAX_COMPARED_BYTES, fingerprint, is_plain, is_scalar_like, is_writeable
@@ -298,12 +298,12 @@ class StateWalker:
         elif isinstance(node, types.ModuleType):
             self._visit_module(path, node)
         elif isinstance(node, types.CellType):
-            cell = CellState(node)
+            cell = asked_state.CellState(node)
             self._add_item(f"{path}.cell_contents", cell, "contents", True, cell.contents)
-        elif (getter := names_of_getter(node)) is not None:
+        elif (getter := asked_state.names_of_getter(node)) is not None:
             self.names |= getter[0]
             self._queue.append((path, getter[1]))
-        elif (things := behind(node)) is not None:
+        elif (things := asked_state.behind(node)) is not None:
             self._queue.extend((path, thing) for thing in things)
         else:
             return False
@@ -321,9 +321,9 @@ class StateWalker:
                 self._visit_object(path, node)
         elif hasattr(kind, "__next__") and is_library(module_of(kind)):
             self.snapshot.opaque.append(f"{path} is an iterator ({kind.__name__}), whose position cannot be compared")
-        elif is_hidden(node):
+        elif asked_state.is_hidden(node):
             self.snapshot.opaque.append(f"{path} is a {kind.__name__}, whose content cannot be compared")
-        elif (lock := lock_state(node, self._of_libraries)) is not None:
+        elif (lock := asked_state.lock_state(node, self._of_libraries)) is not None:
             self.snapshot.items.append(StateItem(f"{path}.locked()", lock, "text", True, lock.text))
         elif not isinstance(node, torch.Tensor):
             self._visit_object(path, node)
@@ -449,9 +449,9 @@ class StateWalker:
 
     def _add_asked(self, names: set[str], function: types.FunctionType) -> None:
         """State that no object leads to, and that code asks for by these names."""
-        for path, thing in asked_by_name(names, function):
+        for path, thing in asked_state.asked_by_name(names, function):
             self._queue.append((path, thing)) if fingerprint(thing) is None else self._add_fingerprint(path, thing)
-        if "_version" in names:
+        if "_version" in names and asked_state.names_a_tensor(function, names):
             self.snapshot.opaque.append("the version of a tensor, which a replay does not count,")
 
     def _visit_globals(self, function: types.FunctionType) -> None:
@@ -544,7 +544,7 @@ class StateWalker:
                 # The functions in classmethod, property, cached_property and wrappers: descriptors hide them from the walk
                 for part in ("__func__", "fget", "fset", "func", "__wrapped__"):
                     inner = getattr(value, part, None) if not isinstance(value, (type, types.FunctionType)) else None
-                    if isinstance(inner, (types.FunctionType, *GETTERS)):
+                    if isinstance(inner, (types.FunctionType, *asked_state.GETTERS)):
                         self._queue.append((f"{path}.{name}", inner))
                 if isinstance(value, RemoteTensor):
                     self._add_tensor(f"{path}.{name}", value)

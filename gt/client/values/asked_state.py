@@ -25,8 +25,11 @@ import torch
 from gt import env
 from gt.client.values.code_names import texts
 
-_ENVIRONMENT = frozenset({"environ", "getenv", "expandvars", "expanduser", "home"})  # names with which code reads it
-_SEEDS = frozenset({"initial_seed", "get_rng_state", "get_state"})
+_ENVIRONMENT = frozenset({"environ", "getenv", "expandvars", "expanduser"})  # names with which code reads it
+_PATHS = frozenset({"Path", "pathlib"})  # beside which `home` is no attribute of the user's
+_SEEDS = frozenset({"initial_seed", "get_rng_state"})
+_NUMPY = frozenset({"np", "numpy"})
+MAX_LOGGERS = 256  # that are compared for code which computes a logger's name
 _ASKS_LOCKS = frozenset({"locked", "acquire", "_is_owned"})
 _LOCKS = (_thread.LockType, _thread.RLock)
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
@@ -40,16 +43,28 @@ GETTERS = (operator.attrgetter, operator.methodcaller)
 
 def asked_by_name(names: Set[str], function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Paths and objects that code with these names may ask for: each changes in place. function: that which has the code."""
-    if names & _ENVIRONMENT:
+    if names & _ENVIRONMENT or ("home" in names and names & _PATHS):
         yield "os.environ", env.every_variable()
     if "warn" in names:
         yield "warnings.filters", warnings
-    if names & _SEEDS:
+    if names & _SEEDS and ("torch" in names or any(_of_torch(function, name) for name in names & _SEEDS)):
         yield "torch.default_generator", torch.default_generator
-    if "get_state" in names:
+    if "get_state" in names and "random" in names and names & _NUMPY:
         yield "numpy.random", np.random.mtrand._rand
     if "getLogger" in names:
         yield from _loggers(function)
+
+
+def _of_torch(function: types.FunctionType, name: str) -> bool:
+    """True if a global name of a function is a function of torch: methods of the user may have the same name."""
+    return str(getattr(function.__globals__.get(name), "__module__", "")).startswith("torch")
+
+
+def names_a_tensor(function: types.FunctionType, names: Set[str]) -> bool:
+    """True if a function's globals or closure have a tensor that it names. Attributes of the user may be called `_version`."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+    found = [function.__globals__.get(name) for name in names] + [CellState(cell).contents for cell in cells.values()]
+    return any(isinstance(thing, torch.Tensor) for thing in found)
 
 
 def _loggers(function: types.FunctionType) -> Iterator[tuple[str, logging.Logger]]:
@@ -58,7 +73,7 @@ def _loggers(function: types.FunctionType) -> Iterator[tuple[str, logging.Logger
     named = {*texts(function.__code__), *(every.get(name) for name in function.__code__.co_names if name != "__doc__")}
     found = {name for name in named if isinstance(name, str)} & known.keys()
     yield "logging.root", logging.root
-    for name in found or list(known):
+    for name in found or list(known)[:MAX_LOGGERS]:
         if isinstance(logger := known[name], logging.Logger):
             yield f"logging.getLogger({name!r})", logger
 
@@ -110,7 +125,8 @@ def behind(node: Any) -> list | None:
     if isinstance(node, super):
         return [node.__self__]  # type: ignore[attr-defined]
     if isinstance(node, ctypes._Pointer):
-        return [node.contents] if node else []
+        # Memory that no object of Python keeps may be gone, and to read it ends the process
+        return [node.contents] if node and node._objects else []
     if isinstance(node, _BOUND):
         # Of a method in C, such as `seen.append`, the object; of a function its module
         return [] if isinstance(node.__self__, types.ModuleType) else [node.__self__]

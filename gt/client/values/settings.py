@@ -19,6 +19,7 @@ _NAMES = (
     "_get_deterministic_algorithms_warn_only", "_get_deterministic_fill_uninitialized_memory", "_get_math_sdp_enabled",
     "_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled", "is_anomaly_check_nan_enabled",
     "_is_multithreading_enabled", "_is_view_replay_enabled", "_is_fwd_grad_enabled",
+    "_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_bf16_reduced_precision_reduction",
 )  # fmt: skip
 _FLAGS: tuple[Callable[[], Any], ...] = tuple(getattr(torch._C, name) for name in _NAMES if hasattr(torch._C, name))
 _HOOKS: Callable[[], Any] = torch._C._autograd._saved_tensors_hooks_is_enabled
@@ -28,9 +29,25 @@ _PRINTS = getattr(sys.modules.get("numpy._core.printoptions"), "format_options",
 def settings() -> tuple:
     """Comparable values of these settings."""
     own, prints = decimal.getcontext(), torch._tensor_str.PRINT_OPTS
+    try:
+        flags = [flag() for flag in _FLAGS]
+    except RuntimeError:  # torch refuses to tell of tf32 where only some ops have it, as by cudnn.conv.fp32_precision
+        flags = [_answer(flag) for flag in _FLAGS]
     return (
-        *[flag() for flag in _FLAGS], _HOOKS(),
+        *flags, _HOOKS(),
         own.prec, own.rounding, own.Emin, own.Emax, own.capitals, own.clamp,
         prints.precision, prints.threshold, prints.edgeitems, prints.linewidth, prints.sci_mode,
         geterr(), get_printoptions() if _PRINTS is None else _PRINTS.get(),
     )  # fmt: skip
+
+
+def matmul_precision() -> str:
+    """torch.get_float32_matmul_precision(), or "other" where torch has no one answer."""
+    return str(_answer(torch.get_float32_matmul_precision))
+
+
+def _answer(ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except RuntimeError:
+        return "other"

@@ -75,11 +75,15 @@ class Halt:
 
 @dataclass(slots=True)
 class Look:
-    """A question to another worker of its host about a worker that is silent. tries: how often it was asked."""
+    """A question to another worker of its host about a worker that is silent. tries: how often it was asked.
+
+    witness: index and life of the worker that is asked, whose answer alone counts.
+    """
 
     life: int
     key: int = -1
     tries: int = 0
+    witness: tuple[int, int] = (-1, -1)
 
 
 class Watch:
@@ -110,7 +114,7 @@ class Watch:
         """A worker's Report: the survey that it completes, if any."""
         stats, at = report.body.get("stats"), report.body.get("at")
         fit = isinstance(at, list) and len(at) == 5 and isinstance(at[3], str)
-        self._looked(report)
+        self._looked(worker, report)
         self._seen(worker, at if fit else None, report.body.get("work"))
         survey = self.surveys.get(report.request)
         if survey is None or worker.index not in survey.left:
@@ -196,16 +200,22 @@ class Watch:
         witnesses = self.witnesses(worker) if pid and self.unseen(worker) and self.silent(index) else []
         if not witnesses:
             self.looks.pop(index, None)
+            if self.unseen(worker):  # an old sighting proves nothing, once nobody looks any more
+                self.halts.pop(index, None)
             return []
         look = self.looks.get(index)
         if look is None or look.life != worker.lives:
             look = self.looks[index] = Look(worker.lives)
         look.key, look.tries = self.cluster.key(), look.tries + 1
-        return [(witnesses[look.tries % len(witnesses)].peer, Query(look.key, False, process=pid))]
+        witness = witnesses[look.tries % len(witnesses)]
+        look.witness = witness.index, witness.lives
+        return [(witness.peer, Query(look.key, False, process=pid))]
 
-    def _looked(self, report: Report) -> None:
+    def _looked(self, witness: Worker, report: Report) -> None:
         """Another worker's word on a silent one, if it was asked."""
-        index = next((i for i, look in self.looks.items() if look.key == report.request), None)
+        asked = witness.index, witness.lives
+        found = (i for i, look in self.looks.items() if look.key == report.request and look.witness == asked)
+        index = next(found, None)
         sight = report.body.get("sight")
         if index is None or not isinstance(sight, list) or [type(part) for part in sight] != [str, float]:
             return
@@ -235,8 +245,12 @@ class Watch:
 
     def halted(self, share: float) -> dict[int, Halt]:
         """Workers whose process has been stopped for this share of a heartbeat, as seen by one that was awake."""
-        now = self.cluster.now
-        return {i: halt for i, halt in self.halts.items() if now - max(halt.since, self.awake) >= share * self.heartbeat}
+        now, found = self.cluster.now, dict[int, Halt]()
+        for index, halt in self.halts.items():
+            fresh = not self.unseen(self.cluster.workers[index]) or now - halt.seen <= 2 * self._patience
+            if fresh and now - max(halt.since, self.awake) >= share * self.heartbeat:
+                found[index] = halt
+        return found
 
     def quiet(self, place: WorkerPosition) -> float:
         """Seconds in which a worker has not got on."""

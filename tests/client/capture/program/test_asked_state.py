@@ -23,6 +23,7 @@ from numpy import geterr, loadtxt
 from torch import initial_seed
 
 import gt
+from gt.client.values import settings
 
 # A question, and a change by a number of the answer to it
 ROWS: dict[str, Callable[[pytest.MonkeyPatch], tuple[Callable[[], float], Callable[[int], Any]]]] = {}
@@ -263,3 +264,43 @@ def test_cpu_tensors_of_a_class_that_a_step_uploads_are_inputs_of_its_program(mo
             Scaled.order.copy_(torch.tensor([2, 0, 1]))
         assert step(x).tolist() == module(x).tolist(), n
     assert step._programs[0].replays >= CALLS - 5, step.explain()
+
+
+class Versioned(torch.nn.Module):
+    _version = "1.2"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home, self.factor = "here", 2.0
+
+    def get_state(self) -> float:
+        return self.factor if self._version and self.home else 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.get_state()
+
+
+def test_names_that_the_users_own_objects_have_too_prevent_no_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Versioned()
+    step = gt.compile(module.forward)
+    for n in range(CALLS):
+        monkeypatch.setenv("ASKED", str(n))
+        x = torch.randn(3)
+        assert torch.equal(step(x).cpu(), 2 * x)
+    assert step._programs[0].replays >= CALLS - 4, step.explain()
+
+
+def test_a_pointer_to_memory_that_nobody_keeps_is_not_followed() -> None:
+    handles = {"opaque": ctypes.cast(0x10, ctypes.POINTER(ctypes.c_int)), "factor": 2.0}
+    step = gt.compile(lambda x: x * handles["factor"])
+    assert [step(torch.ones(2)).tolist() for _ in range(CALLS)] == [[2.0, 2.0]] * CALLS
+
+
+def test_a_precision_of_which_torch_has_no_one_answer_prevents_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses() -> bool:
+        raise RuntimeError("some ops have it")
+
+    monkeypatch.setattr(settings, "_FLAGS", (refuses,))
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuses)
+    step = gt.compile(lambda x: x * 2)
+    assert [step(torch.ones(2)).tolist() for _ in range(CALLS)] == [[2.0, 2.0]] * CALLS
