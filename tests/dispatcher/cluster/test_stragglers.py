@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from gt import env
+from gt.dispatcher.cluster.health import Look
 from gt.dispatcher.events import Close, Examine, Examined, PeerLost, Tick
 from gt.dispatcher.state.uploads import WINDOW_BYTES
 from gt.dispatcher.state.validate import CREDIT
@@ -314,6 +315,26 @@ def test_a_stopped_worker_of_another_host_is_seen_by_a_worker_beside_it_and_then
     assert 8 <= when <= 12 and (peer, kind) == (b"c", "WorkerStuck")
     assert text.startswith("worker w0 is stopped: its process 100 is stopped (state T; `kill -CONT 100` lets it go on)")
     assert 13 <= gone <= 17
+
+
+def test_a_worker_is_not_given_up_by_an_old_sighting_of_a_witness_that_answers_no_more():
+    rows = far(True, lambda now: IDLE if now < 7 else {})
+    assert not [row for row in rows if row[2] == "Close"]
+
+
+def test_the_word_of_a_worker_that_was_not_asked_is_no_sighting():
+    bench = CoreBench()
+    seen(bench)
+    bench.core.watch.home = "far"
+    begun(bench)
+    watch, (silent, other) = bench.core.watch, bench.core.cluster.workers[:2]
+    watch.looks[silent.index] = Look(silent.lives, 5, 1, (other.index, other.lives + 1))
+    watch.silent = lambda index: True
+    watch.answered(other, Report(5, {"sight": ["T", 0.0]}))
+    assert not watch.halts
+    watch.looks[silent.index].witness = (other.index, other.lives)
+    watch.answered(other, Report(5, {"sight": ["T", 0.0]}))
+    assert list(watch.halts) == [silent.index]
 
 
 def test_a_worker_of_another_host_that_is_silent_and_not_stopped_is_a_notice():
