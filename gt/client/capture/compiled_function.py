@@ -282,6 +282,10 @@ class CompiledFunction(Generic[P, R]):
         """The programs that there are, the one that was used last first."""
         return [*self._programs]
 
+    def forget(self, program: CapturedProgram) -> None:
+        """Serve no more calls with a program."""
+        self._programs.remove(program)
+
     def serves(self, program: CapturedProgram, leaves: list) -> bool:
         """True if a program, which draws nothing on the CPU, could serve a call with these leaves of its arguments."""
         key = (program.key[0], *keys_of(leaves), *modes())

@@ -271,6 +271,8 @@ class TwoPrograms:
                 given[place] = leaves[place].detach()
             plain = tree_unflatten(given, tree)
         self._ran = None
+        for program in [program for program in self.forward.programs() if program not in self._programs]:
+            self.forward.forget(program)  # an exception came between its recording and here, as by Ctrl-C
         saved = self._lacking(given)
         if saved is not None and any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor) for leaf in given):
             plain = tree_unflatten(prepare_inputs(given, None)[0], flatten_call(*plain)[1])

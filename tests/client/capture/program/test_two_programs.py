@@ -619,6 +619,24 @@ def test_a_change_of_what_autograd_has_saved_is_refused_in_the_function_too() ->
             model(rows()).sum().backward()
 
 
+def test_an_interrupt_after_a_recording_leaves_a_model_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gt.client.capture.program.two_programs import TwoPrograms
+
+    model, optimizer = trained(mlp(), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(TwoPrograms, "_bound", interrupted)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                model(rows())
+    for _ in range(6):
+        update(optimizer, model(rows()).square().mean())
+    assert replays(model, "forward") >= 2 and replays(model, "backward") >= 2, model.explain()
+
+
+def interrupted(*given: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_what_torch_refuses_is_refused() -> None:
     model, optimizer = trained(mlp())
     loss = model(rows()).square().mean()
