@@ -225,15 +225,17 @@ class StateWalker:
 
     def run(self) -> StateSnapshot:
         while self._queue:
-            path, node = self._queue.popleft()
-            # Breadth first, so that an object is named by its shortest path
+            path, node = self._queue.popleft()  # breadth first: an object is named by its shortest path
             if id(node) in self._seen:
                 continue
             self._seen[id(node)] = node  # kept alive, so that identities stay unique
             if len(self.snapshot.items) > MAX_ITEMS:
                 self.snapshot.overflow = True
                 break
-            self._visit(path, node)
+            try:
+                self._visit(path, node)
+            except RuntimeError as error:  # of a tensor without memory of its own, as a sparse or nested one
+                self.snapshot.opaque.append(f"{path} cannot be compared ({str(error).splitlines()[0]})")
         return self.snapshot
 
     def counters(self) -> dict[str, StateItem]:

@@ -29,7 +29,6 @@ _ENVIRONMENT = frozenset({"environ", "getenv", "expandvars", "expanduser"})  # n
 _PATHS = frozenset({"Path", "pathlib"})  # beside which `home` is no attribute of the user's
 _SEEDS = frozenset({"initial_seed", "get_rng_state"})
 _NUMPY = frozenset({"np", "numpy"})
-MAX_LOGGERS = 256  # that are compared for code which computes a logger's name
 _ASKS_LOCKS = frozenset({"locked", "acquire", "_is_owned"})
 _LOCKS = (_thread.LockType, _thread.RLock)
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
@@ -73,7 +72,7 @@ def _loggers(function: types.FunctionType) -> Iterator[tuple[str, logging.Logger
     named = {*texts(function.__code__), *(every.get(name) for name in function.__code__.co_names if name != "__doc__")}
     found = {name for name in named if isinstance(name, str)} & known.keys()
     yield "logging.root", logging.root
-    for name in found or list(known)[:MAX_LOGGERS]:
+    for name in found or list(known):
         if isinstance(logger := known[name], logging.Logger):
             yield f"logging.getLogger({name!r})", logger
 
@@ -125,12 +124,19 @@ def behind(node: Any) -> list | None:
     if isinstance(node, super):
         return [node.__self__]  # type: ignore[attr-defined]
     if isinstance(node, ctypes._Pointer):
-        # Memory that no object of Python keeps may be gone, and to read it ends the process
-        return [node.contents] if node and node._objects else []
+        return [node.contents] if node and _is_kept(node) else []
     if isinstance(node, _BOUND):
         # Of a method in C, such as `seen.append`, the object; of a function its module
         return [] if isinstance(node.__self__, types.ModuleType) else [node.__self__]
     return None
+
+
+def _is_kept(pointer: Any) -> bool:
+    """True if an object of Python keeps the memory to which a pointer leads: to read other memory may end the process."""
+    address = ctypes.addressof(pointer.contents)  # reads nothing there
+    objects = (pointer._objects or {}).values()
+    places = [(ctypes.addressof(o), ctypes.sizeof(o)) for o in objects if isinstance(o, (pointer._type_, ctypes.Array))]
+    return any(start <= address < start + size for start, size in places)
 
 
 def names_of_getter(node: Any) -> tuple[set[str], Any] | None:

@@ -291,7 +291,8 @@ def test_names_that_the_users_own_objects_have_too_prevent_no_replay(monkeypatch
 
 
 def test_a_pointer_to_memory_that_nobody_keeps_is_not_followed() -> None:
-    handles = {"opaque": ctypes.cast(0x10, ctypes.POINTER(ctypes.c_int)), "factor": 2.0}
+    kind = ctypes.POINTER(ctypes.c_int)
+    handles = {"a": ctypes.cast(0x10, kind), "b": ctypes.cast(ctypes.c_void_p(0x10), kind), "factor": 2.0}
     step = gt.compile(lambda x: x * handles["factor"])
     assert [step(torch.ones(2)).tolist() for _ in range(CALLS)] == [[2.0, 2.0]] * CALLS
 
@@ -304,3 +305,11 @@ def test_a_precision_of_which_torch_has_no_one_answer_prevents_no_call(monkeypat
     monkeypatch.setattr(torch, "get_float32_matmul_precision", refuses)
     step = gt.compile(lambda x: x * 2)
     assert [step(torch.ones(2)).tolist() for _ in range(CALLS)] == [[2.0, 2.0]] * CALLS
+
+
+def test_a_tensor_that_cannot_be_compared_prevents_no_call() -> None:
+    parts = {"sparse": torch.eye(3).to_sparse(), "nested": torch.nested.nested_tensor([torch.ones(2)]), "factor": 2.0}
+    step = gt.compile(lambda x: x * parts["factor"])
+    for n in range(CALLS):
+        parts["factor"] = float(n)
+        assert step(torch.ones(2)).tolist() == [n, n]
