@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import struct
 import zlib
@@ -32,6 +33,7 @@ NAMES = {  # torch's dtype -> the format's
 }  # fmt: skip
 _TORCH = {name: dtype for dtype, name in NAMES.items()}
 _METADATA = "__metadata__"
+_STRING = re.compile(b'"[^"]*"')  # where no quote is escaped
 WRITER = "format"  # the metadata that names the library of the tensors, and no tensor
 
 
@@ -68,11 +70,21 @@ def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mappin
     text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNED)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(f"the header of {len(rows)} tensors has {len(text)} bytes, at most {MAX_HEADER_BYTES} are read")
-    if (commas := text.count(b",")) > MAX_HEADER_COMMAS:
+    if (commas := _commas(text)) > MAX_HEADER_COMMAS:
         raise CheckpointError(f"the header of {len(rows)} tensors has {commas} commas, at most {MAX_HEADER_COMMAS} are read")
     first = LENGTH_BYTES + len(text)
     entries = [FileEntry(name, dtype, tuple(shape), first + start) for (name, dtype, shape), start in zip(rows, places)]
     return struct.pack("<Q", len(text)) + text, entries
+
+
+def _commas(text: bytes) -> int:
+    """Commas of a header outside its strings, which cost nothing. It may be no JSON: then the number is any."""
+    commas = text.count(b",")
+    if commas <= MAX_HEADER_COMMAS:
+        return commas
+    # Without escaped quotes, every second quote ends a string. A comma has two strings at most, a name and a value.
+    bare = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    return commas if bare.count(b'"') > 4 * (MAX_HEADER_COMMAS + 1) else _STRING.sub(b"", bare).count(b",")
 
 
 def checksum(fd: int, size: int) -> int:
@@ -114,8 +126,9 @@ def read_header(fd: int, size: int, path: Path) -> tuple[dict[str, FileEntry], d
     text = os.pread(fd, length, LENGTH_BYTES)
     if len(text) < length:
         raise bad(f"its header has {len(text)} bytes, want {length}: it was cut while it was read")
-    # A part of JSON costs up to a microsecond, and each but the first of an object or list has a comma before it
-    if (commas := text.count(b",")) > MAX_HEADER_COMMAS:
+    # A part of JSON costs up to a microsecond, and each but the first of an object or list has a comma before it. Those in
+    # strings do not count: metadata may be a long text
+    if (commas := _commas(text)) > MAX_HEADER_COMMAS:
         raise bad(f"its header has {commas} commas, at most {MAX_HEADER_COMMAS} are read: save the tensors in several files")
     try:
         header = json.loads(text.decode(), object_pairs_hook=_unique)

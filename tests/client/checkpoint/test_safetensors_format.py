@@ -110,6 +110,25 @@ def test_a_header_of_too_many_parts_is_refused_before_it_is_parsed(tmp_path, mon
         layout([(str(n), "float32", (2, 2)) for n in range(300)], {})
 
 
+@pytest.mark.parametrize("text", ["," * 1500, '",' * 1500, '\\",' * 1500, "\\\\," * 1500, "\n\\"])
+def test_commas_within_strings_are_no_parts_of_a_header(tmp_path, monkeypatch, text):
+    monkeypatch.setattr("gt.client.checkpoint.safetensors_format.MAX_HEADER_COMMAS", 1000)
+    header, _ = layout([("a,b", "float32", (2,)), ('"', "float32", (2,))], {"note": text, ",": ",", text: '"'})
+    (tmp_path / "f").write_bytes(header + bytes(16))
+    entries, metadata = read(tmp_path / "f")
+    assert set(entries) == {"a,b", '"'} and metadata == {"note": text, ",": ",", text: '"'}
+
+
+@pytest.mark.parametrize("part", [b'"a":"b",', b'"\\"":"\\\\",', b'"":"",'])
+def test_commas_between_strings_are_parts_of_a_header(tmp_path, monkeypatch, part):
+    monkeypatch.setattr("gt.client.checkpoint.safetensors_format.MAX_HEADER_COMMAS", 1000)
+    monkeypatch.setattr("gt.client.checkpoint.safetensors_format.json.loads", None)
+    for count in (1001, 9000):
+        write(tmp_path / "f", b"{" + part * count + b'"c":0}')
+        with pytest.raises(CheckpointError, match=f"its header has {count} commas, at most 1000 are read"):
+            read(tmp_path / "f")
+
+
 def test_only_regular_files_are_opened(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/null")
