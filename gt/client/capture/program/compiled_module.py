@@ -57,7 +57,7 @@ def _captured_class(kind: type) -> type:
 
 
 def _slot(slot: Any, twin: Any) -> Any:
-    """What a twin has in its slot; None for another module of the class."""
+    """The content of a twin's slot; None for another module of the class."""
     try:
         return slot.__get__(twin, type(twin))
     except AttributeError:

@@ -108,7 +108,7 @@ class Given:
         return torch.autocast(Shown.device.type, dtype=self.modes[3], enabled=bool(self.modes[2]))
 
     def changed(self) -> str:
-        """What has been changed since the call, so that its forward pass would be another one; or ""."""
+        """A change since the call by which its forward pass would be another one, or ""."""
         if self.program is not None and (self.program.host_draws is not None or self.program.guard.counts):
             return "it draws numbers on the CPU, or counts"
         same = [n for n, _ in enumerate(self.modes) if n not in (0, 2, 3)]  # grad mode, autocast
