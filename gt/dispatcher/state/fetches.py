@@ -178,6 +178,13 @@ class Fetches:
         for tensor, place, layout in zip(tensors, places, layouts):
             if self._context.pace.spent and not self._pause(request, layout.mesh):
                 return
+            # In a pause a worker may have come, on which tensors without a place are made from now on.
+            mesh = tensor.layout.mesh if tensor.layout is not None else self._context.default_mesh()
+            if not self._arenas.shared(place, mesh.workers):
+                self._outbox.flush(self._emitter.base)
+                self._drop(request)
+                self._context.send(Report(number, {"shared": False}))
+                return
             source = tensor if tensor.layout is not None else self._materializer.read(tensor)
             if source.layout is not None and source.layout.partial:
                 self._redistributor.reduce_partial(source.storage)

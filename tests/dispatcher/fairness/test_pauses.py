@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gt.dispatcher.events import PeerLost, Send
+from gt.dispatcher.events import PeerLost, Received, Send
 from gt.dispatcher.fairness.background import Inline
-from gt.wire.messages import Failed, Run, UseBlock
+from gt.wire.link import hello
+from gt.wire.messages import Failed, Report, Run, UseBlock
 from tests.helpers.limits import calls_of
 from tests.stress import costs
 
@@ -15,12 +16,14 @@ class Watched(costs.Loop):
     """Keeps what workers are sent: numbers of instructions in each turn, and the instructions of each worker."""
 
     inline = False  # no threads: all is done in one turn
+    lost = b""  # a worker that is lost before the call
     during = None  # called with the loop in the first pause
 
     def __post_init__(self) -> None:
         self.turns: list[int] = []
         self.code: dict[bytes, list] = {}
         self.blocks: list[UseBlock] = []
+        self.asked: set[bytes] = set()  # workers that were told a block
         super().__post_init__()
         self.core.pace._seconds = 0.0  # each look at the clock ends the turn
         if self.inline:
@@ -31,6 +34,7 @@ class Watched(costs.Loop):
         actions = super()._timed(call)
         runs = [(a.peer, a.message) for a in actions if isinstance(a, Send) and isinstance(a.message, Run)]
         self.blocks += [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, UseBlock)]
+        self.asked.update(a.peer for a in actions if isinstance(a, Send) and isinstance(a.message, UseBlock))
         self.turns.append(sum(len(run.code) for _, run in runs))
         for peer, run in runs:
             self.code.setdefault(peer, []).extend(run.code)
@@ -42,6 +46,8 @@ class Watched(costs.Loop):
 
     def fresh(self) -> None:
         super().fresh()
+        if self.lost:
+            self.core.handle(PeerLost(self.lost, "killed"))
         self.turns.clear()
         self.code.clear()
 
@@ -50,6 +56,7 @@ class Watched(costs.Loop):
 def watched(monkeypatch):
     monkeypatch.setattr(costs, "Loop", Watched)
     monkeypatch.setattr(Watched, "during", None)
+    monkeypatch.setattr(Watched, "lost", b"")
     monkeypatch.setattr(Watched, "inline", False)
     return Watched
 
@@ -98,6 +105,17 @@ def test_a_save_fails_once_if_a_worker_is_lost_in_a_pause(watched):
     loop = OPS["store"]()
     failed = [m for m in loop.answers if isinstance(m, Failed)]
     assert watched.during is None and [m.request for m in failed] == [5] and "w0" in failed[0].error["message"]
+    assert not loop.core.sessions[b"c"].fetches.open and not loop.core.sessions[b"c"].fetches.by_key
+
+
+def test_a_save_ends_if_what_is_left_would_be_made_by_a_worker_without_the_file(watched):
+    """The first worker comes back on another host, and tensors without a place are made on the first worker that is there."""
+    back = hello("worker", info={"name": "w0", "heap_bytes": 1 << 40, "home": "elsewhere"})
+    watched.lost = b"w0"
+    watched.during = lambda loop: loop.core.handle(Received(b"new", back))
+    loop = OPS["store"]()
+    assert watched.during is None and not loop.errors and b"new" not in loop.asked
+    assert [m for m in loop.answers if isinstance(m, Report)] == [Report(5, {"shared": False})]
     assert not loop.core.sessions[b"c"].fetches.open and not loop.core.sessions[b"c"].fetches.by_key
 
 
