@@ -25,34 +25,36 @@ def captured_module(module: nn.Module, call: Any, again: Callable[[nn.Module], n
 
 @functools.lru_cache(maxsize=1024)
 def _captured_class(kind: type) -> type:
+    def captured(twin: Any) -> Any:
+        """The captured call, and what captures a copy; None for another module of the class."""
+        return _slot(vars(CapturedModule)["_gt_captured"], twin)
+
+    def like(twin: Any, module: nn.Module) -> nn.Module:
+        found = captured(twin)
+        return found[1](module) if found else module
+
     class CapturedModule(kind):  # type: ignore[misc,valid-type]
         __slots__ = ("_gt_captured",)  # not in the dictionary, which is the module's
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            captured = vars(CapturedModule)["_gt_captured"]
             # Methods may make other modules of this class, as a slice of a Sequential, or change the class, as weight_norm
-            if type(self) is CapturedModule and (found := _slot(captured, self)):
+            if type(self) is CapturedModule and (found := captured(self)):
                 return found[0](*args, **kwargs)
             return super().__call__(*args, **kwargs)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-            return _like(self, copy.deepcopy(_plain(self, kind), memo))
+            return like(self, copy.deepcopy(_plain(self, kind), memo))
 
         def __copy__(self) -> nn.Module:
-            return _like(self, copy.copy(_plain(self, kind)))
+            return like(self, copy.copy(_plain(self, kind)))
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             return _itself, (_plain(self, kind),)
 
-    def like(twin: Any, module: nn.Module) -> nn.Module:
-        found = _slot(vars(CapturedModule)["_gt_captured"], twin)
-        return found[1](module) if found else module
-
-    _like = like
     CapturedModule.__name__, CapturedModule.__qualname__ = kind.__name__, kind.__qualname__
     CapturedModule.__module__, CapturedModule.__doc__ = kind.__module__, kind.__doc__
     if not hasattr(kind, "explain"):
-        CapturedModule.explain = lambda twin: _slot(vars(CapturedModule)["_gt_captured"], twin)[0].explain()
+        CapturedModule.explain = lambda twin: captured(twin)[0].explain()
     return CapturedModule
 
 
