@@ -34,6 +34,8 @@ from gt.client.capture.program.call_graph import (
     strange_result,
 )
 from gt.client.capture.program.captured_program import CapturedProgram
+from gt.client.capture.program.recomputation import Chooser, Recomputation
+from gt.client.capture.recording import CallRecording
 from gt.client.capture.watches.node_hooks import hooks_of_nodes
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor, Shown, memory_id
@@ -56,7 +58,7 @@ class Saved:
     """Tensors that a forward program leaves for the backward pass. tensors: those in the memory that the program writes.
 
     backward: the compiled function that reads them. idle: calls in a row that nobody differentiated. graphs: calls to come that
-    run their Python for their graph.
+    run their Python for their graph. plan: how the backward pass has what is not left.
     """
 
     backward: Any
@@ -64,6 +66,7 @@ class Saved:
     program: weakref.ref[CapturedProgram] | None = None
     idle: int = 0
     graphs: int = 0
+    plan: Recomputation | None = None
 
     def differentiable(self) -> bool:
         """True if a program seems to have the backward pass of the next call."""
@@ -209,6 +212,7 @@ class TwoPrograms:
         self._lock = threading.RLock()
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._next = self._new([])  # for the program of the next recording
+        self._lacking_one: Saved | None = None  # of the program whose forward pass runs for its graph
         me = weakref.ref(self)
         roots = lambda: {"": fn, "saved": me()._next.tensors}  # type: ignore[union-attr]  # noqa: E731
         self.forward = make(weakly(self._forward), Part(f"forward pass of {self._name}", roots, True))
@@ -276,7 +280,9 @@ class TwoPrograms:
         saved = self._lacking(given)
         if saved is not None and any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor) for leaf in given):
             plain = tree_unflatten(prepare_inputs(given, None)[0], flatten_call(*plain)[1])
+        self._lacking_one = saved
         results = self._forward(*plain[0], **plain[1]) if saved is not None else self.forward(*plain[0], **plain[1])
+        self._lacking_one = None
         if self._ran is None:
             graph, (saved, cut) = None, self._programs[self.forward.newest]
             tensors = [*saved.tensors]
@@ -358,17 +364,30 @@ class TwoPrograms:
         flat, tree = tree_flatten(results)
         places = [k for k, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         graph = Graph([flat[place] for place in places], inputs, pack)
+        stale = pack.stale()
+        pack.keep(self._plan(tape, pack))
         self._next.tensors[:] = pack.tensors
         parameters, why = find_parameters(graph, since, inputs)
         after = flatten_call(args, kwargs)[0]
         if len(after) != len(leaves) or not all(map(operator.is_, after, leaves)):
             why = "it changes a list or dictionary that it gets, in which its graph may go on"
         self.refused = self.refused or why or strange_result(flat, inputs)
-        cut = Cut(places, parameters, pack.reads, may_write(tape, first), pack.stale()) if places else None
+        cut = Cut(places, parameters, pack.reads, may_write(tape, first), stale) if places else None
         self._ran = graph, cut, results
         # A caller may change a result in place, and the backward pass must not see that
         plain, tree = tree_flatten(detached(results))
         return tree_unflatten([apart(leaf, pack) for leaf in plain], tree)
+
+    def _plan(self, tape: Any, pack: Pack) -> Recomputation | None:
+        """How the backward pass has what this call has saved: as the program's, or chosen by the recorded ops."""
+        mode = self.forward.settings.recompute_mode
+        if self._lacking_one is not None:
+            return self._lacking_one.plan
+        self._next.plan = None
+        if mode and isinstance(tape, CallRecording):
+            tape.recorder.flush()
+            self._next.plan = Chooser(tape.ops, pack.tensors, pack.reads, mode > 1).choose()
+        return self._next.plan
 
     # ---- its backward pass
 
@@ -390,6 +409,8 @@ class TwoPrograms:
 
     def _differentiate(self, call: Call, gradients: tuple) -> list:
         call.saved.idle, self._last = 0, None
+        if call.graph is not None and (saves := call.graph.saves) is not None:
+            saves.begin(saves.tensors)
         self._differentiated, self._keeps = call, torch._C._autograd._get_current_graph_task_keep_graph()
         try:
             if torch.is_grad_enabled() or not torch.autograd._is_checkpoint_valid():
@@ -425,11 +446,11 @@ class TwoPrograms:
         assert call is not None
         if call.graph is None or (saves := call.graph.saves) is None:
             return self._backward(*gradients)
-        saves.source = call.saved.tensors
+        saves.begin(call.saved.tensors)
         try:
             return self._backward(*gradients)
         finally:
-            saves.source = saves.tensors
+            saves.begin(saves.tensors)
 
     def _backward(self, *gradients: torch.Tensor | None) -> tuple:
         """Run autograd's own backward pass of the call; return the gradients of arguments."""
