@@ -68,6 +68,14 @@ class Saved:
     graphs: int = 0
     plan: Recomputation | None = None
 
+    def let_go(self) -> None:
+        """Put a stand-in for each tensor that no program has left, so that its memory may end before the next call.
+
+        Each place has a tensor, so that the next recording adds none.
+        """
+        if self.program is None and self.tensors and self.tensors[0].numel():
+            self.tensors[:] = [torch.empty(0, device=self.tensors[0].device)] * len(self.tensors)
+
     def differentiable(self) -> bool:
         """True if a program seems to have the backward pass of the next call."""
         return any(not program.guard.violation() for program in self.backward.programs())
@@ -281,6 +289,8 @@ class TwoPrograms:
         if saved is not None and any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor) for leaf in given):
             plain = tree_unflatten(prepare_inputs(given, None)[0], flatten_call(*plain)[1])
         self._lacking_one = saved
+        if saved is None:
+            self._next.let_go()
         results = self._forward(*plain[0], **plain[1]) if saved is not None else self.forward(*plain[0], **plain[1])
         self._lacking_one = None
         if self._ran is None:
