@@ -28,7 +28,10 @@ class Outputs:
 
 
 class PendingOutputs:
-    """Outputs of replays that are still in graph memory. report_failure: called with the seq of a program whose outputs are lost."""
+    """Outputs of replays that are still in graph memory.
+
+    report_failure: called with the seq of a program whose outputs are lost.
+    """
 
     def __init__(self, report_failure: Callable[[int, Exception], None]) -> None:
         self.seq = -1  # op number of the running program

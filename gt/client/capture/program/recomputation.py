@@ -1,9 +1,9 @@
 """Recomputation across two programs: cheap values that autograd has saved are made again in the backward pass.
 
-A forward program leaves what autograd saves in memory that its backward program reads. Of a chain of pointwise ops autograd saves
-nearly each value. Most can be made again from the few that a matrix product has made, as torch.compile's partition does (the
-min-cut of AOTAutograd, after Chen et al. 2016). Here a value is left out if at most MAX_CHAIN_OPS cheap ops make it of values that
-are kept.
+A forward program leaves what autograd saves in memory that its backward program reads. Of a chain of pointwise ops autograd
+saves nearly each value. Most can be made again from the few that a matrix product has made, as torch.compile's partition does
+(the min-cut of AOTAutograd, after Chen et al. 2016). Here a value is left out if at most MAX_CHAIN_OPS cheap ops make it of
+values that are kept.
 
 Example, of y = silu(g) * u, where silu saves %1, and mul saves %3 and %2, and the next product saves %4:
 
@@ -68,9 +68,9 @@ class Step:
 class Recomputation:
     """The way in which each tensor that autograd has saved is had in the backward pass. Tensors are ids of the recorded call.
 
-    numbers: of the saved tensors, by place. kept: places of those that are kept. narrow: places of those of which the operand of
-    their cast is kept, with its dtype. slots: where a kept tensor is. steps: the op that makes a tensor again, and which of its
-    results that is. reads: places among the tensors from before the call. nbytes: of values that are not kept.
+    numbers: of the saved tensors, by place. kept: places of those that are kept. narrow: places of those of which the operand
+    of their cast is kept, with its dtype. slots: where a kept tensor is. steps: the op that makes a tensor again, and which of
+    its results that is. reads: places among the tensors from before the call. nbytes: of values that are not kept.
     """
 
     numbers: list[int]
@@ -89,7 +89,8 @@ class Recomputation:
     def text(self) -> str:
         """A line for explain()."""
         again = len(self.numbers) - len(self.kept) + len(self.narrow)
-        return f"{again} of {len(self.numbers)} values that autograd saves are computed again: {self.nbytes / 2**20:.1f} MiB less"
+        nbytes = f"{self.nbytes / 2**20:.1f} MiB"
+        return f"{again} of {len(self.numbers)} values that autograd saves are computed again: {nbytes} less"
 
 
 class SavedValues:
@@ -130,8 +131,8 @@ class SavedValues:
 class Chooser:
     """Chooses what to recompute of the tensors of one recorded call.
 
-    saved, reads: tensors that autograd has saved, from the call and from before it. thorough: whatever is saved by it counts for
-    more than time.
+    saved, reads: tensors that autograd has saved, from the call and from before it. thorough: whether bytes count for more than
+    time.
     """
 
     ops: Sequence[RecordedOp]
@@ -175,8 +176,8 @@ class Chooser:
         nbytes = {root: max(self.saved[place]._ref.meta.nbytes for place in group) for root, group in places.items()}
         least = sum(nbytes.values()) / LEAST_SHARE_OF_SAVED
         kept, narrow, left = set(self._numbers), dict[int, tuple[int, torch.dtype]](), 0
-        # In the order in which they were made: what makes a value is decided before the value. And once more, since the operand of
-        # a cast that takes the place of its result may make what was looked at before
+        # In the order in which they were made: what makes a value is decided before the value. And once more: the operand of a
+        # cast, once it takes the place of its result, may make what was looked at before
         for root in 2 * sorted(places, key=lambda root: self._makers.get(root, (-1, 0))):
             numbers = {self._numbers[place] for place in places[root]}
             if nbytes[root] < least or root in self._written or not numbers <= kept:

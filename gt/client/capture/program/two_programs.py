@@ -243,6 +243,12 @@ class TwoPrograms:
         yield self.forward
         yield from [saved.backward for saved, _ in self._programs.values()] or [self._next.backward]
 
+    def lines(self) -> Iterator[str]:
+        """Lines for explain() besides those of its parts."""
+        for saved, _ in self._programs.values():
+            if saved.plan is not None:
+                yield f"  {saved.plan.text()}"
+
     # ---- a call
 
     def __call__(self, args: tuple, kwargs: dict, leaves: list) -> Any:
@@ -571,6 +577,7 @@ class Halves:
     def lines(self) -> list[str]:
         """Lines for explain()."""
         lines = [line for part in self._parts() for line in str(part.explain()).splitlines()]
+        lines += [line for pair in self._by_places.values() for line in pair.lines()]
         # A first recording finds no list of what is saved: that is no reason that anybody could act on
         return [f"  {line}" for line in lines if "`saved`" not in line]
 

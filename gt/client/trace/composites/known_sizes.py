@@ -2,7 +2,7 @@
 
 `x[mask]` with a mask among the arguments has as many rows as the mask has true elements. The program has this number as a size,
 and the number itself is a guard: a replay counts again. Without a recording, or for other values, the op asks a worker.
-Its backward pass writes to that many rows, by their places: a kernel that gets the mask would count them, which no CUDA graph can.
+Its backward pass writes to that many rows, by their places: a kernel that gets a mask counts its rows, which no CUDA graph can.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def _places_written(tape: Any, indices: list, values: Any) -> list | None:
     if not masks or any(type(mask) is not RemoteTensor or not mask.dim() for mask in masks) or values.numel() == 1:
         return None
     # The gradient of x[mask] has the rows that x[mask] has
-    of_selection = type(torch._C._current_autograd_node()).__name__ == "IndexBackward0" and sum(i is not None for i in indices) == 1
+    one = sum(i is not None for i in indices) == 1
+    of_selection = one and type(torch._C._current_autograd_node()).__name__ == "IndexBackward0"
     places: list = []
     for i in indices:
         if i is None or i.dtype != torch.bool:

@@ -395,7 +395,7 @@ CASES: list[Callable[[Wrap], list]] = [
 ]  # fmt: skip
 
 
-def compare(case: Callable[[Wrap], list]) -> list[Any]:
+def compare(case: Callable[[Wrap], list], **settings: Any) -> list[Any]:
     """Run a case with and without gt.compile; the bits are the same. Returns what has been compiled."""
 
     def run(wrap: Wrap) -> list[torch.Tensor]:
@@ -406,7 +406,7 @@ def compare(case: Callable[[Wrap], list]) -> list[Any]:
     compiled: list = []
 
     def captured(thing: Any) -> Any:
-        compiled.append(gt.compile(thing))
+        compiled.append(gt.compile(thing, **settings))
         return compiled[-1]
 
     for n, (got, want) in enumerate(zip(run(captured), run(lambda thing: thing), strict=True)):

@@ -349,7 +349,8 @@ class GraphRun:
         tensors.update(in_slots)
         try:
             with early.recording(replays.unchanged) if early is not None else nullcontext(list[Tap]()) as taps:
-                replay = replays.device.record(lambda: work.append(replays.runner.run_all_or_none(self.rows)), replays.own_pool())
+                pool = replays.own_pool()
+                replay = replays.device.record(lambda: work.append(replays.runner.run_all_or_none(self.rows)), pool)
             makes = self._makes  # an id that names the same tensor again is a result too
             results = {i: t for i, t in tensors.items() if i in makes or (before.get(i) is not t and in_slots.get(i) is not t)}
             freed = [i for i in before if i not in tensors]
@@ -471,8 +472,10 @@ class GraphOutputs:
                 for i in members:
                     del tensors[i]
             raise
-        if program not in (None, replays) and sum(tensors[m[0]].untyped_storage().nbytes() for m in groups.values()) >= OWN_POOL_BYTES:
-            replays.move_apart()
+        if program not in (None, replays):
+            nbytes = sum(tensors[members[0]].untyped_storage().nbytes() for members in groups.values())
+            if nbytes >= OWN_POOL_BYTES:
+                replays.move_apart()
 
     def _copied(self, groups: dict[int, list[int]]) -> Tensors:
         tensors, device = self._replays.tensors, self._replays.device.device
