@@ -44,6 +44,7 @@ MAX_IDLE_CALLS = 3  # calls that nobody differentiates; the forward program then
 GRAPHS_AFTER_MISS_CALLS = 4  # calls that run their Python after a backward pass that no program had
 _INSTEAD = "; capture the whole step, backward() included, or call the function without gt.compile"
 OWN_GRAPH = "the graph of its results leads to a CPU tensor, or passes hooks that are active"
+DRAWS = "its backward pass draws random numbers of its own"
 SECOND_DERIVATIVES = "second derivatives of its results are asked for, by create_graph=True"
 CHANGED = "has been changed in place between a call of {} and its backward pass: do that after backward()"
 STALE = "one of the variables needed for gradient computation has been modified by an inplace operation in {}"
@@ -104,7 +105,7 @@ class Given:
 
     leaves: list
     tree: Any
-    random: tuple[int | None, int]
+    random: tuple[int, int]
     modes: tuple
     versions: list[tuple[torch.Tensor, int, Any]]
     program: CapturedProgram | None = None
@@ -187,11 +188,16 @@ class _Boundary(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A half of a function with two programs. roots: the Python state on which it depends, by name."""
+    """A half of a function with two programs. roots: the Python state on which it depends, by name.
+
+    random: seed and counter from which its random ops count, if not from the generator's state: of a backward pass, those of its
+    call, whose draws it repeats.
+    """
 
     name: str
     roots: Callable[[], dict[str, Any]]
     forward: bool
+    random: Callable[[], tuple[int, int]] | None = None
 
 
 def weakly(method: Callable) -> Callable:
@@ -234,7 +240,9 @@ class TwoPrograms:
     def _new(self, tensors: list) -> Saved:
         saved = Saved(None, tensors)
         fn, tensors = self.fn, saved.tensors
-        part = Part(f"backward pass of {self._name}", lambda: {"": fn, "saved": tensors}, False)
+        me = weakref.ref(self)
+        draws = lambda: me()._differentiated.given.random  # type: ignore[union-attr]  # noqa: E731
+        part = Part(f"backward pass of {self._name}", lambda: {"": fn, "saved": tensors}, False, draws)
         saved.backward = self._make(weakly(self._backward_of_program), part)
         return saved
 
@@ -281,7 +289,7 @@ class TwoPrograms:
 
     def _call(self, args: tuple, kwargs: dict, leaves: list) -> Any:
         self._count_idle()
-        random_state = random._State.seed, random._State.counter
+        random_state = random.initial_seed(), random._State.counter
         plain, given = (args, kwargs), leaves
         if self.places:
             given, tree = flatten_call(args, kwargs)
@@ -474,7 +482,10 @@ class TwoPrograms:
         assert call is not None
         graph = call.graph or self._again(call)
         roots, given = differentiable(graph, gradients)
+        counter = random._State.counter
         torch.autograd.backward(roots, given, retain_graph=self._keeps)
+        if random._State.counter != counter:
+            self.refused = DRAWS
         found = tuple([leaf.grad for leaf in graph.inputs])
         for leaf in graph.inputs:
             leaf.grad = None
