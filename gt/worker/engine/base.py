@@ -97,6 +97,9 @@ class DeviceReplays(Protocol):
     def run(self, rows: list[Row], reads: list[int], makes: set[int], moving: set[int]) -> Step:
         """Rows as one step, recorded when first executed. reads, makes: ids; moving: ids of inputs that move each time."""
 
+    def leave(self, ids: set[int]) -> None:
+        """Other programs read these results, before anything is recorded."""
+
     def ending(self, last: set[int]) -> Step:
         """The last step of a replay, after which these ids are alive."""
 

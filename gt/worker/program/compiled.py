@@ -113,6 +113,8 @@ class CompiledProgram:
         self._apart: Counter[str] = Counter()  # ops that are in no segment, with the reasons
         self._instructions: dict[int, list[Row]] = {}  # place of a row that stands for several -> these rows
         self._replays: DeviceReplays | None = None
+        self.inputs, self._defined = set[int](), set[int]()  # ids that it reads from before it, and that it makes
+        runner.table.programs.add(self)
         self._unrecorded: Counter[str] = Counter()  # reasons for rows between recordings
         self._runner, self._tensors = runner, runner.tensors
         engine = runner.context.engine
@@ -126,6 +128,9 @@ class CompiledProgram:
         """Rows in which each segment, and each batch of collectives, is one row."""
         # Two groupings: collectives of a batch first, then runs of ops between communications. `_instructions` keeps the rows
         # behind each grouped row; recording looks inside it.
+        uses, made = exposed([at for at, _ in rows], code, self._runner.definition)
+        self.inputs.update(set(uses) - self._defined)
+        self._defined |= made
         rows, groups = group_collectives(rows, code, self._runner)
         self._instructions.update(groups)
         if self.compiler is None:
@@ -261,6 +266,8 @@ class CompiledProgram:
         changed = _changed(code, definition, summary.sets)
         unchanged = {i for i in summary.live_out if summary.sets.root(i) not in changed}
         self._replays = replays = recorder.program(runner, _dropped(code, definition), unchanged)
+        others = [program.inputs for program in runner.table.programs if program is not self]
+        replays.leave(summary.live_out.intersection(set().union(*others)))
         rows = [row for _, part in actions for row in part]
         places = sorted(at for at, _ in rows)
         # `randoms` are places of seeds, within instructions: find the instruction that each belongs to.
@@ -302,6 +309,7 @@ class CompiledProgram:
 
     def close(self) -> None:
         """The definition is forgotten: give memory back at once, not when the garbage collector runs."""
+        self._runner.table.programs.discard(self)
         if self._replays is not None:
             self._replays.close()
         self.segments.clear()

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from gt.ir.instr import Define
 from gt.ir.spec import Spec
@@ -52,6 +53,7 @@ class DefinitionTable:
     small_results: dict[int, int] = field(default_factory=dict)  # bytes of results below PLANNED_BYTES, where memory is bounded
     rebindable: dict[int, Rebindable] = field(default_factory=dict)  # transfers that may go by the device alone later
     device_only: set[int] = field(default_factory=set)  # transfers that go by the device alone
+    programs: WeakSet[Any] = field(default_factory=WeakSet)  # those with a compiler or a recorder
 
     def forget(self, numbers: Sequence[int]) -> None:
         tables: tuple[dict[int, Any], ...] = self.steps, self.definitions, self.small_results, self.rebindable

@@ -64,7 +64,11 @@ def apart(bench: Bench) -> list[bool]:
     return [bench.executor._compiled[n]._replays.apart for n in (99, SECOND)]
 
 
-def test_random_pairs(device: Played) -> None:  # noqa: F811
+@pytest.mark.parametrize("late", [False, True])
+def test_random_pairs(device: Played, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """late: no program is known to read another one's results, so that a copy has to show it."""
+    if late:
+        monkeypatch.setattr(graphs.GraphReplays, "leave", lambda replays, ids: None)
     own = 0
     for seed in range(60):
         device.pool.clear()

@@ -114,6 +114,14 @@ class Pack:
         return self.source[packed] if isinstance(packed, int) else packed
 
 
+def once(tensor: torch.Tensor) -> torch.Tensor:
+    """A view with each element of an expanded tensor once, which may be written."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 def differentiable(graph: Graph, gradients: tuple) -> tuple[list, list]:
     """The results that have a gradient, and these."""
     pairs = [pair for pair in zip(graph.results, gradients, strict=True) if pair[1] is not None]

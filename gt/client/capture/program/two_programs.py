@@ -30,6 +30,7 @@ from gt.client.capture.program.call_graph import (
     differentiable,
     find_parameters,
     may_write,
+    once,
     sequence_number,
     strange_result,
 )
@@ -95,7 +96,7 @@ class Saved:
             made.leave()  # to a call that has not been differentiated yet
         with torch.no_grad():
             for into, tensor in zip(self.tensors, tensors, strict=True):
-                into.copy_(tensor)
+                once(into).copy_(once(tensor))
         return ""
 
 
@@ -190,8 +191,8 @@ class _Boundary(torch.autograd.Function):
 class Part:
     """A half of a function with two programs. roots: the Python state on which it depends, by name.
 
-    random: seed and counter from which its random ops count, if not from the generator's state: of a backward pass, those of its
-    call, whose draws it repeats.
+    random: seed and counter from which its random ops count, if not from the generator's state. A backward pass has those of
+    its call, whose draws it repeats.
     """
 
     name: str
@@ -560,7 +561,7 @@ class Halves:
 
     def __init__(self, fn: Callable, make: Callable[..., Any]) -> None:
         self._fn, self._make = fn, make
-        self.wanted, self.refused = False, ""
+        self.wanted, self.refused = isinstance(fn, torch.nn.Module), ""
         self._by_places: dict[tuple[int, ...], TwoPrograms] = {}
         self._recorder: Any = None  # of the session of these
 

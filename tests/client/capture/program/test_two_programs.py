@@ -232,6 +232,19 @@ class Noisy(torch.autograd.Function):
         return gradient * torch.rand_like(gradient)
 
 
+def an_expanded_tensor_that_is_saved(wrap: Wrap) -> list:
+    layer = nn.Linear(8, 4).to(R)
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return layer(x) * layer(x).mean(-1, keepdim=True).tanh().expand(6, 4)
+
+    function, optimizer, losses = wrap(norm), torch.optim.SGD(layer.parameters(), lr=0.1), []
+    for n in range(12):
+        parts = [function(rows()) for _ in range(1 + n % 2)]
+        losses.append(update(optimizer, sum(part.square().mean() for part in parts)))  # type: ignore[arg-type]
+    return [*losses, *layer.parameters()]
+
+
 def attention_dropout(wrap: Wrap) -> list:
     def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
         losses = [model(rows()) for _ in range(1 + n % 3)]
@@ -428,7 +441,9 @@ def forces(wrap: Wrap) -> list:
 CASES: list[Callable[[Wrap], list]] = [
     dropout, one_batch_twice, four_calls_before_a_backward_pass, accumulation, adversarial, no_backward_pass_at_first,
     batch_norm_and_evaluation, a_graph_used_twice, gradients_by_autograd_grad, gradient_of_the_input,
-    results_that_losses_use_in_turns, a_result_changed_in_place, attention_dropout, dropout_in_a_checkpoint, layers_frozen_for_a_while, checkpointing,
+    results_that_losses_use_in_turns, a_result_changed_in_place, attention_dropout, dropout_in_a_checkpoint,
+    an_expanded_tensor_that_is_saved,
+    layers_frozen_for_a_while, checkpointing,
     a_function_of_the_user_and_a_changed_attribute, autocast, a_function_and_its_closure,
     backpropagation_through_time, gradients_and_losses_that_are_kept, gradients_set_to_zero, batches_of_several_sizes,
     a_parameter_among_results, frozen_from_some_call_on, a_parameter_clamped_in_the_forward_pass,

@@ -40,8 +40,8 @@ from gt.worker.program.graph_outputs import SHARED
 
 MAX_RECORDINGS = 4  # of one program, since its inputs may move
 MAX_REASON_CHARS = 200
-# A program has a pool of its own once another one has begun while so much of its results was alive: such programs come in turn,
-# and results would be copied out each time, and copied into slots there
+# A program has a pool of its own if another one reads so much of its results, or has begun while so much was alive: results
+# would be copied out each time, and copied into slots there
 OWN_POOL_BYTES = 16 << 20
 
 
@@ -198,6 +198,11 @@ class GraphReplays:
             self._own_pool = self.device.new_pool()
         return self._own_pool
 
+    def leave(self, ids: set[int]) -> None:
+        memory = {address(t): t.untyped_storage().nbytes() for i in ids if (t := self.tensors.get(i)) is not None}
+        if sum(memory.values()) >= OWN_POOL_BYTES:
+            self.apart = True
+
     def move_apart(self) -> None:
         """Record in a pool of its own from the next replay on."""
         if not self.apart:
@@ -209,6 +214,7 @@ class GraphReplays:
         pending.copy_out(self._dropped, self.pool_key, self)
         if self.must_record and self.apart:
             pending.copy_out(self._dropped, SHARED, self)  # of its own replays before this one
+        self.tensors.free(self._dropped)  # not within a run: a recording would find room beside them
         # One pass records all runs anew. Results of the last replay leave the pool first, except those that this program
         # drops.
         self.recording, self.must_record = self.must_record, False
