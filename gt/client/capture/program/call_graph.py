@@ -114,9 +114,9 @@ class Pack:
         return self.source[packed] if isinstance(packed, int) else packed
 
 
-def once(tensor: torch.Tensor) -> torch.Tensor:
-    """A view with each element of an expanded tensor once, which may be written."""
-    for dim, stride in enumerate(tensor.stride()):
+def once(tensor: torch.Tensor, expanded: torch.Tensor) -> torch.Tensor:
+    """A view with each element of an expanded tensor once, of that one or of a copy."""
+    for dim, stride in enumerate(expanded.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor

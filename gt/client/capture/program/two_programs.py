@@ -96,7 +96,7 @@ class Saved:
             made.leave()  # to a call that has not been differentiated yet
         with torch.no_grad():
             for into, tensor in zip(self.tensors, tensors, strict=True):
-                once(into).copy_(once(tensor))
+                once(into, into).copy_(once(tensor, into))
         return ""
 
 

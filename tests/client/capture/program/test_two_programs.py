@@ -240,8 +240,10 @@ def an_expanded_tensor_that_is_saved(wrap: Wrap) -> list:
 
     function, optimizer, losses = wrap(norm), torch.optim.SGD(layer.parameters(), lr=0.1), []
     for n in range(12):
-        parts = [function(rows()) for _ in range(1 + n % 2)]
-        losses.append(update(optimizer, sum(part.square().mean() for part in parts)))  # type: ignore[arg-type]
+        parts = [function(rows()).square().mean() for _ in range(1 + n % 2)]
+        for part in parts[1:]:
+            part.backward()
+        losses.append(update(optimizer, parts[0]))
     return [*losses, *layer.parameters()]
 
 
