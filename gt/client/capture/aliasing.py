@@ -14,7 +14,7 @@ from operator import getitem, is_
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from gt.client.capture.recording import CallRecording
 from gt.client.capture.state_walk import TENSOR_FIELDS, StateSnapshot
@@ -27,8 +27,10 @@ aten = torch.ops.aten
 _COPY, _CLONE = info_of(aten.copy_.default), info_of(aten.clone.default)
 
 _ALIGNED_BYTES = 16  # of the largest element
-_LEAF_TYPES = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str})  # types of arguments that are leaves of a tree
-_flat_trees: dict[int, TreeSpec] = {}  # by number of arguments
+# Types of arguments that are leaves of a tree, of most calls
+_LEAF_TYPES = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str, type(None)})
+_flat_trees: dict[tuple, TreeSpec] = {}  # by number of positional arguments, and names of others
+MAX_FLAT_TREES = 1024  # then the table starts again
 
 
 CONJUGATES = "aten._conj.default"
@@ -108,13 +110,15 @@ def call_memory(tape: CallRecording, entry: StateSnapshot, arguments: list, befo
 
 def sharing_arguments(leaves: list, memory: CallMemory) -> set[int]:
     """Remote arguments that share memory with others or with state, where the call writes it: copies cannot stand for them."""
-    of = {place: memory_id(leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor)}
     if not (memory.state or memory.arguments or memory.rebound):
         return set()
-    counts = Counter(of.values())
+    of = {place: memory_id(leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor)}
     # An argument that the call writes may be copied, since the copy is written back.
     # Two that share memory may not: their copies would not see each other's writes
-    changed = memory.state | {of[place] for place in memory.arguments if place in of and counts[of[place]] > 1}
+    changed = memory.state
+    if memory.arguments:
+        counts = Counter(of.values())
+        changed = changed | {of[place] for place in memory.arguments if place in of and counts[of[place]] > 1}
     return {place for place, number in of.items() if number in changed or place in memory.rebound}
 
 
@@ -217,13 +221,22 @@ def _is_size(thing: Any) -> bool:
 
 
 def flatten_call(args: tuple, kwargs: dict) -> tuple[list, TreeSpec]:
-    """Flatten as tree_flatten((args, kwargs)) does, faster for positional tensors and numbers."""
-    if kwargs or not _LEAF_TYPES.issuperset(map(type, args)):
+    """Flatten as tree_flatten((args, kwargs)) does, faster where no argument has parts."""
+    leaves = [*args, *kwargs.values()]
+    if not _LEAF_TYPES.issuperset(map(type, leaves)) and not all(map(_is_leaf, map(type, leaves))):
         return tree_flatten((args, kwargs), is_leaf=_is_size)
-    count = len(args)
-    if count not in _flat_trees:
-        _flat_trees[count] = tree_flatten((args, {}))[1]
-    return list(args), _flat_trees[count]
+    names = (len(args), *kwargs)
+    tree = _flat_trees.get(names)
+    if tree is None:
+        if len(_flat_trees) >= MAX_FLAT_TREES:
+            _flat_trees.clear()
+        tree = _flat_trees[names] = tree_flatten((tuple(args), dict(kwargs)), is_leaf=_is_size)[1]
+    return leaves, tree
+
+
+def _is_leaf(kind: type) -> bool:
+    """True for a class whose objects have no parts in torch's trees: it is not registered, and no kind of tuple."""
+    return kind in _LEAF_TYPES or kind is torch.Size or (kind not in SUPPORTED_NODES and not issubclass(kind, tuple))
 
 
 class Containers:
