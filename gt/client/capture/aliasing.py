@@ -29,6 +29,7 @@ _COPY, _CLONE = info_of(aten.copy_.default), info_of(aten.clone.default)
 _ALIGNED_BYTES = 16  # of the largest element
 # Types of arguments that are leaves of a tree, of most calls
 _LEAF_TYPES = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str, type(None)})
+_HOST_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _flat_trees: dict[tuple, TreeSpec] = {}  # by number of positional arguments, and names of others
 MAX_FLAT_TREES = 1024  # then the table starts again
 
@@ -161,7 +162,9 @@ def same_on_host(leaves: list) -> dict[int, int]:
     One upload serves both, since the function may write to one of them. Arguments that share a part of their memory are
     uploaded apart.
     """
-    hosts = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and _on_host(leaf)]
+    hosts = [k for k, leaf in enumerate(leaves) if type(leaf) in _HOST_TYPES]
+    if len(hosts) > 1:
+        hosts = [k for k in hosts if _on_host(leaves[k])]
     if len(hosts) < 2:
         return {}
     first: dict[tuple, int] = {}
@@ -170,9 +173,8 @@ def same_on_host(leaves: list) -> dict[int, int]:
 
 
 def _on_host(leaf: torch.Tensor) -> bool:
-    """True for an argument that is uploaded, and has memory."""
-    plain = type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.device.type == "cpu" and leaf.layout is torch.strided
-    return plain and not leaf.requires_grad and leaf.numel() > 0
+    """True for an argument of _HOST_TYPES that is uploaded, and has memory."""
+    return leaf.device.type == "cpu" and leaf.layout is torch.strided and not leaf.requires_grad and leaf.numel() > 0
 
 
 def _elements(leaf: torch.Tensor) -> tuple:
@@ -198,9 +200,12 @@ def key_of(leaf: Any) -> Any:
     A storage offset does not count: a program fills a copy of an argument, or knows the very tensor that it reads in place.
     """
     if isinstance(leaf, RemoteTensor):
-        return (leaf._ref.meta.without_offset(), leaf.requires_grad, *attribute_values(leaf))
+        meta = leaf._ref.meta
+        given = attribute_values(leaf) if len(leaf.__dict__) > 1 else ()
+        return (meta.without_offset() if meta.offset else meta, leaf.requires_grad, *given)
     if isinstance(leaf, torch.Tensor):
-        return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, *attribute_values(leaf))
+        given = attribute_values(leaf) if leaf.__dict__ else ()
+        return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, *given)
     if _is_size(leaf):
         return (torch.Size, tuple(leaf))
     # Any other object counts by identity alone: its content is compared by the program's guard

@@ -85,7 +85,7 @@ def values(host: torch.Tensor) -> np.ndarray:
     if host.is_conj() or host.is_neg():
         host = host.resolve_conj().resolve_neg()
     try:
-        return host.detach().numpy()
+        return host.detach().numpy() if host.requires_grad else host.numpy()
     except TypeError:  # bfloat16, float8
         return host.detach().contiguous().view(_INTEGERS[host.element_size()]).numpy()
 
