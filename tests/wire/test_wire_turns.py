@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from gt.wire import codec, signals
+from gt.wire import codec, dealer, signals
 from gt.wire.dealer import STEP_SECONDS, Dealer
 from gt.wire.messages import Ack, Fetch, Report, Stats, UploadChunk
 from gt.wire.router import Arrived, Router
@@ -192,6 +192,30 @@ def test_the_links_thread_takes_few_turns_while_another_takes_them():
     finally:
         link.close()
         echo.close()
+
+
+def test_a_turn_with_nothing_to_do_asks_for_events_once(monkeypatch):
+    """The first look has consumed the descriptor's signal for what came before, and nothing has used the socket since."""
+    echo = Echo(1)
+    caller = Caller(echo)
+    caller.ask(0, random.Random(1))
+    here, looks = threading.get_ident(), 0
+    events_of = dealer.events_of
+
+    def counted(sock):
+        nonlocal looks
+        looks += threading.get_ident() == here
+        return events_of(sock)
+
+    monkeypatch.setattr(dealer, "events_of", counted)
+    of_turns = set()
+    for _ in range(50):
+        before = looks
+        caller.link.push()
+        of_turns.add(looks - before)
+    caller.link.close()
+    echo.close()
+    assert of_turns - {0} == {1}  # 0: the link's thread was in a turn
 
 
 def test_the_end_of_a_link_ends_a_lead():
