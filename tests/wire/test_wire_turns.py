@@ -287,6 +287,27 @@ def test_ctrl_c_while_handlers_are_changed_loses_no_other(at, late, terminations
     assert terminations == [signal.SIGTERM]
 
 
+def test_the_thread_that_has_forked_delays_handlers_in_the_child():
+    """It is the main thread there, which runs them."""
+    codes: list[int] = []
+
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            seen: list[int] = []
+            signal.signal(signal.SIGUSR1, lambda *_: seen.append(1))
+            with uninterrupted():
+                os.kill(os.getpid(), signal.SIGUSR1)
+                inside = len(seen)
+            os._exit(10 * inside + len(seen))
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    assert codes == [1]
+
+
 def test_two_handlers_run_on_leaving_though_one_raises(terminations):
     with pytest.raises(KeyboardInterrupt), uninterrupted():
         signal.raise_signal(signal.SIGINT)
