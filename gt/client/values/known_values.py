@@ -241,7 +241,7 @@ class KnownValues:
     # ---- the op stream
 
     def _skip_to_launch(self, code: list) -> int:
-        """Leave out what is before the last launch, which may write to any tensor. Returns where the buffer is to be followed."""
+        """Leave out what is before the last launch, which may write to any tensor. Returns the place to follow from."""
         behind = self._behind_launch(code, self._followed)
         if behind:
             self._clear_log()
