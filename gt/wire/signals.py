@@ -59,9 +59,10 @@ class uninterrupted:
                     continue
                 # Another block has put its own handler there: it is around this one, or it could not put the program's back.
                 if type(before) is MethodType and before.__func__ is _noting:
-                    if not before.__self__._ended:
+                    block: Any = before.__self__
+                    if not block._ended:
                         return  # an outer block delays them
-                    before = before.__self__._handler(number)
+                    before = block._handler(number)
                 if callable(before):
                     if self._before is _NONE:
                         self._before, self._seen = [], []
