@@ -51,7 +51,7 @@ def test_checks_call_as_many_functions_for_any_number_of_parameters(session: Cal
     assert checks(3, clears_inside) == checks(12, clears_inside)
 
 
-REPLAY_CALLS = 450  # of a replay whose argument is uploaded, and that is handed over at once: a tenth more than on CPython 3.11
+REPLAY_CALLS = 420  # of a replay whose argument is uploaded, and that is handed over at once: a tenth more than on CPython 3.11
 
 
 def test_a_replay_calls_few_functions(session: Callable) -> None:
