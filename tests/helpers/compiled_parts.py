@@ -177,7 +177,12 @@ def inputs(seed: int) -> dict[int, torch.Tensor]:
 
 def program(seed: int, length: int = 14) -> Script:
     """A random program of ops, views, changes in place, aliases and ends."""
-    rng, script = random.Random(seed), Script(inputs(seed))
+    return longer(Script(inputs(seed)), seed, length)
+
+
+def longer(script: Script, seed: int, length: int = 14) -> Script:
+    """A script with random instructions behind its own, of which it has `length` then."""
+    rng = random.Random(seed)
     while len(script.rows) < length:
         with contextlib.suppress(RuntimeError):  # operands that overlap
             _step(rng, script)

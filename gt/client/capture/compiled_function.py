@@ -360,6 +360,12 @@ class CompiledFunction(Generic[P, R]):
 
     # ---- recording
 
+    def _random(self) -> tuple[int, int]:
+        """Seed and counter from which random ops of a call count."""
+        if self._part is not None and self._part.random is not None:
+            return self._part.random()
+        return random.initial_seed(), random._State.counter
+
     def _record(self, recorder: Recorder, key: tuple, leaves: list, tree: TreeSpec, given: tuple) -> Any:
         roots = self._roots(leaves)
         entry, last = self._enter(recorder, key, roots)
@@ -374,7 +380,7 @@ class CompiledFunction(Generic[P, R]):
         containers, before = Containers(given, tree, leaves, prepared), identities(prepared)
         known = {prepared[k]._ref.id: (k, value) for k, value in values.items()}
         tape = CallRecording(
-            recorder, current_session.Current.origins, random.initial_seed(), random._State.counter, 0 < how < COMPILED_LATER,
+            recorder, current_session.Current.origins, *self._random(), 0 < how < COMPILED_LATER,
             self._strict, known=known, host_draws=draws, optimized=optimized_ids(entry),
         )  # fmt: skip
         try:
@@ -556,7 +562,7 @@ class CompiledFunction(Generic[P, R]):
         ):  # the config's is for steps that can have it
             self._reasons.warn(f"schedule {order['name']} is not used: {order['why']}")
         program = captured_program(
-            SealedCall(number, answer, carried, self._why, bool(self._part and self._part.forward)),
+            SealedCall(number, answer, carried, self._why, self._part),
             now,
             entry,
             leaving,

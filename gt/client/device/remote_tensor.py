@@ -441,6 +441,11 @@ def _below() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
 
 
+def without_autocast() -> Any:
+    """A context in which ops on remote tensors are called with the dtypes that they are given."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
+
+
 def _value(tensor: RemoteTensor) -> Any:
     if tensor.numel() != 1:
         raise ValueError("only one element tensors can be converted to Python scalars")

@@ -133,6 +133,11 @@ def info_of(func: Any) -> OpInfo:
     return info
 
 
+def infos_by_name() -> dict[str, OpInfo]:
+    """The overloads that were called so far, by name."""
+    return {info.name: info for info in [*_infos.values()]}
+
+
 def use_default(dtype: torch.dtype) -> None:
     """From now on calls are those of this default dtype."""
     global _default

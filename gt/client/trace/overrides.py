@@ -366,4 +366,4 @@ _CONDITIONS: list[tuple[Condition, Handler]] = [
 def register() -> None:
     """Register these handlers; once, before the first op."""
     known_sizes.register()
-    op_info.register({**dict.fromkeys(map(str, WHOLE)), **_ROWS, **sparse_ops.HANDLERS}, _CONDITIONS)
+    op_info.register({**dict.fromkeys(map(str, WHOLE)), **_ROWS, **sparse_ops.HANDLERS, **known_sizes.HANDLERS}, _CONDITIONS)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 import sys
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +65,7 @@ class Origins:
         self._tags = array("q", bytes(8 * MAX_TAGGED_NODES))  # by the node's sequence number, which is in front of the origin
         self._thread = 0  # whose nodes are in `_tags`
         self._in_nodes = False  # whether nodes have tags in their own dictionaries
+        self._stands_for = 0  # a forward origin, whose ops are called again in a backward pass
 
     def here(self) -> int:
         """Origin of the op that the caller's caller records now."""
@@ -73,7 +76,7 @@ class Origins:
         # In a backward pass: the origin of the forward op whose node autograd executes
         node = _node()
         if node is not None and not stack.in_backward:
-            number = self._of_node(node)
+            number = self._back(self._stands_for, None) if self._stands_for else self._of_node(node)
             if number:
                 return number
         scope = stack.scope() if (last := stack.recorded).changes else last
@@ -103,6 +106,15 @@ class Origins:
             if self._positions > MAX_CODE_POSITIONS:
                 self._forget_positions()
         return number
+
+    @contextmanager
+    def standing_for(self, number: int) -> Iterator[None]:
+        """Ops that a backward pass calls meanwhile belong to this forward origin, not to that of the node."""
+        before, self._stands_for = self._stands_for, number
+        try:
+            yield
+        finally:
+            self._stands_for = before
 
     def _own(self, scope: Scope) -> None:
         scope.numbers = {}  # first: another thread that sees the owner uses them

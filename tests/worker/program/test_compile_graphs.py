@@ -44,6 +44,7 @@ class Played:
     def __init__(self) -> None:
         self.held: dict[int, torch.Tensor] = {}
         self.pool: dict[int, torch.Tensor] = {}  # all bytes that recordings made, by address
+        self.own: dict[int, Any] = {}  # of these, the pool of one program, by address
         self.records = self.replays = self.clock = self.rooms = self.finished = 0
         self.fail = self.late = False  # when recording begins, or when it ends
         self.worker: Any = None  # whose counts a replay does not know of
@@ -56,7 +57,12 @@ class Played:
     def release_cache(self) -> None:
         self.rooms += 1
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def new_pool(self) -> Pool:
+        pool = Pool.__new__(Pool)
+        pool.broken = False
+        return pool
+
+    def record(self, run: Callable[[], None], pool: Pool | None = None) -> Callable[[], None]:
         if self.fail:
             raise RuntimeError("this is not permitted while a stream is captured")
         self.records += 1
@@ -76,8 +82,11 @@ class Played:
         owned = [t for t in made.values() if address(t) and address(t) not in known]
         fresh = {address(t): raw_bytes(t.untyped_storage(), CPU) for t in owned}
         self.pool.update(fresh)
-        for memory in fresh.values():
+        for where, memory in fresh.items():
             memory.fill_(99)
+            self.own.pop(where, None)
+            if pool is not None:
+                self.own[where] = pool
 
         def again() -> None:
             self.replays += 1
@@ -117,9 +126,12 @@ class Played:
     def seconds(self, marks: list[list[int]]) -> list[float]:
         return [float(mark[0]) for mark in marks]
 
-    def scramble(self) -> None:
-        for memory in self.pool.values():
-            memory.fill_(77)
+    def scramble(self, pool: Any = None) -> None:
+        """Overwrite a pool of programs, as PendingOutputs names it; or all for None."""
+        wanted = None if pool in (None, graph_outputs.SHARED) else pool._own_pool or self
+        for where, memory in self.pool.items():
+            if pool is None or self.own.get(where) is wanted:
+                memory.fill_(77)
 
 
 class Plainly(Inductor):
@@ -151,11 +163,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Played:
     """A device that overwrites the outputs of programs as soon as they must have been copied out."""
     played, settle = Played(), PendingOutputs.copy_out
 
-    def settled(left: PendingOutputs, *dropped: Any) -> None:
+    def settled(left: PendingOutputs, dropped: Any = graph_outputs.NONE, pool: Any = None, program: Any = None) -> None:
         try:
-            settle(left, *dropped)
+            settle(left, dropped, pool, program)
         finally:
-            played.scramble()
+            played.scramble(pool)
 
     monkeypatch.setattr(PendingOutputs, "copy_out", settled)
     return played
@@ -772,14 +784,14 @@ def test_what_waits_for_the_device_before_a_recording_is_no_op_that_is_stuck(dev
     monkeypatch.setattr(device, "release_cache", lambda: seen.append(got.executor.where()))
     record = device.record
 
-    def recorded(run: Callable[[], None]) -> Callable[[], None]:
+    def recorded(run: Callable[[], None], pool: Pool | None) -> Callable[[], None]:
         def watched() -> None:
             runner, run_rows = got.executor.runner, got.executor.runner.run_rows
             monkeypatch.setattr(runner, "run_rows", lambda rows: (seen.append(got.executor.where()), run_rows(rows))[1])
             run()
             monkeypatch.setattr(runner, "run_rows", run_rows)
 
-        return record(watched)
+        return record(watched, pool)
 
     monkeypatch.setattr(device, "record", recorded)
     replay(got, 3)
@@ -810,8 +822,8 @@ def test_what_is_refused_when_it_is_launched_first_was_not_done(device: Played, 
     device.held, device.worker = got.executor.tensors, got.executor.worker
     record = device.record
 
-    def refused(run: Callable[[], None]) -> Callable[[], None]:
-        record(run)
+    def refused(run: Callable[[], None], pool: Pool | None) -> Callable[[], None]:
+        record(run, pool)
 
         def again() -> None:
             raise RuntimeError("CUDA error: out of memory")

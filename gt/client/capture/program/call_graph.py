@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gt.client.capture.aliasing import attribute_names
+from gt.client.capture.program.recomputation import Recomputation, SavedValues
 from gt.client.capture.recording import CallRecording
 from gt.client.device.remote_tensor import RemoteTensor, memory_id
 from gt.client.values.fingerprints import is_scalar_like
@@ -50,14 +53,19 @@ class AliasOf(torch.autograd.Function):
 
 
 class Pack:
-    """Hooks for what autograd saves in one call. tensors: those that the call has made; reads: those from before it."""
+    """Hooks for what autograd saves in one call. tensors: those that the call has made; reads: those from before it.
+
+    plan: how those are made again that are not kept; None while all are.
+    """
 
     def __init__(self, first: int, given: set[int]) -> None:
         self._first, self._given = first, given
         self.places: dict[int, int] = {}  # by id
         self.tensors: list[RemoteTensor] = []
         self.reads: list[torch.Tensor] = []
-        self.source: list[RemoteTensor] = self.tensors  # where a backward pass finds them
+        self.source: Sequence[torch.Tensor] | SavedValues = self.tensors  # where a backward pass finds them
+        self.plan: Recomputation | None = None
+        self._uses: Counter[int] = Counter()  # how often a place is saved
         self.memories: set[int] = set()  # of these tensors
         self._versions: list[tuple[torch.Tensor, int]] = []
 
@@ -66,6 +74,7 @@ class Pack:
             return self._before(tensor)
         number, memory = tensor._ref.id, memory_id(tensor)
         if number in self.places:
+            self._uses[self.places[number]] += 1
             return self.places[number]
         if memory in self._given:
             saved = tensor.detach().clone()  # the next call's arguments come to the same memory
@@ -74,6 +83,7 @@ class Pack:
         else:
             saved = tensor.detach()
         self.places[number] = len(self.tensors)
+        self._uses[len(self.tensors)] = 1
         self.memories.add(memory)
         self._versions.append((saved, saved._version))
         self.tensors.append(saved)
@@ -83,6 +93,18 @@ class Pack:
         self.reads.append(tensor)
         self._versions.append((tensor, tensor._version))
         return tensor
+
+    def keep(self, plan: Recomputation | None) -> None:
+        """Keep what a plan says, and no more."""
+        if plan is not None:
+            self.plan, self.tensors = plan, plan.tensors_to_keep(self.tensors)
+            self.memories = {memory_id(tensor) for tensor in self.tensors}
+            self._versions.clear()  # asked before
+        self.begin(self.tensors)
+
+    def begin(self, tensors: list) -> None:
+        """A backward pass begins that finds these tensors, or the call's own, for those that are kept."""
+        self.source = tensors if self.plan is None else SavedValues(self.plan, tensors, self.reads, self._uses)
 
     def stale(self) -> bool:
         """True if a tensor has been changed since autograd saved it, which torch finds out only without such hooks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +66,7 @@ class CapturedProgram:
     tree: TreeSpec  # their structure
     steps: list[SchedulerStep]  # of schedulers, which its caller makes after a replay
     draws: int  # random ops
+    random: Callable[[], tuple[int, int]] | None  # seed and counter of another call, whose draws it repeats
     host_draws: HostDraws | None  # random numbers that it draws on the CPU
     argument_reads: list[ArgumentRead]  # values that it reads of its arguments
     why: str  # reason for which the call was recorded
@@ -117,9 +119,12 @@ class CapturedProgram:
         recorder.uploaded.clear()  # the program may write to any of them
         recorder.read.clear()
         recorder.values.launched = True
-        state, seed = random._State, random.initial_seed()
-        counter = state.counter
-        state.counter = counter + self.draws  # Ctrl-C comes after calls: no other one may be between these two lines
+        if self.random is None:
+            state, seed = random._State, random.initial_seed()
+            counter = state.counter
+            state.counter = counter + self.draws  # Ctrl-C comes after calls: no other one may be between these two lines
+        else:
+            seed, counter = self.random()
         recorder.code.extend((LAUNCH, self.number, seed, counter))
         self.replays += 1
         if self.replays == 1:

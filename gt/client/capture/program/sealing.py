@@ -87,14 +87,14 @@ def _varying_argument(last: RecordedCall, now: RecordedCall) -> Difference | Non
 class SealedCall:
     """A call of which the dispatcher has made a program. why: the reason for which it was recorded.
 
-    forward: whether it is a forward pass alone, to which it does not matter which gradients there are.
+    part: the half that it is, if it is one. To a forward pass it does not matter which gradients there are.
     """
 
     number: int
     answer: dict  # of the dispatcher
     carried: list  # ids of loop-carried tensors: (read, made)
     why: str
-    forward: bool = False
+    part: Any = None
 
 
 def captured_program(
@@ -129,7 +129,8 @@ def captured_program(
 
     keep = [t for state in (entry, leaving) for _, t in state.tensors() if t._ref.id in reads or t._ref.id >= first]
     grads, made = gradients(entry, leaving, reads, first), take_made(leaving, first, replaced)
-    if sealed.forward and all(row.untouched or (row.read is None and row.left is None) for row in grads):
+    part = sealed.part
+    if part is not None and part.forward and all(row.untouched or (row.read is None and row.left is None) for row in grads):
         grads = []
     others = take_rebound(entry, leaving, first)
     leaving.grads.clear()  # nothing else of GT holds the objects of such memory
@@ -146,6 +147,7 @@ def captured_program(
         steps=tape.steps,
         tree=tree,
         draws=tape.draws(),
+        random=None if part is None else part.random,
         host_draws=now.draws if now.draws and now.draws.rows else None,
         argument_reads=tape.argument_reads,
         why=sealed.why,

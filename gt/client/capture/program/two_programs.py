@@ -34,6 +34,8 @@ from gt.client.capture.program.call_graph import (
     strange_result,
 )
 from gt.client.capture.program.captured_program import CapturedProgram
+from gt.client.capture.program.recomputation import Chooser, Recomputation
+from gt.client.capture.recording import CallRecording
 from gt.client.capture.watches.node_hooks import hooks_of_nodes
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor, Shown, memory_id
@@ -42,6 +44,7 @@ MAX_IDLE_CALLS = 3  # calls that nobody differentiates; the forward program then
 GRAPHS_AFTER_MISS_CALLS = 4  # calls that run their Python after a backward pass that no program had
 _INSTEAD = "; capture the whole step, backward() included, or call the function without gt.compile"
 OWN_GRAPH = "the graph of its results leads to a CPU tensor, or passes hooks that are active"
+DRAWS = "its backward pass draws random numbers of its own"
 SECOND_DERIVATIVES = "second derivatives of its results are asked for, by create_graph=True"
 CHANGED = "has been changed in place between a call of {} and its backward pass: do that after backward()"
 STALE = "one of the variables needed for gradient computation has been modified by an inplace operation in {}"
@@ -56,7 +59,7 @@ class Saved:
     """Tensors that a forward program leaves for the backward pass. tensors: those in the memory that the program writes.
 
     backward: the compiled function that reads them. idle: calls in a row that nobody differentiated. graphs: calls to come that
-    run their Python for their graph.
+    run their Python for their graph. plan: how the backward pass has what is not left.
     """
 
     backward: Any
@@ -64,6 +67,15 @@ class Saved:
     program: weakref.ref[CapturedProgram] | None = None
     idle: int = 0
     graphs: int = 0
+    plan: Recomputation | None = None
+
+    def let_go(self) -> None:
+        """Put a stand-in for each tensor that no program has left, so that its memory may end before the next call.
+
+        Each place has a tensor, so that the next recording adds none.
+        """
+        if self.program is None and self.tensors and self.tensors[0].numel():
+            self.tensors[:] = [torch.empty(0, device=self.tensors[0].device)] * len(self.tensors)
 
     def differentiable(self) -> bool:
         """True if a program seems to have the backward pass of the next call."""
@@ -93,7 +105,7 @@ class Given:
 
     leaves: list
     tree: Any
-    random: tuple[int | None, int]
+    random: tuple[int, int]
     modes: tuple
     versions: list[tuple[torch.Tensor, int, Any]]
     program: CapturedProgram | None = None
@@ -176,11 +188,16 @@ class _Boundary(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A half of a function with two programs. roots: the Python state on which it depends, by name."""
+    """A half of a function with two programs. roots: the Python state on which it depends, by name.
+
+    random: seed and counter from which its random ops count, if not from the generator's state: of a backward pass, those of its
+    call, whose draws it repeats.
+    """
 
     name: str
     roots: Callable[[], dict[str, Any]]
     forward: bool
+    random: Callable[[], tuple[int, int]] | None = None
 
 
 def weakly(method: Callable) -> Callable:
@@ -209,6 +226,7 @@ class TwoPrograms:
         self._lock = threading.RLock()
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._next = self._new([])  # for the program of the next recording
+        self._lacking_one: Saved | None = None  # of the program whose forward pass runs for its graph
         me = weakref.ref(self)
         roots = lambda: {"": fn, "saved": me()._next.tensors}  # type: ignore[union-attr]  # noqa: E731
         self.forward = make(weakly(self._forward), Part(f"forward pass of {self._name}", roots, True))
@@ -222,7 +240,9 @@ class TwoPrograms:
     def _new(self, tensors: list) -> Saved:
         saved = Saved(None, tensors)
         fn, tensors = self.fn, saved.tensors
-        part = Part(f"backward pass of {self._name}", lambda: {"": fn, "saved": tensors}, False)
+        me = weakref.ref(self)
+        draws = lambda: me()._differentiated.given.random  # type: ignore[union-attr]  # noqa: E731
+        part = Part(f"backward pass of {self._name}", lambda: {"": fn, "saved": tensors}, False, draws)
         saved.backward = self._make(weakly(self._backward_of_program), part)
         return saved
 
@@ -230,6 +250,12 @@ class TwoPrograms:
         """The compiled functions, for explain()."""
         yield self.forward
         yield from [saved.backward for saved, _ in self._programs.values()] or [self._next.backward]
+
+    def lines(self) -> Iterator[str]:
+        """Lines for explain() besides those of its parts."""
+        for saved, _ in self._programs.values():
+            if saved.plan is not None:
+                yield f"  {saved.plan.text()}"
 
     # ---- a call
 
@@ -263,7 +289,7 @@ class TwoPrograms:
 
     def _call(self, args: tuple, kwargs: dict, leaves: list) -> Any:
         self._count_idle()
-        random_state = random._State.seed, random._State.counter
+        random_state = random.initial_seed(), random._State.counter
         plain, given = (args, kwargs), leaves
         if self.places:
             given, tree = flatten_call(args, kwargs)
@@ -276,7 +302,11 @@ class TwoPrograms:
         saved = self._lacking(given)
         if saved is not None and any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor) for leaf in given):
             plain = tree_unflatten(prepare_inputs(given, None)[0], flatten_call(*plain)[1])
+        self._lacking_one = saved
+        if saved is None:
+            self._next.let_go()
         results = self._forward(*plain[0], **plain[1]) if saved is not None else self.forward(*plain[0], **plain[1])
+        self._lacking_one = None
         if self._ran is None:
             graph, (saved, cut) = None, self._programs[self.forward.newest]
             tensors = [*saved.tensors]
@@ -358,17 +388,30 @@ class TwoPrograms:
         flat, tree = tree_flatten(results)
         places = [k for k, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         graph = Graph([flat[place] for place in places], inputs, pack)
+        stale = pack.stale()
+        pack.keep(self._plan(tape, pack))
         self._next.tensors[:] = pack.tensors
         parameters, why = find_parameters(graph, since, inputs)
         after = flatten_call(args, kwargs)[0]
         if len(after) != len(leaves) or not all(map(operator.is_, after, leaves)):
             why = "it changes a list or dictionary that it gets, in which its graph may go on"
         self.refused = self.refused or why or strange_result(flat, inputs)
-        cut = Cut(places, parameters, pack.reads, may_write(tape, first), pack.stale()) if places else None
+        cut = Cut(places, parameters, pack.reads, may_write(tape, first), stale) if places else None
         self._ran = graph, cut, results
         # A caller may change a result in place, and the backward pass must not see that
         plain, tree = tree_flatten(detached(results))
         return tree_unflatten([apart(leaf, pack) for leaf in plain], tree)
+
+    def _plan(self, tape: Any, pack: Pack) -> Recomputation | None:
+        """How the backward pass has what this call has saved: as the program's, or chosen by the recorded ops."""
+        mode = self.forward.settings.recompute_mode
+        if self._lacking_one is not None:
+            return self._lacking_one.plan
+        self._next.plan = None
+        if mode and isinstance(tape, CallRecording):
+            tape.recorder.flush()
+            self._next.plan = Chooser(tape.ops, pack.tensors, pack.reads, mode > 1).choose()
+        return self._next.plan
 
     # ---- its backward pass
 
@@ -390,6 +433,8 @@ class TwoPrograms:
 
     def _differentiate(self, call: Call, gradients: tuple) -> list:
         call.saved.idle, self._last = 0, None
+        if call.graph is not None and (saves := call.graph.saves) is not None:
+            saves.begin(saves.tensors)
         self._differentiated, self._keeps = call, torch._C._autograd._get_current_graph_task_keep_graph()
         try:
             if torch.is_grad_enabled() or not torch.autograd._is_checkpoint_valid():
@@ -425,11 +470,11 @@ class TwoPrograms:
         assert call is not None
         if call.graph is None or (saves := call.graph.saves) is None:
             return self._backward(*gradients)
-        saves.source = call.saved.tensors
+        saves.begin(call.saved.tensors)
         try:
             return self._backward(*gradients)
         finally:
-            saves.source = saves.tensors
+            saves.begin(saves.tensors)
 
     def _backward(self, *gradients: torch.Tensor | None) -> tuple:
         """Run autograd's own backward pass of the call; return the gradients of arguments."""
@@ -437,7 +482,10 @@ class TwoPrograms:
         assert call is not None
         graph = call.graph or self._again(call)
         roots, given = differentiable(graph, gradients)
+        counter = random._State.counter
         torch.autograd.backward(roots, given, retain_graph=self._keeps)
+        if random._State.counter != counter:
+            self.refused = DRAWS
         found = tuple([leaf.grad for leaf in graph.inputs])
         for leaf in graph.inputs:
             leaf.grad = None
@@ -540,6 +588,7 @@ class Halves:
     def lines(self) -> list[str]:
         """Lines for explain()."""
         lines = [line for part in self._parts() for line in str(part.explain()).splitlines()]
+        lines += [line for pair in self._by_places.values() for line in pair.lines()]
         # A first recording finds no list of what is saved: that is no reason that anybody could act on
         return [f"  {line}" for line in lines if "`saved`" not in line]
 

@@ -192,9 +192,9 @@ def layers_frozen_for_a_while(wrap: Wrap) -> list:
 
 
 class Checkpointed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, last: nn.Module | None = None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.layers = nn.ModuleList([*[nn.Linear(8, 8) for _ in range(2)], last or nn.Linear(8, 8)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -206,6 +206,47 @@ class Checkpointed(nn.Module):
 
 def checkpointing(wrap: Wrap) -> list:
     return train(wrap, Checkpointed(), plain)
+
+
+class Attention(nn.Module):
+    """Its backward pass repeats the draws of its forward pass, or makes them anew."""
+
+    def __init__(self, own: bool = False) -> None:
+        super().__init__()
+        self.heads, self.own = nn.Linear(8, 24), own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.heads(x).view(2, 3, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=0.3, is_causal=True)
+        result = F.dropout(mixed.transpose(1, 2).reshape(x.shape), 0.2)
+        return Noisy.apply(result) if self.own else result
+
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * torch.rand_like(gradient)
+
+
+def attention_dropout(wrap: Wrap) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        losses = [model(rows()) for _ in range(1 + n % 3)]
+        noise = torch.rand(6, 8, device=R)  # drawn between the passes
+        return update(optimizer, sum((loss * noise).square().mean() for loss in losses))  # type: ignore[arg-type]
+
+    return train(wrap, nn.Sequential(Attention(), Attention()), step, 14)
+
+
+def attention_dropout_and_a_backward_pass_that_draws(wrap: Wrap) -> list:
+    return train(wrap, nn.Sequential(Attention(own=True), nn.Linear(8, 4)), plain)
+
+
+def dropout_in_a_checkpoint(wrap: Wrap) -> list:
+    return train(wrap, Checkpointed(Attention()), plain)
 
 
 class Scaled(torch.autograd.Function):
@@ -387,7 +428,7 @@ def forces(wrap: Wrap) -> list:
 CASES: list[Callable[[Wrap], list]] = [
     dropout, one_batch_twice, four_calls_before_a_backward_pass, accumulation, adversarial, no_backward_pass_at_first,
     batch_norm_and_evaluation, a_graph_used_twice, gradients_by_autograd_grad, gradient_of_the_input,
-    results_that_losses_use_in_turns, a_result_changed_in_place, layers_frozen_for_a_while, checkpointing,
+    results_that_losses_use_in_turns, a_result_changed_in_place, attention_dropout, dropout_in_a_checkpoint, layers_frozen_for_a_while, checkpointing,
     a_function_of_the_user_and_a_changed_attribute, autocast, a_function_and_its_closure,
     backpropagation_through_time, gradients_and_losses_that_are_kept, gradients_set_to_zero, batches_of_several_sizes,
     a_parameter_among_results, frozen_from_some_call_on, a_parameter_clamped_in_the_forward_pass,
@@ -395,7 +436,7 @@ CASES: list[Callable[[Wrap], list]] = [
 ]  # fmt: skip
 
 
-def compare(case: Callable[[Wrap], list]) -> list[Any]:
+def compare(case: Callable[[Wrap], list], **settings: Any) -> list[Any]:
     """Run a case with and without gt.compile; the bits are the same. Returns what has been compiled."""
 
     def run(wrap: Wrap) -> list[torch.Tensor]:
@@ -406,7 +447,7 @@ def compare(case: Callable[[Wrap], list]) -> list[Any]:
     compiled: list = []
 
     def captured(thing: Any) -> Any:
-        compiled.append(gt.compile(thing))
+        compiled.append(gt.compile(thing, **settings))
         return compiled[-1]
 
     for n, (got, want) in enumerate(zip(run(captured), run(lambda thing: thing), strict=True)):
@@ -483,6 +524,7 @@ def a_penalty_in_an_object(wrap: Wrap) -> list:
         (graph_from_before, "has a graph of its own"),
         (a_penalty_on_the_module, "penalty holds a tensor with a graph"),
         (a_penalty_in_an_object, "returns an object of Held"),
+        (attention_dropout_and_a_backward_pass_that_draws, "draws random numbers of its own"),
         (hooks_of_parameters, "a parameter has a hook"),
         (two_views_of_one_result, "a result shares memory"),
         (a_residual_around_a_layer_that_changes_its_argument, "changes an argument that requires grad in place"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import gt
+from gt.client.current_session import current
 
 REMOTE = "remote"
 pytestmark = pytest.mark.usefixtures("one")
@@ -47,6 +48,25 @@ def test_a_mask_that_arguments_decide_is_a_part_of_one_program(form: str) -> Non
         labels = labels if form in ("mask", "masked_select", "where", "constant") else fixed
         assert torch.equal(compiled(x.to(REMOTE), labels.to(REMOTE)).cpu(), step(x, labels)), n
     assert [program.replays for program in compiled._programs] == [4], compiled.explain()
+
+
+def test_no_kernel_of_a_program_counts_what_a_mask_selects() -> None:
+    """Neither in the backward pass nor where a mask is written: a CUDA graph cannot wait for a count."""
+
+    def step(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        written = torch.zeros_like(x)
+        written[labels > 2] = x.detach()[labels > 2].neg()
+        (x[labels > 2].square().sum() + (x * written).sum()).backward()
+        return x.grad
+
+    compiled = gt.compile(step)
+    for n in range(6):
+        x, labels = batch(n)
+        assert torch.equal(compiled(x.to(REMOTE), labels.to(REMOTE)).cpu(), step(x, labels)), n
+    puts = [t for t in current().templates.values() if t.op.startswith(("aten.index_put", "aten._index_put"))]
+    assert len(puts) == 2 and not any(spec.dtype == "bool" for template in puts for spec in template.ins), compiled.explain()
+    assert [program.replays for program in compiled._programs] == [4]
 
 
 def test_another_number_of_elements_is_another_program() -> None:

@@ -86,8 +86,14 @@ class Device(Protocol):
     def release_cache(self) -> None:
         """Free cached memory: while the device records it frees none."""
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Have `run` issue its work, which is not executed yet. The result carries it out, on the same memory each time."""
+    def new_pool(self) -> Pool:
+        """Memory for the results of recordings. It ends with the last of them."""
+
+    def record(self, run: Callable[[], None], pool: Pool | None = None) -> Callable[[], None]:
+        """Have `run` issue its work, which is not executed yet. The result carries it out, on the same memory each time.
+
+        pool: where results are; the shared one by default.
+        """
 
     def on_side_stream(self, run: Callable[[], None]) -> None:
         """Within a recording: work of `run` begins after all work issued so far, and later work may overtake it."""
@@ -109,6 +115,7 @@ class Pool:
         self.handle = torch.cuda.graph_pool_handle()
         # One that lives as long as the pool: a pool ends with its last graph, and may not begin again.
         self.graphs: list[Any] = []
+        self.broken = False  # it takes no more recordings
 
 
 class Cuda:
@@ -117,7 +124,7 @@ class Cuda:
     def __init__(self, device: torch.device, seeds: AttentionSeeds | None = None) -> None:
         warnings.filterwarnings("ignore", "The CUDA Graph is empty", UserWarning)  # a run of views rightly issues nothing
         self.device, self._seeds = device, seeds
-        self._pool: Callable[[], Pool | None] = lambda: None  # while there are recordings
+        self._pool: Callable[[], Pool | None] = lambda: None  # the shared one, while there are recordings
         self._broken: list[Any] = []
         self._stream = torch.cuda.Stream(device)
         self._side = torch.cuda.Stream(device)
@@ -133,12 +140,16 @@ class Cuda:
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def new_pool(self) -> Pool:
         # The pool's first graph, an empty one, keeps the pool's handle valid between recordings.
-        pool = self._pool()
+        pool = Pool()
+        pool.graphs.append(self._record(lambda: torch.zeros(1, device=self.device), pool))
+        return pool
+
+    def record(self, run: Callable[[], None], pool: Pool | None = None) -> Callable[[], None]:
+        pool = pool or self._pool()
         if pool is None:
-            pool = Pool()
-            pool.graphs.append(self._record(lambda: torch.zeros(1, device=self.device), pool))
+            pool = self.new_pool()
             self._pool = weakref.ref(pool)
         graph, seeds = torch.cuda.CUDAGraph(), self._seeds
         draws = [] if seeds is None else seeds.register(graph)
@@ -196,7 +207,9 @@ class Cuda:
         except RuntimeError:
             return
         self._broken.append(graph)
-        self._pool = lambda: None
+        pool.broken = True
+        if self._pool() is pool:
+            self._pool = lambda: None
         torch._C._cuda_releasePool(self.device.index or 0, pool.handle)  # as the graph would have done
 
     def on_side_stream(self, run: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ import torch
 from gt.ir.ops import RANDOM
 from gt.worker.engine.base import DeviceRecorder, ReplayedWork, RowRunner
 from gt.worker.engine.torch.compiler.inductor import Inductor, unfit_tags
-from gt.worker.engine.torch.gpu.cuda import Device
+from gt.worker.engine.torch.gpu.cuda import Device, Pool
 from gt.worker.engine.torch.gpu.early_values import EarlyNumbers, Tap
 from gt.worker.engine.torch.layers import attention, recurrent
 from gt.worker.engine.torch.slots import (
@@ -36,9 +36,13 @@ from gt.worker.engine.torch.slots import (
     view_of_storage,
 )
 from gt.worker.instructions.step import Row, Step
+from gt.worker.program.graph_outputs import SHARED
 
 MAX_RECORDINGS = 4  # of one program, since its inputs may move
 MAX_REASON_CHARS = 200
+# A program has a pool of its own once another one has begun while so much of its results was alive: such programs come in turn,
+# and results would be copied out each time, and copied into slots there
+OWN_POOL_BYTES = 16 << 20
 
 
 class Graphs:
@@ -127,6 +131,8 @@ class GraphReplays:
         self.pooled: Tensors = {}  # results in the pool when they were recorded, as tensors that do not own its memory
         self.pool: set[int] = set()  # addresses of these results
         self.kept: list[list] = []  # by transfer of a run: its tensors, none once it is joined
+        self.apart = False  # whether it has a pool of its own
+        self._own_pool: Pool | None = None
 
     def run(self, rows: list[Row], reads: list[int], makes: set[int], moving: set[int]) -> GraphRun:
         """Rows as one step. moving: ids of inputs that are elsewhere each time."""
@@ -181,9 +187,28 @@ class GraphReplays:
         times = self.device.seconds([mark for _, *ends in done for mark in ends]) if done else []
         return [(name, *ends) for (name, *_), ends in zip(done, zip(times[::2], times[1::2], strict=True))] if times else []
 
+    @property
+    def pool_key(self) -> Any:
+        """The pool of its results, as PendingOutputs names it."""
+        return self if self.apart else SHARED
+
+    def own_pool(self) -> Pool | None:
+        """The pool of its own; None if its results are in the shared one."""
+        if self.apart and (self._own_pool is None or self._own_pool.broken):
+            self._own_pool = self.device.new_pool()
+        return self._own_pool
+
+    def move_apart(self) -> None:
+        """Record in a pool of its own from the next replay on."""
+        if not self.apart:
+            self.apart = self.must_record = True
+
     def begin(self, code: list, at: int) -> None:
         """The first step of the program."""
-        self.runner.pending_outputs.copy_out(self._dropped)
+        pending = self.runner.pending_outputs
+        pending.copy_out(self._dropped, self.pool_key, self)
+        if self.must_record and self.apart:
+            pending.copy_out(self._dropped, SHARED, self)  # of its own replays before this one
         # One pass records all runs anew. Results of the last replay leave the pool first, except those that this program
         # drops.
         self.recording, self.must_record = self.must_record, False
@@ -201,6 +226,7 @@ class GraphReplays:
         self.pool.clear()
         for run in self.runs:
             run.forget()
+        self._own_pool = None
 
     def close(self) -> None:
         self._forget()
@@ -323,7 +349,8 @@ class GraphRun:
         tensors.update(in_slots)
         try:
             with early.recording(replays.unchanged) if early is not None else nullcontext(list[Tap]()) as taps:
-                replay = replays.device.record(lambda: work.append(replays.runner.run_all_or_none(self.rows)))
+                pool = replays.own_pool()
+                replay = replays.device.record(lambda: work.append(replays.runner.run_all_or_none(self.rows)), pool)
             makes = self._makes  # an id that names the same tensor again is a result too
             results = {i: t for i, t in tensors.items() if i in makes or (before.get(i) is not t and in_slots.get(i) is not t)}
             freed = [i for i in before if i not in tensors]
@@ -418,12 +445,20 @@ class GraphOutputs:
         self._replays, self._last = replays, last
 
     def __call__(self, code: list, at: int) -> None:
-        if self._replays.recording:  # the results of a recording own memory of the pool
+        replays = self._replays
+        pending = replays.runner.pending_outputs
+        # The results of a recording own memory of the pool, which later recordings of other programs are to get
+        if replays.recording and not replays.apart:
             self._copy_out(self._last)
         else:
-            self._replays.runner.pending_outputs.defer_copy(self._last, self._copy_out)
+            if replays.recording:
+                tensors = replays.tensors
+                tensors.update({i: replays.without_ownership(i, tensors[i]) for i in self._last if i in tensors})
+            pending.defer_copy(replays.pool_key, self._last, self._copy_out)
+        pending.track_program(replays, replays.pool_key, self._last)
 
-    def _copy_out(self, ids: set[int]) -> None:
+    def _copy_out(self, ids: set[int], program: GraphReplays | None = None) -> None:
+        """Copy results out of the pool. program: that which begins, if one does."""
         replays, tensors = self._replays, self._replays.tensors
         groups: dict[int, list[int]] = {}
         for i in ids:
@@ -437,6 +472,10 @@ class GraphOutputs:
                 for i in members:
                     del tensors[i]
             raise
+        if program not in (None, replays):
+            nbytes = sum(tensors[members[0]].untyped_storage().nbytes() for members in groups.values())
+            if nbytes >= OWN_POOL_BYTES:
+                replays.move_apart()
 
     def _copied(self, groups: dict[int, list[int]]) -> Tensors:
         tensors, device = self._replays.tensors, self._replays.device.device
