@@ -254,11 +254,13 @@ class Dealer:
             came = self._receive(sock)
             if self._on_turn is not None:
                 self._on_turn()
-            self._transmit(sock)
+            sent = self._transmit(sock)
             # What the leading thread waits for may be among the messages that this thread has received.
             if came and self._leader and self._leader != self._user:
                 self._ring(self._call)
-            return bool(events_of(sock) & (_IN | (_OUT if self._queue else 0)))
+            # Reading the events has consumed the signal of the descriptor for what came before. After a use of the socket, more
+            # may be there without a signal
+            return (came or sent) and bool(events_of(sock) & (_IN | (_OUT if self._queue else 0)))
         finally:
             self._user = 0
 
@@ -280,14 +282,17 @@ class Dealer:
             self._on_message(message, frames)
         return True
 
-    def _transmit(self, sock: zmq.Socket) -> None:
-        queue = self._queue
+    def _transmit(self, sock: zmq.Socket) -> bool:
+        """Send what is queued. True if there was something."""
+        queue, tried = self._queue, False
         while queue:
+            tried = True
             try:
                 put(sock, queue[0])
             except zmq.Again:
-                return
+                break
             queue.popleft()  # only once it is sent: zmq.Again leaves the message in its place
+        return tried
 
     # ---- in the link's thread
 

@@ -9,10 +9,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any
 
 _get, _set = _signal.getsignal, _signal.signal
 _threshold, _set_threshold = gc.get_threshold, gc.set_threshold
+_ident = threading.get_ident
 # Ctrl-C, and signals whose handlers programs have raise an exception too, as after signal.alarm
 _NUMBERS = tuple(
     int(number)
@@ -20,6 +22,20 @@ _NUMBERS = tuple(
 )
 # New objects until a pass over the youngest, in a pause: so many are never reached. No program sets this very number
 NEVER_OBJECTS = (1 << 31) - 1009
+_NONE: Any = ()  # of a block that delays nothing
+
+
+class _Main:
+    """The main thread, which alone runs handlers. In the child of a fork it is the one that forked."""
+
+    ident = threading.main_thread().ident
+
+    @classmethod
+    def forked(cls) -> None:
+        cls.ident = _ident()
+
+
+os.register_at_fork(after_in_child=_Main.forked)
 
 
 class uninterrupted:
@@ -31,20 +47,25 @@ class uninterrupted:
     __slots__ = ("_before", "_ended", "_seen")
 
     def __enter__(self) -> None:
-        self._before: list[tuple[int, Any]] = []
-        self._seen: list[tuple[int, Any]] = []
+        self._before: list[tuple[int, Any]] = _NONE
+        self._seen: list[tuple[int, Any]] = _NONE
         self._ended = False
-        if threading.get_ident() != threading.main_thread().ident:
+        if _ident() != _Main.ident:
             return
         try:
             for number in _NUMBERS:
                 before = _get(number)
+                if type(before) is int:  # the system's default, or ignored, as most signals are
+                    continue
                 # Another block has put its own handler there: it is around this one, or it could not put the program's back.
-                if getattr(before, "__func__", None) is uninterrupted._note:
-                    if not before.__self__._ended:
+                if type(before) is MethodType and before.__func__ is _noting:
+                    block: Any = before.__self__
+                    if not block._ended:
                         return  # an outer block delays them
-                    before = before.__self__._handler(number)
+                    before = block._handler(number)
                 if callable(before):
+                    if self._before is _NONE:
+                        self._before, self._seen = [], []
                     self._before.append((number, before))
                     _set(number, self._note)
         except BaseException:
@@ -53,6 +74,8 @@ class uninterrupted:
 
     def __exit__(self, *_: object) -> None:
         self._ended = True
+        if self._before is _NONE:
+            return
         try:
             self._restore()
         finally:
@@ -91,6 +114,9 @@ class uninterrupted:
                 self._deliver()
 
 
+_noting: FunctionType = uninterrupted._note  # type: ignore[assignment]
+
+
 class _Uncollected:
     """`with uncollected:` the collector makes no pass inside, unless it is called. One pause, which all of GT's users share.
 
@@ -108,26 +134,24 @@ class _Uncollected:
         os.register_at_fork(after_in_child=self._forked)
 
     def __enter__(self) -> None:
-        self._inside.append(threading.get_ident())
+        self._inside.append(_ident())
         young = _threshold()[0]
         if young != NEVER_OBJECTS:  # or it is a pause already
             self._young = young
             _set_threshold(NEVER_OBJECTS)
 
     def __exit__(self, *_: object) -> None:
-        self._inside.remove(threading.get_ident())
-        self._end()
-
-    def _end(self) -> None:
+        self._inside.remove(_ident())
         young = _threshold()[0]
         if not self._inside and young == NEVER_OBJECTS:  # or the program has set another one
             _set_threshold(self._young)
 
     def _forked(self) -> None:
         """In the child of a fork, which has this thread alone."""
-        mine = threading.get_ident()
+        mine = _ident()
         self._inside[:] = [thread for thread in self._inside if thread == mine]
-        self._end()
+        if not self._inside and _threshold()[0] == NEVER_OBJECTS:
+            _set_threshold(self._young)
 
 
 uncollected = _Uncollected()

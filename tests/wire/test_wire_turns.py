@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from gt.wire import codec, signals
+from gt.wire import codec, dealer, signals
 from gt.wire.dealer import STEP_SECONDS, Dealer
 from gt.wire.messages import Ack, Fetch, Report, Stats, UploadChunk
 from gt.wire.router import Arrived, Router
@@ -194,6 +194,30 @@ def test_the_links_thread_takes_few_turns_while_another_takes_them():
         echo.close()
 
 
+def test_a_turn_with_nothing_to_do_asks_for_events_once(monkeypatch):
+    """The first look has consumed the descriptor's signal for what came before, and nothing has used the socket since."""
+    echo = Echo(1)
+    caller = Caller(echo)
+    caller.ask(0, random.Random(1))
+    here, looks = threading.get_ident(), 0
+    events_of = dealer.events_of
+
+    def counted(sock):
+        nonlocal looks
+        looks += threading.get_ident() == here
+        return events_of(sock)
+
+    monkeypatch.setattr(dealer, "events_of", counted)
+    of_turns = set()
+    for _ in range(50):
+        before = looks
+        caller.link.push()
+        of_turns.add(looks - before)
+    caller.link.close()
+    echo.close()
+    assert of_turns - {0} == {1}  # 0: the link's thread was in a turn
+
+
 def test_the_end_of_a_link_ends_a_lead():
     echo = Echo(0)
     caller = Caller(echo)
@@ -261,6 +285,27 @@ def test_ctrl_c_while_handlers_are_changed_loses_no_other(at, late, terminations
         pass
     signal.raise_signal(signal.SIGTERM)
     assert terminations == [signal.SIGTERM]
+
+
+def test_the_thread_that_has_forked_delays_handlers_in_the_child():
+    """It is the main thread there, which runs them."""
+    codes: list[int] = []
+
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            seen: list[int] = []
+            signal.signal(signal.SIGUSR1, lambda *_: seen.append(1))
+            with uninterrupted():
+                os.kill(os.getpid(), signal.SIGUSR1)
+                inside = len(seen)
+            os._exit(10 * inside + len(seen))
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    assert codes == [1]
 
 
 def test_two_handlers_run_on_leaving_though_one_raises(terminations):

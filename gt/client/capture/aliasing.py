@@ -14,7 +14,7 @@ from operator import getitem, is_
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from gt.client.capture.recording import CallRecording
 from gt.client.capture.state_walk import TENSOR_FIELDS, StateSnapshot
@@ -27,8 +27,11 @@ aten = torch.ops.aten
 _COPY, _CLONE = info_of(aten.copy_.default), info_of(aten.clone.default)
 
 _ALIGNED_BYTES = 16  # of the largest element
-_LEAF_TYPES = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str})  # types of arguments that are leaves of a tree
-_flat_trees: dict[int, TreeSpec] = {}  # by number of arguments
+# Types of arguments that are leaves of a tree, of most calls
+_LEAF_TYPES = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str, type(None)})
+_HOST_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_flat_trees: dict[tuple, TreeSpec] = {}  # by number of positional arguments, and names of others
+MAX_FLAT_TREES = 1024  # then the table starts again
 
 
 CONJUGATES = "aten._conj.default"
@@ -108,13 +111,15 @@ def call_memory(tape: CallRecording, entry: StateSnapshot, arguments: list, befo
 
 def sharing_arguments(leaves: list, memory: CallMemory) -> set[int]:
     """Remote arguments that share memory with others or with state, where the call writes it: copies cannot stand for them."""
-    of = {place: memory_id(leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor)}
     if not (memory.state or memory.arguments or memory.rebound):
         return set()
-    counts = Counter(of.values())
+    of = {place: memory_id(leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor)}
     # An argument that the call writes may be copied, since the copy is written back.
     # Two that share memory may not: their copies would not see each other's writes
-    changed = memory.state | {of[place] for place in memory.arguments if place in of and counts[of[place]] > 1}
+    changed = memory.state
+    if memory.arguments:
+        counts = Counter(of.values())
+        changed = changed | {of[place] for place in memory.arguments if place in of and counts[of[place]] > 1}
     return {place for place, number in of.items() if number in changed or place in memory.rebound}
 
 
@@ -157,7 +162,9 @@ def same_on_host(leaves: list) -> dict[int, int]:
     One upload serves both, since the function may write to one of them. Arguments that share a part of their memory are
     uploaded apart.
     """
-    hosts = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and _on_host(leaf)]
+    hosts = [k for k, leaf in enumerate(leaves) if type(leaf) in _HOST_TYPES]
+    if len(hosts) > 1:
+        hosts = [k for k in hosts if _on_host(leaves[k])]
     if len(hosts) < 2:
         return {}
     first: dict[tuple, int] = {}
@@ -166,9 +173,8 @@ def same_on_host(leaves: list) -> dict[int, int]:
 
 
 def _on_host(leaf: torch.Tensor) -> bool:
-    """True for an argument that is uploaded, and has memory."""
-    plain = type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.device.type == "cpu" and leaf.layout is torch.strided
-    return plain and not leaf.requires_grad and leaf.numel() > 0
+    """True for an argument of _HOST_TYPES that is uploaded, and has memory."""
+    return leaf.device.type == "cpu" and leaf.layout is torch.strided and not leaf.requires_grad and leaf.numel() > 0
 
 
 def _elements(leaf: torch.Tensor) -> tuple:
@@ -194,9 +200,12 @@ def key_of(leaf: Any) -> Any:
     A storage offset does not count: a program fills a copy of an argument, or knows the very tensor that it reads in place.
     """
     if isinstance(leaf, RemoteTensor):
-        return (leaf._ref.meta.without_offset(), leaf.requires_grad, *attribute_values(leaf))
+        meta = leaf._ref.meta
+        given = attribute_values(leaf) if len(leaf.__dict__) > 1 else ()
+        return (meta.without_offset() if meta.offset else meta, leaf.requires_grad, *given)
     if isinstance(leaf, torch.Tensor):
-        return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, *attribute_values(leaf))
+        given = attribute_values(leaf) if leaf.__dict__ else ()
+        return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, *given)
     if _is_size(leaf):
         return (torch.Size, tuple(leaf))
     # Any other object counts by identity alone: its content is compared by the program's guard
@@ -217,13 +226,22 @@ def _is_size(thing: Any) -> bool:
 
 
 def flatten_call(args: tuple, kwargs: dict) -> tuple[list, TreeSpec]:
-    """Flatten as tree_flatten((args, kwargs)) does, faster for positional tensors and numbers."""
-    if kwargs or not _LEAF_TYPES.issuperset(map(type, args)):
+    """Flatten as tree_flatten((args, kwargs)) does, faster where no argument has parts."""
+    leaves = [*args, *kwargs.values()]
+    if not _LEAF_TYPES.issuperset(map(type, leaves)) and not all(map(_is_leaf, map(type, leaves))):
         return tree_flatten((args, kwargs), is_leaf=_is_size)
-    count = len(args)
-    if count not in _flat_trees:
-        _flat_trees[count] = tree_flatten((args, {}))[1]
-    return list(args), _flat_trees[count]
+    names = (len(args), *kwargs)
+    tree = _flat_trees.get(names)
+    if tree is None:
+        if len(_flat_trees) >= MAX_FLAT_TREES:
+            _flat_trees.clear()
+        tree = _flat_trees[names] = tree_flatten((tuple(args), dict(kwargs)), is_leaf=_is_size)[1]
+    return leaves, tree
+
+
+def _is_leaf(kind: type) -> bool:
+    """True for a class whose objects have no parts in torch's trees: it is not registered, and no kind of tuple."""
+    return kind in _LEAF_TYPES or kind is torch.Size or (kind not in SUPPORTED_NODES and not issubclass(kind, tuple))
 
 
 class Containers:

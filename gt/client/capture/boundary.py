@@ -150,9 +150,9 @@ def modes() -> tuple:
     default = torch.get_default_device() if torch._C._len_torch_function_stack() else None
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, torch.get_autocast_dtype(device) if cast else None,
-        torch.get_default_dtype(), default, torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"), torch.is_anomaly_enabled(), matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(), settings(), stack.scope().group, observer(),
+        torch.get_default_dtype(), default, torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
+        torch.is_anomaly_enabled(), matmul_precision(), torch.are_deterministic_algorithms_enabled(), settings(),
+        (stack.scope() if stack.recorded.changes else stack.recorded).group, observer(),
     )  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def observer() -> str:
     if torch._C._len_torch_dispatch_stack():
         return "a TorchDispatchMode is active, which gets each op"
     modes_of_calls = torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
-    if any(type(mode) is not DeviceContext for mode in modes_of_calls):
+    if modes_of_calls and any(type(mode) is not DeviceContext for mode in modes_of_calls):
         return "a TorchFunctionMode is active, which gets each call of torch"
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "saved_tensors_hooks are active, which get each tensor that backward() needs"

@@ -8,6 +8,7 @@ from gt.errors import UnsupportedOp
 from gt.ir.spec import DTYPES, MAX_DIMS, Spec, row_major_stride
 
 _table: dict[tuple, Meta] = {}
+_row_major: dict[tuple, Meta] = {}  # of these, by shape and dtype
 
 
 class Meta:
@@ -75,9 +76,14 @@ def of_spec(spec: Spec) -> Meta:
 
 
 def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Meta:
-    return intern(tuple(shape), row_major_stride(shape), 0, dtype)
+    key = (tuple(shape), dtype)
+    meta = _row_major.get(key)
+    if meta is None:
+        meta = _row_major[key] = intern(key[0], row_major_stride(shape), 0, dtype)
+    return meta
 
 
 def clear() -> None:
     """Forget all metas: called when template numbers end, never while a key is built."""
     _table.clear()
+    _row_major.clear()

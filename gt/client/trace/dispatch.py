@@ -172,8 +172,11 @@ def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
     return dispatch(func, (), args, kwargs)
 
 
-def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = ()) -> Any:
-    """Record a call. extra: scalars that the schema lacks (seed and counter); they are recorded last."""
+def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (), origin: int = 0) -> Any:
+    """Record a call. extra: scalars that the schema lacks (seed and counter); they are recorded last.
+
+    origin: of the call, if it is known.
+    """
     recorder = Current.recorder or current()
     key: list = []
     ids: list = []
@@ -201,14 +204,14 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
                 else:
                     collect(kind, argument, key, ids, values)
     except HostOperand:
-        return call(info, *upload_operands(info, args, kwargs or {}), extra)
+        return call(info, *upload_operands(info, args, kwargs or {}), extra, origin)
 
     # The first call of a kind runs shape inference and defines a template; others find its entry
     signature = tuple(key)
     entry = info.cache.get(signature) or new_entry(info, signature, args, kwargs or {})
     if extra:
         values.extend(extra)
-    origin = Current.origins.here()
+    origin = origin or Current.origins.here()
     if entry.mode <= FIRST:
         return _record(recorder, entry, args[0] if args else None, ids + values, origin)
 

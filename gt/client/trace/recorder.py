@@ -41,6 +41,8 @@ MAX_FREED_PER_BATCH = 1 << 15  # tensors
 MAX_PATH_CHARACTERS = 4096  # longest path of a source file
 MAX_TEMPLATES = 16384  # in the table; then it starts again
 MAX_MISSES = 4  # reads of floats on a line that workers alone decide, as of a loss: the next ones are not looked up
+# Such reads of other values, as of the end of a loop: the next ones are looked up once in so many
+MAX_WHOLE_MISSES, READS_PER_LOOK = 16, 8
 
 _ids = itertools.count(1)  # never restarts, so that ids of an ended session are invalid in the next
 
@@ -78,7 +80,8 @@ class Recorder:
         self._shares_cores = getattr(session, "shares_cores", False)
         self.values = KnownValues(self.templates)
         self.read = ReadValues(self.templates)
-        self._misses: dict[int, int] = {}  # line (origin) -> its reads of floats that only workers decided, if none other
+        # line (origin) -> its reads of floats that only workers decided, if none other; -line: those of other values
+        self._misses: dict[int, int] = {}
         self.cleared = 0  # times that the table was
         self.made_sparse = False  # whether the program has made a sparse tensor
         # A CallRecording or FragmentTape while a compiled function runs: it gets every batch, and says when one is long enough
@@ -143,11 +146,18 @@ class Recorder:
         self._origins.append([number, sendable(file, MAX_PATH_CHARACTERS), line, group, backward, micro])
         return number
 
-    def emit_with_frame(self, row: list, data: bytes, position: int) -> None:
-        """Append a row with a frame of the same batch. position: index in the row of the frame's number."""
+    def emit_with_frame(
+        self, row: list, data: bytes, position: int, values: np.ndarray | None = None, is_float: bool = False
+    ) -> None:
+        """Append a row with a frame of the same batch. position: index in the row of the frame's number.
+
+        values, is_float: see note_upload, of a row whose last number is the tensor's id.
+        """
         if self._inline_bytes + len(data) > MAX_BATCH_UPLOAD_BYTES:
             self.flush()
         with uninterrupted(), uncollected, self._lock:
+            if values is not None:
+                self._note_upload(row[-1], values, is_float)
             row[position] = len(self._frames)
             self._frames.append(data)
             self._inline_bytes += len(data)
@@ -188,10 +198,11 @@ class Recorder:
         if not getattr(self.session, "busy", False) or many or self._holds_large or spans.current is not None:
             self.flush()
             return
-        with uninterrupted(), uncollected, self._lock:
-            self._hold()
-            self._held_calls += 1
-        self.session.take_turn()  # which sees that workers have less to do
+        with uninterrupted(), uncollected:  # once for both: each sets the handlers of signals, by calls of the system
+            with self._lock:
+                self._hold()
+                self._held_calls += 1
+            self.session.take_turn()  # which sees that workers have less to do
 
     def own_tape(self) -> Any:
         """The tape, if this thread's call has it. That of another thread's call notes that this one is at work."""
@@ -244,9 +255,12 @@ class Recorder:
     def note_upload(self, number: int, values: np.ndarray, is_float: bool) -> None:
         """A small tensor of DTYPES or FLOATS is uploaded. values: an array that nobody changes."""
         with uninterrupted(), uncollected, self._lock:
-            if not is_float:
-                self.uploaded.note(number, values)
-            self.values.upload(number, values)
+            self._note_upload(number, values, is_float)
+
+    def _note_upload(self, number: int, values: np.ndarray, is_float: bool) -> None:
+        if not is_float:
+            self.uploaded.note(number, values)
+        self.values.upload(number, values)
 
     def known_value(self, tensor: Any, origin: int) -> torch.Tensor | None:
         """A copy of a small tensor's value, on the CPU; None if a worker has to be asked.
@@ -264,7 +278,7 @@ class Recorder:
                 if meta.dtype in FLOATS:
                     value = self._known_float(number, nbytes, origin, interrupts)
                 elif meta.dtype in DTYPES:
-                    value = self.values.of(number, self.code[:], interrupts)
+                    value = self._known_whole(number, origin, interrupts)
             if value is None or value.dtype != meta.dtype or tuple(value.shape) != meta.shape:
                 return None
             if value.stride() == meta.stride:
@@ -273,14 +287,26 @@ class Recorder:
 
     def _known_float(self, number: int, nbytes: int, origin: int, interrupts: int) -> torch.Tensor | None:
         """As KnownValues.of, for lines where it is of use: most floats that a program reads are results, such as losses."""
-        misses = self._misses.get(origin, 0)
-        if nbytes > MAX_FLOAT_BYTES or misses >= MAX_MISSES:
+        if nbytes > MAX_FLOAT_BYTES or self._misses.get(origin, 0) >= MAX_MISSES:
             return None
+        return self._decided(number, origin, interrupts)
+
+    def _known_whole(self, number: int, origin: int, interrupts: int) -> torch.Tensor | None:
+        """As KnownValues.of, seldom on a line where no value was known for long. A recorded call reads no other values."""
+        line = -origin  # beside those of floats
+        misses = self._misses.get(line, 0)
+        if misses >= MAX_WHOLE_MISSES and misses % READS_PER_LOOK and self.tape is None:
+            self._misses[line] = misses + 1
+            return None
+        return self._decided(number, line, interrupts)
+
+    def _decided(self, number: int, line: int, interrupts: int) -> torch.Tensor | None:
         value = self.values.of(number, self.code[:], interrupts)
+        misses = self._misses.get(line, 0)
         if value is not None:
-            self._misses[origin] = -(1 << 30)
+            self._misses[line] = -(1 << 30)
         elif misses >= 0:
-            self._misses[origin] = misses + 1
+            self._misses[line] = misses + 1
         return value
 
     def ask_value(self, tensor: Any) -> None:

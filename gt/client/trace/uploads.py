@@ -29,8 +29,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TAKES_NUMBER = frozenset(f"aten.{op}_.Tensor" for op in ("add", "sub", "mul", "div", "remainder", "floor_divide"))
 
 
-def upload(host: torch.Tensor) -> RemoteTensor:
-    """Upload a host tensor: a remote tensor with the same values, row-major. Does not wait."""
+def upload(host: torch.Tensor, origin: int = 0) -> RemoteTensor:
+    """Upload a host tensor: a remote tensor with the same values, row-major. Does not wait. origin: if it is known."""
     recorder = current_session.current()
     tape = recorder.own_tape()
     if tape is not None and (filled := tape.upload(host)) is not None:
@@ -38,16 +38,17 @@ def upload(host: torch.Tensor) -> RemoteTensor:
     meta = metas.contiguous(tuple(host.shape), host.dtype)
     template = _template(recorder, meta)
     data = values(host)
-    number, origin = recorder.new_id(), Current.origins.here()
+    number, origin = recorder.new_id(), origin or Current.origins.here()
     row = [template, origin, -1, number]
 
     # Values of small tensors are kept here too: a program that reads them back, or indexes by them, need not wait
     is_float = host.dtype in FLOATS
-    if (is_float or host.dtype in DTYPES) and data.nbytes <= (MAX_FLOAT_BYTES if is_float else MAX_BYTES):
-        recorder.note_upload(number, data.copy(), is_float)
+    noted = (is_float or host.dtype in DTYPES) and data.nbytes <= (MAX_FLOAT_BYTES if is_float else MAX_BYTES)
     if data.nbytes <= MAX_INLINE_BYTES:
-        recorder.emit_with_frame(row, data.tobytes(), 2)
+        recorder.emit_with_frame(row, data.tobytes(), 2, data.copy() if noted else None, is_float)
     else:
+        if noted:
+            recorder.note_upload(number, data.copy(), is_float)
         if recorder.tape is None and recorder.session.crowded(data.nbytes):  # a recorded call may be executed at its end
             recorder.flush_ops()
             recorder.session.wait_room(data.nbytes)
@@ -84,7 +85,7 @@ def values(host: torch.Tensor) -> np.ndarray:
     if host.is_conj() or host.is_neg():
         host = host.resolve_conj().resolve_neg()
     try:
-        return host.detach().numpy()
+        return host.detach().numpy() if host.requires_grad else host.numpy()
     except TypeError:  # bfloat16, float8
         return host.detach().contiguous().view(_INTEGERS[host.element_size()]).numpy()
 

@@ -103,6 +103,7 @@ class KnownValues:
 
     templates: Mapping[int, Template]
     answered: int = 0  # reads
+    launched: bool = False  # whether a program has been launched since a read has looked for its row
     _log: deque[_Batch | _Upload] = field(default_factory=deque)
     _logged: int = 0  # weight of the log
     _followed: int = 0  # numbers of the recorder's buffer that are followed
@@ -146,10 +147,15 @@ class KnownValues:
 
     def clear(self) -> None:
         """Any tensor may have changed, or the table of templates starts again. The recorder's buffer is empty."""
+        self._clear_log()
+        self._foldings.clear()
+        self._followed = 0
+
+    def _clear_log(self) -> None:
+        """Any tensor may have changed."""
         self._forget_all()
         self._log.clear()
-        self._foldings.clear()
-        self._logged = self._followed = 0
+        self._logged = 0
 
     def _forget_all(self) -> None:
         self._cells.clear()
@@ -166,13 +172,16 @@ class KnownValues:
         if interrupts != self._interrupts:
             # An interrupt may have dropped ops that were followed: nothing from before it is sure
             self._interrupts = interrupts
-            self._forget_all()
-            self._log.clear()
-            self._logged, self._followed = 0, len(code)
+            self._clear_log()
+            self._followed = len(code)
             return None
         # Batches that were handed over, then the part of the buffer that is new since the last read
+        start = self._followed
+        if self.launched:
+            self.launched = False
+            start = self._skip_to_launch(code)
         self._follow_log()
-        self._follow(code, self._followed)
+        self._follow(code, start)
         self._followed = len(code)
         cell = self._cells.get(number)
         if cell is None or cell.memory.blank or not self._evaluate(cell):
@@ -231,6 +240,39 @@ class KnownValues:
 
     # ---- the op stream
 
+    def _skip_to_launch(self, code: list) -> int:
+        """Leave out what is before the last launch, which may write to any tensor. Returns the place to follow from."""
+        behind = self._behind_launch(code, self._followed)
+        if behind:
+            self._clear_log()
+            return behind
+        for place, entry in enumerate(reversed(self._log), 1):
+            if type(entry) is _Batch and (behind := self._behind_launch(entry.code, 0)):
+                self._forget_all()
+                for _ in range(len(self._log) - place):
+                    self._log.popleft()
+                entry.code = entry.code[behind:]
+                break
+        return self._followed
+
+    def _behind_launch(self, code: list, at: int) -> int:
+        """The place behind the last launch in these numbers, 0 for none."""
+        behind = 0
+        while at < len(code):
+            number = code[at]
+            if number < FIRST:
+                at += client_length(code, at)
+                if number == LAUNCH:
+                    behind = at
+            else:
+                at += (self._foldings.get(number) or self._fold(number))[0]
+        return behind
+
+    def _fold(self, number: int) -> tuple[int, Folding | None, bool]:
+        """The folding of a template that was not followed before."""
+        self._foldings[number] = known = _folding(self.templates[number])
+        return known
+
     def _follow_log(self) -> None:
         while self._log:
             entry = self._log.popleft()
@@ -254,10 +296,7 @@ class KnownValues:
                     self._end(code[at + 2 : at + 2 + code[at + 1]])
                 at += client_length(code, at)
                 continue
-            known = foldings.get(number)
-            if known is None:
-                known = foldings[number] = _folding(self.templates[number])
-            length, way, by_first = known
+            length, way, by_first = foldings.get(number) or self._fold(number)
             # Most ops of a step are left out here: their first operand is computed by workers
             if way is not None and not (by_first and code[at + 2] not in cells):
                 self._follow_op(self.templates[number], way, code, at + 2)

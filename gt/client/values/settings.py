@@ -24,6 +24,14 @@ _NAMES = (
 _FLAGS: tuple[Callable[[], Any], ...] = tuple(getattr(torch._C, name) for name in _NAMES if hasattr(torch._C, name))
 _HOOKS: Callable[[], Any] = torch._C._autograd._saved_tensors_hooks_is_enabled
 _PRINTS = getattr(sys.modules.get("numpy._core.printoptions"), "format_options", None)  # a context variable of NumPy 2
+# A context variable of NumPy 2, whose object is made anew by each change: the dictionary of one object stays as it is
+_ERRORS = getattr(sys.modules.get("numpy._core.umath"), "_extobj_contextvar", None)
+
+
+class _LastErrors:
+    """The newest object of NumPy's settings of errors that was seen, and its dictionary."""
+
+    seen: tuple[Any, dict] = object(), {}
 
 
 def settings() -> tuple:
@@ -37,13 +45,23 @@ def settings() -> tuple:
         *flags, _HOOKS(),
         own.prec, own.rounding, own.Emin, own.Emax, own.capitals, own.clamp,
         prints.precision, prints.threshold, prints.edgeitems, prints.linewidth, prints.sci_mode,
-        geterr(), get_printoptions() if _PRINTS is None else _PRINTS.get(),
+        _errors(), get_printoptions() if _PRINTS is None else _PRINTS.get(),
     )  # fmt: skip
+
+
+def _errors() -> dict:
+    """numpy.geterr(), which takes as long as all flags of torch, and is asked once for each object."""
+    if _ERRORS is None:
+        return geterr()
+    now, seen = _ERRORS.get(), _LastErrors.seen
+    if seen[0] is not now:
+        _LastErrors.seen = seen = now, geterr()
+    return seen[1]
 
 
 def matmul_precision() -> str:
     """torch.get_float32_matmul_precision(), or "other" where torch has no one answer."""
-    return str(_answer(torch.get_float32_matmul_precision))
+    return str(_answer(torch._C._get_float32_matmul_precision))
 
 
 def _answer(ask: Callable[[], Any]) -> Any:

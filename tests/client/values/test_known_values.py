@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from gt.client import current_session
+from gt.client.trace import recorder as recorder_module
 from gt.client.values import known_values
+from gt.ir.instr import LAUNCH
 from tests.helpers.inline_session import inline  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("inline")
@@ -434,3 +436,48 @@ def test_random_programs_read_what_a_worker_would_say(first: int, dtype: torch.d
     monkeypatch.setattr(recorder, "known_value", lambda tensor, origin: None)
     for seed, reads in zip(programs, here, strict=True):
         assert reads == run(seed, dtype), seed
+
+
+@pytest.mark.parametrize("handed_over", [True, False], ids=["in a batch", "in the buffer"])
+def test_ops_before_a_launch_are_not_followed(monkeypatch: pytest.MonkeyPatch, waits: Waits, handed_over: bool) -> None:
+    """A program may write to any tensor of before it: a loop that launches one a round follows one round."""
+    waits.recorder.batch = 1400
+    before = torch.arange(3, device=R)
+    for _ in range(10):
+        before = before + 1
+    first = waits.recorder.code[:]
+    after = torch.arange(4, device=R) + 1
+    second = waits.recorder.code[len(first) :]
+    followed: list[int] = []
+    follow = known_values.KnownValues._follow_op
+    monkeypatch.setattr(known_values.KnownValues, "_follow_op", lambda *args: (followed.append(args[4]), follow(*args))[1])
+    values = known_values.KnownValues(waits.recorder.templates)
+    values.handed_over(first, ())
+    values.launched = True
+    code = [LAUNCH, 1, 0, 0, *second]
+    if handed_over:
+        values.handed_over(code, ())
+        code = []
+    known = values.of(after._ref.id, code, 0)
+    assert known is not None and known.tolist() == [1, 2, 3, 4]
+    assert len(followed) == 2  # arange, add
+    assert values.of(before._ref.id, code, 0) is None
+
+
+def test_a_line_where_workers_alone_decide_is_looked_up_seldom(monkeypatch: pytest.MonkeyPatch, waits: Waits) -> None:
+    """As the end of a loop over tokens; and again at each read once a value was known there."""
+    looked: list[int] = []
+    look = known_values.KnownValues.of
+    monkeypatch.setattr(known_values.KnownValues, "of", lambda *args: (looked.append(args[1]), look(*args))[1])
+
+    def read(x: torch.Tensor) -> bool:
+        return bool((x > 2).all())
+
+    for _ in range(recorder_module.MAX_WHOLE_MISSES + 24):
+        assert not read(torch.rand(2, device=R))
+    assert len(looked) == recorder_module.MAX_WHOLE_MISSES + 24 / recorder_module.READS_PER_LOOK
+    for _ in range(recorder_module.READS_PER_LOOK):
+        assert read(torch.arange(3, 5, device=R))
+    before = waits.count
+    assert read(torch.arange(3, 5, device=R)) and not read(torch.arange(5, device=R))
+    assert waits.count == before

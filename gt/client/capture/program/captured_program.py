@@ -102,13 +102,13 @@ class CapturedProgram:
         given: args and kwargs of the call; leaves: their leaves.
         """
         # Fill the inputs of the program: arguments, random numbers of the CPU, gradients
-        recorder, copy = self.recorder, _COPY
+        recorder, copy, origin = self.recorder, _COPY, current_session.Current.origins.here()  # all ops here are of one line
         for k, target in self.inputs.items():
             source = leaves[k]
-            call(copy, (target, source if type(source) is RemoteTensor else upload(source)))
+            call(copy, (target, source if type(source) is RemoteTensor else upload(source, origin)), origin=origin)
         if self.host_draws is not None:
             for target, drawn in zip(self.host_draws.inputs, self.host_draws.values, strict=True):
-                call(copy, (target, upload(drawn)))
+                call(copy, (target, upload(drawn, origin)), origin=origin)
 
         # Then leave to their holders the objects whose memory this replay writes
         self.grads.fill()
@@ -118,6 +118,7 @@ class CapturedProgram:
         # Launch. Random ops of the program count on from the generator's state, as eager ones would
         recorder.uploaded.clear()  # the program may write to any of them
         recorder.read.clear()
+        recorder.values.launched = True
         if self.random is None:
             state, seed = random._State, random.initial_seed()
             counter = state.counter
@@ -135,12 +136,15 @@ class CapturedProgram:
         self.grads.set()
         if self.written or self.memory.required:
             write_back(leaves, self.inputs, self.written, self.memory.required)
-        results = self.copy_results(leaves, given)
+        results = self.copy_results(leaves, given, origin)
         recorder.pass_on()
         return results
 
-    def copy_results(self, arguments: list, given: tuple) -> Any:
-        """The results: each fresh one copied out of the memory that the next replay writes, views of arguments and state."""
+    def copy_results(self, arguments: list, given: tuple, origin: int = 0) -> Any:
+        """The results: each fresh one copied out of the memory that the next replay writes, views of arguments and state.
+
+        origin: of the copies, if it is known.
+        """
         copies: dict[int, RemoteTensor] = {}  # by the identity of a result
         aliases: dict[int, RemoteTensor] = {}  # by the id of its tensor
         memories: dict[tuple, RemoteTensor] = {}
@@ -163,7 +167,7 @@ class CapturedProgram:
                 elif number in aliases:  # another object of the same tensor, as t.detach() beside t
                     own = aliases[number].detach()
                 else:
-                    own = call(_CLONE, (result.tensor,)) if span is None else span.view(result.tensor, memories)
+                    own = call(_CLONE, (result.tensor,), origin=origin) if span is None else span.view(result.tensor, memories)
                     aliases[number] = own
                 copies[id(result)] = as_leaf(own, result.requires_grad, result.parameter)
             return copies[id(result)]
