@@ -12,7 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from gt.client import current_session
 from gt.client.capture import gradients
 from gt.client.capture.aliasing import CallMemory, ContainerArgument, sharing_arguments, write_back
-from gt.client.capture.constants import ArgumentRead, argument_value
+from gt.client.capture.constants import ArgumentRead, Place, argument_value
 from gt.client.capture.gradients import LeafGradients, MadeState, NamedMemory, ReboundState
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import HostDraws
@@ -91,8 +91,12 @@ class CapturedProgram:
             return "an argument shares memory that the function changes"
         violation = self.grads.mismatch() or gradients.mismatch(self.made) or self.guard.violation()
         for read in () if violation else self.argument_reads:
-            violation = violation or read.violation(lambda k: argument_value(leaves[k], self.recorder))
+            violation = violation or read.violation(lambda place: self._value(place, leaves))
         return self.host_draws.violation() if self.host_draws is not None and not violation else violation
+
+    def _value(self, place: Place, leaves: list) -> torch.Tensor | None:
+        """The present value of an argument, or of state; for the latter this may wait."""
+        return argument_value(leaves[place], self.recorder) if isinstance(place, int) else self.recorder.state_value(place.tensor)
 
     def replay(self, leaves: list, given: tuple) -> Any:
         """Fill the inputs, launch the program, and return copies of its results. Does not wait.
@@ -168,5 +172,6 @@ class CapturedProgram:
 
 
 def _drop(recorder: Recorder, number: int) -> None:
+    recorder.state.programs.pop(number, None)
     if current_session.Current.recorder is recorder:
         recorder.code.extend((DROP, number))

@@ -19,12 +19,14 @@ from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import LEADS_ELSEWHERE
 from gt.client.capture.program.argument_views import argument_view
 from gt.client.capture.program.captured_program import CapturedProgram, ProgramResult
+from gt.client.capture.program.state_reads import register_writes
 from gt.client.capture.recording import Difference, difference, reads_differ
 from gt.client.capture.state_walk import StateSnapshot
 from gt.client.capture.watches.scheduler_watch import steps_differ
 from gt.client.device.remote_tensor import RemoteTensor, make, memory_id
 
 ARGUMENTS_DIFFER = "the function reads a value of its arguments, which differs from the call before"
+STATE_DIFFERS = "the function reads a value of its state, which differs from the call before"
 REBOUND = "the function changes memory, shape, requires_grad, hooks or .grad of argument"
 
 
@@ -60,8 +62,8 @@ def own_obstacle(now: RecordedCall, entry: StateSnapshot, leaving: StateSnapshot
 def disagreement(last: RecordedCall, now: RecordedCall) -> Difference | None:
     """The reason why this call and the one before cannot be one program. It may have the next recording be strict."""
     if reads_differ(last.tape, now.tape):
-        now.tape.strict_next = True
-        return Difference("", ARGUMENTS_DIFFER)
+        now.tape.strict_next = any(len(read.state()) < len(read.arguments) for read in now.tape.argument_reads)
+        return Difference("", ARGUMENTS_DIFFER if now.tape.strict_next else STATE_DIFFERS)
     differs = difference(last.tape, now.tape, last.names, now.names) or _varying_argument(last, now)
     if differs is None and steps_differ(last.tape.steps, now.tape.steps):
         return Difference("", "the function steps other schedulers than in the call before, or by other numbers")
@@ -132,6 +134,7 @@ def captured_program(
     if sealed.forward and all(row.untouched or (row.read is None and row.left is None) for row in grads):
         grads = []
     others = take_rebound(entry, leaving, first)
+    register_writes(sealed.number, now, sealed.carried)
     leaving.grads.clear()  # nothing else of GT holds the objects of such memory
     return CapturedProgram(
         number=sealed.number,

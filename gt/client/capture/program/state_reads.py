@@ -1,0 +1,133 @@
+"""Small state whose values the Python code of one function reads, such as `if self.initted` or `if self.step % 10 == 0`.
+
+The first recording meets such a read. Later ones know the value before the call, so that the choice becomes a guard of the
+program, as one by arguments does. Knows nothing of when a value has to be fetched (gt/client/values/state_values.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from gt.client.capture.boundary import OUTSIDE, RecordedCall
+from gt.client.capture.constants import ArgumentRead, Place, StatePlace
+from gt.client.capture.recorded_op import RecordedOp
+from gt.client.capture.recording import Difference
+from gt.client.capture.state_walk import StateSnapshot
+from gt.client.device.remote_tensor import RemoteTensor, memory_id
+from gt.client.trace.recorder import Recorder
+from gt.client.values.foldable_ops import FLOATS
+from gt.client.values.foldable_ops import folding as folding_of
+from gt.client.values.state_values import MAX_STATE_BYTES, ProgramWrites
+from gt.client.values.uploaded_values import DTYPES
+
+MAX_STATE_READS = 8  # tensors of one function: each may cost a wait
+MAX_DECIDING_OPS = 64  # between them and one value that is read
+REBOUND_STATE = "which the function replaces by another tensor: write to it in place, as by copy_()"
+
+
+class StateReads:
+    """The small state that calls of one function have read, by its paths in Python."""
+
+    def __init__(self) -> None:
+        self._paths: set[str] = set()
+
+    def before(self, entry: StateSnapshot, names: dict[int, Any], prepared: list, recorder: Recorder) -> CallState:
+        """The state before a call. Waits for values that are not known."""
+        return CallState(self._paths, {t._ref.id: t for _, t in reversed(list(entry.tensors()))}, names, prepared, recorder)
+
+
+class CallState:
+    """The small state before one call. tensors: by id; names: their paths. known: id -> place and value of state that was read."""
+
+    def __init__(
+        self, paths: set[str], tensors: dict[int, RemoteTensor], names: dict[int, Any], prepared: list, recorder: Recorder
+    ) -> None:
+        self._paths, self._tensors, self._names = paths, tensors, names
+        self._earlier = frozenset(paths)  # paths that calls before this one have read
+        self._arguments = {t._ref.id for t in prepared if isinstance(t, RemoteTensor)}
+        self.known: dict[int, tuple[Place, torch.Tensor]] = {}
+        if not paths:
+            return
+        given = {t._ref.id: t for t in prepared if isinstance(t, RemoteTensor)}
+        owners = Counter(map(memory_id, (tensors | given).values()))
+        for number, tensor in tensors.items():
+            path = names.get(number)
+            # What another name of the memory writes cannot be told from the ids of ops
+            if path in paths and self._may_count(number) and owners[memory_id(tensor)] == 1:
+                value = recorder.state_value(tensor)
+                if value is not None:
+                    self.known[number] = StatePlace(path, tensor, number), value.clone()
+
+    def _may_count(self, number: int) -> bool:
+        """True for a small tensor of state, without a gradient, that is no argument."""
+        tensor = self._tensors.get(number)
+        if tensor is None or number in self._arguments or tensor.requires_grad or tensor.dtype not in DTYPES | FLOATS:
+            return False
+        return tensor.numel() * tensor.itemsize <= MAX_STATE_BYTES
+
+    def may_decide(self, tensor: torch.Tensor, makers: dict[int, tuple[int, int]], ops: list[RecordedOp]) -> str:
+        """The path of small state that may decide a value, with other such state, and that was not known; "" if none does.
+
+        The next recording knows it. makers: id -> the op that made it.
+        """
+        left, seen = [tensor._ref.id], set()  # type: ignore[attr-defined]
+        leaves: dict[int, str] = {}
+        while left:
+            number = left.pop()
+            if number in seen:
+                continue
+            seen.add(number)
+            if len(seen) > MAX_DECIDING_OPS:
+                return ""
+            if number not in makers:
+                if not self._may_count(number):
+                    return ""
+                leaves[number] = self._names[number]
+                continue
+            op = ops[makers[number][0]]
+            way = folding_of(op.template)
+            if op.template.op != "gt.upload.default" and (way is None or not way.folds):
+                return ""
+            left += op.ins
+        unknown = sorted(leaves.keys() - self.known.keys())
+        paths = {leaves[number] for number in unknown} - self._earlier
+        if not paths or len(self._paths | paths) > MAX_STATE_READS:
+            return ""
+        self._paths |= paths
+        return min(paths)
+
+
+def rebound_state(now: RecordedCall, carried: list, leaving: StateSnapshot) -> Difference | None:
+    """The reason why values of state that a call has read cannot be guards: another tensor is in its place after the call."""
+    after = {path: tensor for path, tensor in leaving.tensors()}
+    replaced = {read for read, _ in carried}
+    for place in {place for read in now.tape.argument_reads for place in read.state()}:
+        tensor = after.get(place.path)
+        if place.number in replaced or place.tensor._ref.id != place.number or tensor is not place.tensor:
+            now.tape.cut = True
+            return Difference("", f"the function reads a value of {place}, {REBOUND_STATE}{OUTSIDE}")
+    return None
+
+
+def register_writes(number: int, now: RecordedCall, carried: list) -> None:
+    """Tell the recorder which memory the replays of a program write, and how they count."""
+    tape, recorder = now.tape, now.tape.recorder
+    memories = now.memory.written | {now.memory.of.get(read, read) for read, _ in carried}
+    advances = {}
+    for known, (place, _) in tape.known.items():
+        if isinstance(place, StatePlace) and now.memory.of.get(known, known) in memories:
+            after = tape.computed(known)
+            if after is not None and len(after.state()) == len(after.arguments):
+                advances[known] = _advance(after)
+    recorder.state.programs[number] = ProgramWrites(memories, range(tape.first, recorder.new_id()), advances)
+
+
+def _advance(after: ArgumentRead) -> Any:
+    def value(of: Any) -> torch.Tensor | None:
+        result = after.compute(lambda place: of(place.number))
+        return None if isinstance(result, str) else result.clone()
+
+    return value
