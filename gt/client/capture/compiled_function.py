@@ -373,11 +373,10 @@ class CompiledFunction(Generic[P, R]):
         recorder.flush()
         how, rng, kept, memory = self.settings.how_to_record, HostRngState(), False, None
         containers, before = Containers(given, tree, leaves, prepared), identities(prepared)
-        state = self._state_reads.before(entry, names, prepared, recorder)
-        known = state.known | {prepared[k]._ref.id: (k, value) for k, value in values.items()}
+        state = self._state_reads.before(entry, names, prepared, recorder, values)
         tape = CallRecording(
             recorder, current_session.Current.origins, random.initial_seed(), random._State.counter, 0 < how < COMPILED_LATER,
-            self._strict, known=known, state=state, host_draws=draws, optimized=optimized_ids(entry),
+            self._strict, known=state.known, state=state, host_draws=draws, optimized=optimized_ids(entry),
         )  # fmt: skip
         try:
             with recorder.turns:

@@ -1,9 +1,10 @@
 """Constant folding in a recorded call, for values such as positions, masks and flags.
 
 Libraries read such values to choose an algorithm (is this mask all true?). A value is folded if it depends only on constants
-of the call, on arguments whose values this process has, or on small state (state_reads.py). A choice by constants is the same at
-each call. A choice by arguments or state is a guard of the program: each replay computes it from its own ones. Every other read
-inside a recording is refused. Folding is done on the CPU, where results are equal on every device.
+of the call, on arguments whose values this process has, or on small state (program/state_reads.py). A choice by constants is
+the same at each call. A choice by arguments or state is a guard: each replay computes it from its own ones. Every other read
+inside a recording is refused. Folding is done on the CPU, for values that are equal on every device: integers and truth values,
+and floats of state.
 """
 
 from __future__ import annotations

@@ -173,7 +173,8 @@ class CallRecording:
 
         where = self.origins.where(self.origins.here())
         if self.state is not None and (path := self.state.may_decide(tensor, self.makers(), self.ops)):
-            self.prevents.append(Difference(where, f"the value of {path} is read, which the next recording knows before the call"))
+            what = f"the value of {path} is read, which the next recording knows before the call"
+            self.prevents.append(Difference(where, what))
             return None
 
         # Any other read prevents a program. A library that asks first takes another way if it may not read: record once more

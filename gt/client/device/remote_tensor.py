@@ -88,6 +88,7 @@ class Ref:
 
     def __init__(self, number: int, meta: Meta, pending: int, live_tensors: LiveTensors) -> None:
         self.id = number
+        self.memory: int  # of a view alone
         self.meta = meta
         self.pending = pending
         self.home = 0

@@ -119,7 +119,7 @@ def dispatch(func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
         ref.pending = origin
         result = first
     else:
-        number, live = recorder.new_id(), recorder.live_tensors
+        meta, number, live = entry.metas[0], recorder.new_id(), recorder.live_tensors
         live.made += entry.made
         if live.made > live.most and live.ended:
             recorder.free_ended(entry.made)
@@ -127,9 +127,7 @@ def dispatch(func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
         # A view is an inference tensor exactly if its base is, whatever the mode is now
         other_kind = entry.view and first.is_inference() is not _inference()
         result = new_view(first, *entry.wrapper) if other_kind else new_tensor(*entry.wrapper)
-        own = result._ref = Ref(number, entry.metas[0], origin, live)
-        if entry.view:
-            own.memory = getattr(ref, "memory", ref.id)
+        result._ref = view_of(ref, Ref(number, meta, origin, live)) if entry.view else Ref(number, meta, origin, live)
     if len(code) > recorder.batch:
         recorder.end_batch()
     return result
@@ -391,7 +389,7 @@ def finish_call(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tu
     base = args[0] if entry.view else None
     outputs = [make(m, Ref(n, m, origin, live), base) for n, m in zip(numbers, output_metas, strict=True)]
     for view in outputs if base is not None else ():
-        view_of(base._ref, view._ref)  # type: ignore[arg-type]
+        view_of(base._ref, view._ref)  # type: ignore[arg-type,union-attr]
     if len(recorder.code) > recorder.batch:
         recorder.end_batch()
     for i in entry.written:

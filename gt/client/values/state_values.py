@@ -1,8 +1,8 @@
 """Values of small state that captured calls read in Python, such as a flag or a counter among a module's buffers.
 
 A value is fetched once, and known until something writes its memory. The op stream tells of each write: an op names the
-tensors that it writes, and a program is known by the memory that its replays write. A replay that counts computes the next value
-here, from the ops on small tensors that it recorded. Where this process is not sure, no value is known and the next read waits.
+tensors that it writes, and of a program it is known which memory its replays write. After a replay that counts, the next value
+is computed here, from the ops on small tensors that it recorded. Where this process is not sure, the next read waits.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class StateValues:
             at += length
 
     def _touches_of(self, number: int) -> tuple:
-        """Numbers of a template's rows; places in a row of the tensors that it writes; those of viewed ones, and of the views."""
+        """Numbers of a template's rows; in a row the places of tensors that it writes, and pairs of those of base and view."""
         template = self.templates[number]
         outs = 2 + len(template.ins) + template.values
         made = [out for out in template.outs if out.kind in ("new", "view")]

@@ -96,7 +96,9 @@ class CapturedProgram:
 
     def _value(self, place: Place, leaves: list) -> torch.Tensor | None:
         """The present value of an argument, or of state; for the latter this may wait."""
-        return argument_value(leaves[place], self.recorder) if isinstance(place, int) else self.recorder.state_value(place.tensor)
+        if isinstance(place, int):
+            return argument_value(leaves[place], self.recorder)
+        return self.recorder.state_value(place.tensor)
 
     def replay(self, leaves: list, given: tuple) -> Any:
         """Fill the inputs, launch the program, and return copies of its results. Does not wait.

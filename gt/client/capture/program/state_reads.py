@@ -34,13 +34,20 @@ class StateReads:
     def __init__(self) -> None:
         self._paths: set[str] = set()
 
-    def before(self, entry: StateSnapshot, names: dict[int, Any], prepared: list, recorder: Recorder) -> CallState:
-        """The state before a call. Waits for values that are not known."""
-        return CallState(self._paths, {t._ref.id: t for _, t in reversed(list(entry.tensors()))}, names, prepared, recorder)
+    def before(
+        self, entry: StateSnapshot, names: dict[int, Any], prepared: list, recorder: Recorder, values: dict[int, torch.Tensor]
+    ) -> CallState:
+        """The state before a call. Waits for values that are not known. values: those of arguments, by place."""
+        state = CallState(self._paths, {t._ref.id: t for _, t in reversed(list(entry.tensors()))}, names, prepared, recorder)
+        state.known |= {prepared[place]._ref.id: (place, value) for place, value in values.items()}
+        return state
 
 
 class CallState:
-    """The small state before one call. tensors: by id; names: their paths. known: id -> place and value of state that was read."""
+    """The small state before one call. tensors: by id; names: their paths.
+
+    known: id -> place and value of that which earlier calls have read, and of arguments.
+    """
 
     def __init__(
         self, paths: set[str], tensors: dict[int, RemoteTensor], names: dict[int, Any], prepared: list, recorder: Recorder
@@ -83,6 +90,8 @@ class CallState:
             if len(seen) > MAX_DECIDING_OPS:
                 return ""
             if number not in makers:
+                if number in self.known:
+                    continue
                 if not self._may_count(number):
                     return ""
                 leaves[number] = self._names[number]
@@ -92,8 +101,7 @@ class CallState:
             if op.template.op != "gt.upload.default" and (way is None or not way.folds):
                 return ""
             left += op.ins
-        unknown = sorted(leaves.keys() - self.known.keys())
-        paths = {leaves[number] for number in unknown} - self._earlier
+        paths = {*leaves.values()} - self._earlier
         if not paths or len(self._paths | paths) > MAX_STATE_READS:
             return ""
         self._paths |= paths
@@ -127,7 +135,7 @@ def register_writes(number: int, now: RecordedCall, carried: list) -> None:
 
 def _advance(after: ArgumentRead) -> Any:
     def value(of: Any) -> torch.Tensor | None:
-        result = after.compute(lambda place: of(place.number))
+        result = after.compute(lambda place: of(place.number))  # type: ignore[union-attr]
         return None if isinstance(result, str) else result.clone()
 
     return value
