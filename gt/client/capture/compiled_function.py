@@ -473,7 +473,7 @@ class CompiledFunction(Generic[P, R]):
         self._unread.begin(program.guard for program in self._programs if program.key == key)
         entry = self._snapshot(roots)
         # Where values are read the first call decides whether Python has to run; capturable optimizers have other last bits
-        wait = not self._recorded and seems_to_read(entry)
+        wait = (not self._recorded or self._state_reads.pending) and seems_to_read(entry)
         begun = [optimizer for optimizer in entry.optimizers if not wait or counts_on_device(optimizer)]
         if any([make_capturable(optimizer, self._recorded) for optimizer in begun]):
             entry = self._snapshot(roots)

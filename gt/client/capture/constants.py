@@ -193,7 +193,8 @@ class Constants:
         refused = (varies and not all(map(self._is_own, written))) or (of_state and not self._is_exact(op))
         results = None if refused else self._compute(op)
         if results is None:
-            for tensor in written:
+            # What is written later through a view that has no value here would not be seen
+            for tensor in (*written, *(op.ins[out.of] for out in template.outs if out.kind == "view")):
                 self._forget_memory(tensor)
             return
         self._values.update(zip(op.outs, results, strict=False))

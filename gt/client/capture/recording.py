@@ -212,6 +212,7 @@ class CallRecording:
 
     def finish(self) -> None:
         """End the call: ops of other threads prevent a program, and CPU tensors that it uploaded and that are still alive."""
+        self.state = None  # which keeps tensors
         if self.shared:
             # First of all, since it explains reasons that other threads' ops have caused
             self.prevents.insert(0, Difference("", SHARED))

@@ -17,6 +17,7 @@ from gt.client.capture.gradients import LeafGradients, MadeState, NamedMemory, R
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.program.argument_views import ArgumentView, as_leaf
+from gt.client.capture.program.host_results import HostResult
 from gt.client.capture.program.shared_results import SharedMemory, shared_memory
 from gt.client.capture.watches.scheduler_step import SchedulerStep
 from gt.client.device import random
@@ -145,12 +146,15 @@ class CapturedProgram:
         copies: dict[int, RemoteTensor] = {}  # by the identity of a result
         aliases: dict[int, RemoteTensor] = {}  # by the id of its tensor
         memories: dict[tuple, RemoteTensor] = {}
+        hosts: dict[int, Any] = {}  # new CPU tensors and arrays, by the identity of a result
 
         def made(result: Any) -> Any:
             if type(result) is ArgumentView:
                 return result.of(arguments)
             if type(result) is ContainerArgument:
                 return result.of(given)
+            if type(result) is HostResult:
+                return hosts.setdefault(id(result), result.new())
             if type(result) is not ProgramResult:
                 return result
             if isinstance(result.source, NamedMemory):

@@ -19,6 +19,7 @@ from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import LEADS_ELSEWHERE
 from gt.client.capture.program.argument_views import argument_view
 from gt.client.capture.program.captured_program import CapturedProgram, ProgramResult
+from gt.client.capture.program.host_results import HostMemory, HostResult
 from gt.client.capture.program.state_reads import register_writes
 from gt.client.capture.recording import Difference, difference, reads_differ
 from gt.client.capture.state_walk import StateSnapshot
@@ -110,6 +111,7 @@ def captured_program(
     same = {k: t for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs}  # read in place
     lasting = {memory_id(tensor) for _, tensor in entry.tensors()} - {old for old, _ in sealed.carried}
     lasting |= set(map(memory_id, same.values()))
+    hosts, made_on_host = HostMemory((entry, leaving), now.leaves), {}
     copied: dict[int, ProgramResult] = {}  # by identity: an object that is returned twice is one object
 
     replaced = rebound(entry, first)
@@ -121,6 +123,8 @@ def captured_program(
             return now.whole[id(leaf)]
         if view := argument_view(leaf, now.leaves, now.inputs, now.memory):
             return view
+        if hosts.made(leaf):
+            return made_on_host.setdefault(id(leaf), HostResult(leaf))
         if not isinstance(leaf, RemoteTensor) or (leaf._ref.id < first and leaf._ref.id not in inputs):
             return leaf
         lasts = now.memory.owner(leaf) in lasting

@@ -33,11 +33,18 @@ class StateReads:
 
     def __init__(self) -> None:
         self._paths: set[str] = set()
+        self._known: set[str] = set()  # paths before the newest recorded call
+
+    @property
+    def pending(self) -> bool:
+        """True if the newest recorded call has met state that no call knew before."""
+        return self._paths != self._known
 
     def before(
         self, entry: StateSnapshot, names: dict[int, Any], prepared: list, recorder: Recorder, values: dict[int, torch.Tensor]
     ) -> CallState:
         """The state before a call. Waits for values that are not known. values: those of arguments, by place."""
+        self._known = {*self._paths}
         state = CallState(self._paths, {t._ref.id: t for _, t in reversed(list(entry.tensors()))}, names, prepared, recorder)
         state.known |= {prepared[place]._ref.id: (place, value) for place, value in values.items()}
         return state
