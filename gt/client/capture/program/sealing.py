@@ -111,7 +111,8 @@ def captured_program(
     same = {k: t for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs}  # read in place
     lasting = {memory_id(tensor) for _, tensor in entry.tensors()} - {old for old, _ in sealed.carried}
     lasting |= set(map(memory_id, same.values()))
-    hosts, made_on_host = HostMemory((entry, leaving), now.leaves), {}
+    hosts = HostMemory((entry, leaving), now.leaves)
+    made_on_host: dict[int, HostResult] = {}  # by identity
     copied: dict[int, ProgramResult] = {}  # by identity: an object that is returned twice is one object
 
     replaced = rebound(entry, first)
