@@ -64,7 +64,7 @@ def _of_torch(function: types.FunctionType, name: str) -> bool:
     return str(getattr(function.__globals__.get(name), "__module__", "")).startswith("torch")
 
 
-def names_a_tensor(function: types.FunctionType, names: Set[str]) -> bool:
+def names_a_tensor(function: types.FunctionType) -> bool:
     """True if a function that names `_version` may ask a tensor for it. Attributes of `self` may be called so, too."""
     owners = owners_of(function.__code__, "_version")
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))

@@ -17,7 +17,7 @@ from gt.client.capture.gradients import LeafGradients, MadeState, NamedMemory, R
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.program.argument_views import ArgumentView, as_leaf
-from gt.client.capture.program.host_results import HostResult
+from gt.client.capture.program.host_results import CopiedResult
 from gt.client.capture.program.shared_results import SharedMemory, shared_memory
 from gt.client.capture.watches.scheduler_step import SchedulerStep
 from gt.client.device import random
@@ -153,7 +153,7 @@ class CapturedProgram:
                 return result.of(arguments)
             if type(result) is ContainerArgument:
                 return result.of(given)
-            if type(result) is HostResult:
+            if type(result) is CopiedResult:
                 return hosts.setdefault(id(result), result.new())
             if type(result) is not ProgramResult:
                 return result

@@ -15,14 +15,14 @@ from gt.client.capture.state_walk import StateSnapshot
 from gt.client.device.remote_tensor import RemoteTensor
 
 
-class HostResult:
+class CopiedResult:
     """A result that the recorded call has made on the CPU. of: a copy of it that nobody else has."""
 
     def __init__(self, made: Any) -> None:
         self._value = _copy(made)
 
     def new(self) -> Any:
-        """What one replay returns."""
+        """A copy for the caller of one replay."""
         return _copy(self._value)
 
 
@@ -32,12 +32,15 @@ class HostMemory:
     def __init__(self, states: Iterable[StateSnapshot], arguments: list) -> None:
         things = [thing for state in states for thing, _ in state.fingerprints.values()]
         things += [item.value for state in states for item in state.items]
+        self._results: dict[int, CopiedResult] = {}  # by identity
         self._ranges = [place for thing in (*things, *arguments) if (place := _range(thing)) is not None]
 
-    def made(self, result: Any) -> bool:
-        """True for a CPU tensor or array that shares none of this memory."""
+    def result(self, result: Any) -> CopiedResult | None:
+        """The same one for a CPU tensor or array that shares none of this memory; else None."""
         place = _range(result)
-        return place is not None and not any(place[0] < end and start < place[1] for start, end in self._ranges)
+        if place is None or any(place[0] < end and start < place[1] for start, end in self._ranges):
+            return None
+        return self._results.setdefault(id(result), CopiedResult(result))
 
 
 def _range(thing: Any) -> tuple[int, int] | None:

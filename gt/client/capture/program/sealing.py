@@ -19,8 +19,8 @@ from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import LEADS_ELSEWHERE
 from gt.client.capture.program.argument_views import argument_view
 from gt.client.capture.program.captured_program import CapturedProgram, ProgramResult
-from gt.client.capture.program.host_results import HostMemory, HostResult
-from gt.client.capture.program.state_reads import register_writes
+from gt.client.capture.program.host_results import HostMemory
+from gt.client.capture.program.state_writes import register_writes
 from gt.client.capture.recording import Difference, difference, reads_differ
 from gt.client.capture.state_walk import StateSnapshot
 from gt.client.capture.watches.scheduler_watch import steps_differ
@@ -106,13 +106,11 @@ def captured_program(
     """The client's side of a sealed call. results: those of the function. `leaving` gives up its gradients."""
     tape = now.tape
     reads, first = tape.reads(), tape.first
-    leaves, tree = tree_flatten(results, is_leaf=one_of(now.whole))
+    (leaves, tree), hosts = tree_flatten(results, is_leaf=one_of(now.whole)), HostMemory((entry, leaving), now.leaves)
     inputs = {tensor._ref.id for tensor in [*now.inputs.values(), *(now.draws.inputs if now.draws else ())]}
     same = {k: t for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs}  # read in place
     lasting = {memory_id(tensor) for _, tensor in entry.tensors()} - {old for old, _ in sealed.carried}
     lasting |= set(map(memory_id, same.values()))
-    hosts = HostMemory((entry, leaving), now.leaves)
-    made_on_host: dict[int, HostResult] = {}  # by identity
     copied: dict[int, ProgramResult] = {}  # by identity: an object that is returned twice is one object
 
     replaced = rebound(entry, first)
@@ -124,15 +122,15 @@ def captured_program(
             return now.whole[id(leaf)]
         if view := argument_view(leaf, now.leaves, now.inputs, now.memory):
             return view
-        if hosts.made(leaf):
-            return made_on_host.setdefault(id(leaf), HostResult(leaf))
+        if own := hosts.result(leaf):
+            return own
         if not isinstance(leaf, RemoteTensor) or (leaf._ref.id < first and leaf._ref.id not in inputs):
             return leaf
         lasts = now.memory.owner(leaf) in lasting
         # A gradient and another object of it are one object: an alias that the caller holds would prevent replays
         source = find_memory(leaf) or (leaf if lasts else make(leaf._ref.meta, leaf._ref))
-        own = ProgramResult(source, lasts, leaf.requires_grad, isinstance(leaf, Parameter))
-        return copied.setdefault(id(named_memory(leaf) or leaf), own)
+        new = ProgramResult(source, lasts, leaf.requires_grad, isinstance(leaf, Parameter))
+        return copied.setdefault(id(named_memory(leaf) or leaf), new)
 
     keep = [t for state in (entry, leaving) for _, t in state.tensors() if t._ref.id in reads or t._ref.id >= first]
     grads, made = gradients(entry, leaving, reads, first), take_made(leaving, first, replaced)

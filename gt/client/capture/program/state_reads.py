@@ -11,21 +11,18 @@ from typing import Any
 
 import torch
 
-from gt.client.capture.boundary import OUTSIDE, RecordedCall
-from gt.client.capture.constants import ArgumentRead, Place, StatePlace
+from gt.client.capture.constants import Place, StatePlace
 from gt.client.capture.recorded_op import RecordedOp
-from gt.client.capture.recording import Difference
 from gt.client.capture.state_walk import StateSnapshot
 from gt.client.device.remote_tensor import RemoteTensor, memory_id
 from gt.client.trace.recorder import Recorder
 from gt.client.values.foldable_ops import FLOATS
 from gt.client.values.foldable_ops import folding as folding_of
-from gt.client.values.state_values import MAX_STATE_BYTES, ProgramWrites
+from gt.client.values.state_values import MAX_STATE_BYTES
 from gt.client.values.uploaded_values import DTYPES
 
 MAX_STATE_READS = 8  # tensors of one function: each may cost a wait
 MAX_DECIDING_OPS = 64  # between them and one value that is read
-REBOUND_STATE = "which the function replaces by another tensor: write to it in place, as by copy_()"
 
 
 class StateReads:
@@ -113,36 +110,3 @@ class CallState:
             return ""
         self._paths |= paths
         return min(paths)
-
-
-def rebound_state(now: RecordedCall, carried: list, leaving: StateSnapshot) -> Difference | None:
-    """The reason why values of state that a call has read cannot be guards: another tensor is in its place after the call."""
-    after = {path: tensor for path, tensor in leaving.tensors()}
-    replaced = {read for read, _ in carried}
-    for place in {place for read in now.tape.argument_reads for place in read.state()}:
-        tensor = after.get(place.path)
-        if place.number in replaced or place.tensor._ref.id != place.number or tensor is not place.tensor:
-            now.tape.cut = True
-            return Difference("", f"the function reads a value of {place}, {REBOUND_STATE}{OUTSIDE}")
-    return None
-
-
-def register_writes(number: int, now: RecordedCall, carried: list) -> None:
-    """Tell the recorder which memory the replays of a program write, and how they count."""
-    tape, recorder = now.tape, now.tape.recorder
-    memories = now.memory.written | {now.memory.of.get(read, read) for read, _ in carried}
-    advances = {}
-    for known, (place, _) in tape.known.items():
-        if isinstance(place, StatePlace) and now.memory.of.get(known, known) in memories:
-            after = tape.computed(known)
-            if after is not None and len(after.state()) == len(after.arguments):
-                advances[known] = _advance(after)
-    recorder.state.programs[number] = ProgramWrites(memories, range(tape.first, recorder.new_id()), advances)
-
-
-def _advance(after: ArgumentRead) -> Any:
-    def value(of: Any) -> torch.Tensor | None:
-        result = after.compute(lambda place: of(place.number))  # type: ignore[union-attr]
-        return None if isinstance(result, str) else result.clone()
-
-    return value
