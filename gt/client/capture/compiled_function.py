@@ -70,7 +70,7 @@ from gt.client.capture.program.compiled_module import captured_module
 from gt.client.capture.program.sealing import SealedCall, captured_program, disagreement, own_obstacle
 from gt.client.capture.program.settings import ProgramSettings
 from gt.client.capture.program.state_reads import StateReads
-from gt.client.capture.program.state_writes import rebound_state
+from gt.client.capture.program.state_writes import unguarded_state
 from gt.client.capture.program.two_programs import Halves, Part, in_functorch
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import StateSnapshot, snapshot
@@ -541,7 +541,7 @@ class CompiledFunction(Generic[P, R]):
             obstacle = disagreement(last, now)
         if obstacle is None:
             carried, obstacle = loop_carried(now, entry, leaving, results)
-            obstacle = obstacle or rebound_state(now, carried, leaving)
+            obstacle = obstacle or unguarded_state(now, carried, leaving, self._part is not None)
         if obstacle is not None:
             self._reasons.add(str(obstacle))
             return None

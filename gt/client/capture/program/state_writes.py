@@ -15,11 +15,19 @@ from gt.client.capture.recording import Difference
 from gt.client.capture.state_walk import StateSnapshot
 from gt.client.values.state_values import ProgramWrites
 
+CHANGES_STATE = "reads values of its state, and changes state: capture the whole step, backward() included"
 REBOUND_STATE = "which the function replaces by another tensor: write to it in place, as by copy_()"
 
 
-def rebound_state(now: RecordedCall, carried: list, leaving: StateSnapshot) -> Difference | None:
-    """The reason why values of state that a call has read cannot be guards: another tensor is in its place after the call."""
+def unguarded_state(now: RecordedCall, carried: list, leaving: StateSnapshot, half: bool) -> Difference | None:
+    """The reason why values of state that a call has read cannot be guards: another tensor is in its place after the call.
+
+    half: whether the call is a forward or backward pass alone. Then it must not change state either: a forward pass that does
+    cannot be computed again, for a backward pass that no program has.
+    """
+    if half and now.memory.state and any(read.state() for read in now.tape.argument_reads):
+        now.tape.cut = True
+        return Difference("", f"the function {CHANGES_STATE}")
     after = {path: tensor for path, tensor in leaving.tensors()}
     replaced = {read for read, _ in carried}
     for place in {place for read in now.tape.argument_reads for place in read.state()}:

@@ -352,3 +352,40 @@ def test_two_names_of_one_memory_are_read_at_each_call() -> None:
 
     for n in range(10):
         assert step(torch.ones(2)).tolist() == [1.0 if n % 2 else -1.0] * 2
+
+
+def test_a_captured_model_that_counts_keeps_its_graph() -> None:
+    """Its forward pass could not be computed again for a backward pass that no program has."""
+    plain, module = Counter(), gt.compile(Counter().to(REMOTE))
+    for n in range(14):
+        x = torch.randn(3)
+        for each, device in ((plain, "cpu"), (module, REMOTE)):
+            each.zero_grad()
+            loss = each(x.to(device))
+            if n % 4 == 1:
+                loss = loss + each(x.to(device)) * 2
+            loss.backward()
+        assert torch.equal(module.weight.grad.cpu(), plain.weight.grad), n
+
+
+def test_a_captured_model_with_a_flag_has_two_programs() -> None:
+    gate = Gate().to(REMOTE)
+    module = gt.compile(gate)
+    for n in range(16):
+        if n == 8:
+            gate.flag.fill_(True)
+        module.zero_grad()
+        module(torch.ones(3)).sum().backward()
+        assert gate.weight.grad.tolist() == ([-1, -1, -1] if n >= 8 else [1, 1, 1])
+    assert module.explain().startswith("Gate: 4 programs"), module.explain()
+
+
+def test_a_write_through_a_view_that_this_process_does_not_evaluate() -> None:
+    count = torch.zeros(2, dtype=torch.int64, device=REMOTE)
+
+    @gt.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        count.as_strided((1,), (1,)).add_(1)
+        return x if count[0] % 2 == 0 else -x
+
+    assert [step(torch.ones(())).item() for _ in range(10)] == [-1.0, 1.0] * 5
