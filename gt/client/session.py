@@ -107,6 +107,7 @@ class Session:
         self._queued = False  # the server has no free workers for this session yet
         self._fetches = self._submitted = 0  # batches so far
         self._trace_rows: list[TraceRows] = []  # rows of the trace that ends
+        self.failures = 0  # errors that were reported
         self.losses = 0  # reports that a worker was lost, and tensors with it
         self.watched = False  # somebody observes the server
         self.compiles = False  # a captured program was launched for the first time, and no answer was awaited since
@@ -524,6 +525,7 @@ class Session:
 
     def _failed(self, message: messages.Failed, frames: tuple[Any, ...]) -> None:
         error = errors.from_wire(message.error)
+        self.failures += 1
         self.losses += isinstance(error, errors.WorkerLost)
         if message.request >= 0:
             self._answers.finish(message.request, error=error)

@@ -69,6 +69,8 @@ from gt.client.capture.program.captured_program import CapturedProgram
 from gt.client.capture.program.compiled_module import captured_module
 from gt.client.capture.program.sealing import SealedCall, captured_program, disagreement, own_obstacle
 from gt.client.capture.program.settings import ProgramSettings
+from gt.client.capture.program.state_reads import StateReads
+from gt.client.capture.program.state_writes import unguarded_state
 from gt.client.capture.program.two_programs import Halves, Part, in_functorch
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import StateSnapshot, snapshot
@@ -191,7 +193,7 @@ class CompiledFunction(Generic[P, R]):
         self._numbers_in_parts = False  # whether rates are numbers in calls that run in parts
         self._followed: tuple[set[str], set[str]] | None = None  # names of the last snapshot: see StateSnapshot
         self._returns_state = False  # True once a call has returned a list or dictionary that Python state holds
-        self._code, self._unread = CodeWatch(), UnreadState()
+        self._code, self._unread, self._state_reads = CodeWatch(), UnreadState(), StateReads()
         self._cuts: Counter[tuple[str, str]] = Counter()  # (where a run of ops ended, why) -> how often, in these calls
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -378,10 +380,10 @@ class CompiledFunction(Generic[P, R]):
         recorder.flush()
         how, rng, kept, memory = self.settings.how_to_record, HostRngState(), False, None
         containers, before = Containers(given, tree, leaves, prepared), identities(prepared)
-        known = {prepared[k]._ref.id: (k, value) for k, value in values.items()}
+        state = self._state_reads.before(entry, names, prepared, recorder, values)
         tape = CallRecording(
             recorder, current_session.Current.origins, *self._random(), 0 < how < COMPILED_LATER,
-            self._strict, known=known, host_draws=draws, optimized=optimized_ids(entry),
+            self._strict, known=state.known, state=state, host_draws=draws, optimized=optimized_ids(entry),
         )  # fmt: skip
         try:
             with recorder.turns:
@@ -478,7 +480,7 @@ class CompiledFunction(Generic[P, R]):
         self._unread.begin(program.guard for program in self._programs if program.key == key)
         entry = self._snapshot(roots)
         # Where values are read the first call decides whether Python has to run; capturable optimizers have other last bits
-        wait = not self._recorded and seems_to_read(entry)
+        wait = (not self._recorded or self._state_reads.pending) and seems_to_read(entry)
         begun = [optimizer for optimizer in entry.optimizers if not wait or counts_on_device(optimizer)]
         if any([make_capturable(optimizer, self._recorded) for optimizer in begun]):
             entry = self._snapshot(roots)
@@ -545,6 +547,7 @@ class CompiledFunction(Generic[P, R]):
             obstacle = disagreement(last, now)
         if obstacle is None:
             carried, obstacle = loop_carried(now, entry, leaving, results)
+            obstacle = obstacle or unguarded_state(now, carried, leaving, self._part is not None)
         if obstacle is not None:
             self._reasons.add(str(obstacle))
             return None

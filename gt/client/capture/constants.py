@@ -1,9 +1,10 @@
-"""Constant folding in a recorded call, for values such as positions and masks.
+"""Constant folding in a recorded call, for values such as positions, masks and flags.
 
 Libraries read such values to choose an algorithm (is this mask all true?). A value is folded if it depends only on constants
-of the call, or on arguments whose values this process has. A choice by constants is the same at each call. A choice by
-arguments is a guard of the program: each replay computes it from its own arguments. Every other read inside a recording is
-refused. Folding is done on the CPU, for integers and truth values only, since these are equal on every device.
+of the call, on arguments whose values this process has, or on small state (program/state_reads.py). A choice by constants is
+the same at each call. A choice by arguments or state is a guard: each replay computes it from its own ones. Every other read
+inside a recording is refused. Folding is done on the CPU, for values that are equal on every device: integers and truth values,
+and floats of state.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from gt.client.capture.recorded_op import RecordedOp
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.trace.recorder import Recorder
-from gt.client.values.foldable_ops import execute
+from gt.client.values.foldable_ops import execute, folding, is_defined
 from gt.client.values.uploaded_values import DTYPES, MAX_BYTES
 from gt.ir.check import UPLOAD
 from gt.ir.ops import RANDOM
@@ -43,37 +44,82 @@ def argument_values(leaves: list, recorder: Recorder) -> dict[int, torch.Tensor]
     return {k: value.clone() for k, leaf in enumerate(leaves) if (value := argument_value(leaf, recorder)) is not None}
 
 
+@dataclass(frozen=True, eq=False)
+class StatePlace:
+    """A small tensor of state from before the call. number: its id then."""
+
+    path: str
+    tensor: RemoteTensor
+    number: int
+
+    def __str__(self) -> str:
+        return self.path
+
+
+Place = int | StatePlace  # of an argument, or of state
+
+
 @dataclass(frozen=True)
 class ArgumentRead:
-    """A value that a recorded call has read, and the ops that compute it from arguments. Ids are those of the call.
+    """A value that a recorded call has read, and the ops that compute it from arguments and state. Ids are those of the call.
 
     arguments: id -> place. ops: each with the values of its constant operands. tensor: the id that was read.
     """
 
-    arguments: Mapping[int, int]
+    arguments: Mapping[int, Place]
     ops: tuple[tuple[RecordedOp, Mapping[int, torch.Tensor]], ...]
     tensor: int
     value: torch.Tensor
 
-    def violation(self, value_of: Callable[[int], torch.Tensor | None]) -> str:
+    def violation(self, value_of: Callable[[Place], torch.Tensor | None]) -> str:
         """The reason why a replay would differ, or "". value_of: the value of the argument at a place, None if not known."""
+        value = self.compute(value_of)
+        if isinstance(value, str):
+            return value
+        if same_value(value, self.value):
+            return ""
+        return f"the function reads a value of {self._sources()}, which is another one now"
+
+    def compute(self, value_of: Callable[[Place], torch.Tensor | None]) -> torch.Tensor | str:
+        """The value for these arguments; as text the reason why it is not known."""
         # The arguments of this call, then the recorded ops on them
         values: dict[int, torch.Tensor] = {}
         for number, place in self.arguments.items():
             value = value_of(place)
             if value is None:
-                return f"the function reads a value of argument {place}, which only the workers know now"
-            values[number] = value
-        with torch.no_grad():
+                return f"the function reads a value of {_source(place)}, which only the workers know now"
+            values[number] = value if isinstance(place, int) else value.clone()  # ops may write to state
+        with torch.inference_mode(False), torch.no_grad():
             for op, constants in self.ops:
                 results = _execute(op, {**values, **constants})
                 if results is None:
                     return f"{op.name} of an argument, which the function reads, fails"
                 values.update(zip(op.outs, results, strict=False))
-        if torch.equal(values[self.tensor], self.value):
-            return ""
-        places = " and ".join(map(str, sorted(self.arguments.values())))
-        return f"the function reads a value of argument {places}, which is another one now"
+        return values[self.tensor]
+
+    def holds(self, recorder: Recorder) -> bool:
+        """False if state alone decides the value, and another one now. May wait for the state's values."""
+        places = self.state()
+        if not places or len(places) < len(self.arguments) or any(p.tensor._ref.id != p.number for p in places):
+            return True
+        return not self.violation(lambda place: recorder.state_value(place.tensor))  # type: ignore[union-attr]
+
+    def state(self) -> list[StatePlace]:
+        """The places of state among those that it is computed from."""
+        return [place for place in self.arguments.values() if not isinstance(place, int)]
+
+    def _sources(self) -> str:
+        numbers = sorted(place for place in self.arguments.values() if isinstance(place, int))
+        return " and ".join([*([f"argument {' and '.join(map(str, numbers))}"] if numbers else ()), *map(str, self.state())])
+
+
+def same_value(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True for equal values; zeros of another sign are others, which Python can tell."""
+    return torch.equal(a, b) and (not a.is_floating_point() or torch.equal(a.signbit(), b.signbit()))
+
+
+def _source(place: Place) -> str:
+    return f"argument {place}" if isinstance(place, int) else place.path
 
 
 @dataclass(frozen=True)
@@ -93,31 +139,38 @@ class _Step:
 class Constants:
     """The folded values of one recording, whose ops are followed in order.
 
-    arguments: id -> place and value, of arguments with a known value. No other id names their memory: to make a view is an op,
-    and then the value is not known.
+    arguments: id -> place and value, of arguments and state with a known value. No other id names their memory: to make a view
+    is an op, and then an argument's value is not known. The values of state may be written.
     """
 
-    def __init__(self, arguments: Mapping[int, tuple[int, torch.Tensor]]) -> None:
+    def __init__(self, arguments: Mapping[int, tuple[Place, torch.Tensor]]) -> None:
         self._values: dict[int, torch.Tensor] = {i: value for i, (_, value) in arguments.items()}  # tensor id -> its value
         self._places = {i: place for i, (place, _) in arguments.items()}
-        self._given = frozenset(map(_memory, self._values.values()))
+        self._given = frozenset(_memory(value) for place, value in arguments.values() if isinstance(place, int))
+        self._of_state = {i for i, place in self._places.items() if not isinstance(place, int)}  # ids that depend on state
         self._steps: list[_Step] = []  # the ops on what depends on arguments, in the order of the call
         self._made: set[int] = set()  # ids of their results
         self._followed = 0
 
     def value(self, ops: list[RecordedOp], tensor: int) -> torch.Tensor | None:
-        """A tensor's value after these ops; None if it depends on anything else, or is of floating point."""
+        """A tensor's value after these ops; None if it depends on anything else, or is a float that state does not decide."""
         with torch.no_grad():
             for op in ops[self._followed :]:
                 self._follow(op)
-        # Floats are followed, since integers may be computed from them, but never told: their bits differ by processor
+        # Floats are followed, since integers may be computed from them, but never told: their bits differ by processor. Those
+        # of state are told: only ops are followed on them that have the same bits everywhere
         self._followed = len(ops)
         value = self._values.get(tensor)
-        return None if value is None or value.is_floating_point() or value.is_complex() else value
+        inexact = value is not None and (value.is_floating_point() or value.is_complex()) and tensor not in self._of_state
+        return None if inexact else value
 
     def varies(self, tensor: int) -> bool:
-        """True for a value that depends on arguments."""
+        """True for a value that depends on arguments or state."""
         return tensor in self._made or tensor in self._places
+
+    def by_argument(self, tensor: int) -> bool:
+        """True for a value that depends on arguments, and not on state alone."""
+        return self.varies(tensor) and any(isinstance(place, int) for place in self.read(tensor).arguments.values())
 
     def read(self, tensor: int) -> ArgumentRead:
         """A computation of a value that varies."""
@@ -135,15 +188,19 @@ class Constants:
         template = op.template
         written = [op.ins[place] for place in template.writes]
         varies = any(map(self.varies, op.ins))
+        of_state = not self._of_state.isdisjoint(op.ins)
         # A replay writes to memory that it has made, never to an argument's, nor to a constant
-        results = None if varies and not all(map(self._is_own, written)) else self._compute(op)
+        refused = (varies and not all(map(self._is_own, written))) or (of_state and not self._is_exact(op))
+        results = None if refused else self._compute(op)
         if results is None:
-            for tensor in written:
+            # What is written later through a view that has no value here would not be seen
+            for tensor in (*written, *(op.ins[out.of] for out in template.outs if out.kind == "view")):
                 self._forget_memory(tensor)
             return
         self._values.update(zip(op.outs, results, strict=False))
         if varies:
             self._made.update(op.outs)
+            self._of_state.update(op.outs if of_state else ())
             # Copied now: an op in place may write the constant later in the call
             others = {i: self._values[i].clone() for i in op.ins if not self.varies(i)}
             reads = [self._values[i] for i in op.ins if i not in others]
@@ -152,8 +209,16 @@ class Constants:
             self._steps.append(_Step(op, others, *memories, (*reads, *makes)))
 
     def _is_own(self, tensor: int) -> bool:
-        """True for a tensor whose memory an op on arguments has made."""
-        return tensor in self._made and _memory(self._values[tensor]) not in self._given
+        """True for a tensor whose memory an op on arguments has made, or of state."""
+        own = tensor in self._made or tensor in self._of_state
+        return own and _memory(self._values[tensor]) not in self._given
+
+    def _is_exact(self, op: RecordedOp) -> bool:
+        """True for an op with the same bits on each device, for these operands."""
+        way = folding(op.template)
+        if way is None or not way.folds or any(i not in self._values for i in op.ins):
+            return False
+        return is_defined(op.template, [self._values[i] for i in op.ins], op.values)
 
     def _compute(self, op: RecordedOp) -> list | None:
         """The new tensors of an op whose operands are all folded; None for any other op."""
@@ -170,6 +235,7 @@ class Constants:
         self._values = {i: value for i, value in self._values.items() if _memory(value) != written}
         self._places = {i: place for i, place in self._places.items() if i in self._values}
         self._made &= self._values.keys()
+        self._of_state &= self._values.keys()
 
 
 def _execute(op: RecordedOp, known: Mapping[int, torch.Tensor]) -> list | None:

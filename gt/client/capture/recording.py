@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gt.client.capture.constants import ArgumentRead, Constants
+from gt.client.capture.constants import ArgumentRead, Constants, Place, same_value
 from gt.client.capture.recorded_op import RecordedOp
 from gt.client.capture.user_code import is_library
 from gt.client.reports import progress
@@ -36,6 +36,7 @@ SAME = "; have the function do the same ops at each call"
 
 if TYPE_CHECKING:
     from gt.client.capture.host_draws import HostDraws
+    from gt.client.capture.program.state_reads import CallState
     from gt.client.capture.watches.scheduler_step import SchedulerStep
     from gt.client.device.remote_tensor import RemoteTensor
     from gt.client.trace.provenance import Origins
@@ -58,7 +59,8 @@ class Difference:
 class CallRecording:
     """The ops of one call, appended in the recorder's batches. seed, counter: random state before the call.
 
-    known: id -> place and value of the arguments whose values this process has.
+    known: id -> place and value of the arguments, and of small state, whose values this process has.
+    state: tells which state that was; None where a call knows none.
     """
 
     recorder: Recorder
@@ -70,7 +72,8 @@ class CallRecording:
     strict_next: bool = False  # the next recording has to be strict
     tick: progress.Tick = progress.nothing  # told how many ops are recorded
     host_draws: HostDraws | None = None  # the tape of its draws on the CPU
-    known: dict[int, tuple[int, torch.Tensor]] = field(default_factory=dict)
+    known: dict[int, tuple[Place, torch.Tensor]] = field(default_factory=dict)
+    state: CallState | None = None
     argument_reads: list[ArgumentRead] = field(default_factory=list)
     first: int = 0  # ids of tensors made in the call start here
     ops: list[RecordedOp] = field(default_factory=list)
@@ -154,7 +157,7 @@ class CallRecording:
         self.recorder.flush()
         number = tensor._ref.id  # type: ignore[attr-defined]
         value = self._constants.value(self.ops, number)
-        return None if self.strict and self._constants.varies(number) else value
+        return None if self.strict and self._constants.by_argument(number) else value
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value of a tensor that is read during the call, if it is the same at each call, or can be computed before it.
@@ -168,8 +171,13 @@ class CallRecording:
                 self.argument_reads.append(self._constants.read(tensor._ref.id))  # type: ignore[attr-defined]
             return value
 
-        # Any other read prevents a program. A library that asks first takes another way if it may not read: record once more
         where = self.origins.where(self.origins.here())
+        if self.state is not None and (path := self.state.may_decide(tensor, self.makers(), self.ops)):
+            what = f"the value of {path} is read, which the next recording knows before the call"
+            self.prevents.append(Difference(where, what))
+            return None
+
+        # Any other read prevents a program. A library that asks first takes another way if it may not read: record once more
         if self._was_asked and not self.strict:
             self.strict_next = True
             self.prevents.append(
@@ -197,8 +205,14 @@ class CallRecording:
 
     # ---- after the call
 
+    def computed(self, number: int) -> ArgumentRead | None:
+        """The computation of a tensor's value after the call, if arguments and small state decide it; else None."""
+        known = self._constants.value(self.ops, number) is not None and self._constants.varies(number)
+        return self._constants.read(number) if known else None
+
     def finish(self) -> None:
         """End the call: ops of other threads prevent a program, and CPU tensors that it uploaded and that are still alive."""
+        self.state = None  # which keeps tensors
         if self.shared:
             # First of all, since it explains reasons that other threads' ops have caused
             self.prevents.insert(0, Difference("", SHARED))
@@ -266,7 +280,7 @@ def _reader() -> str:
 
 def reads_differ(a: CallRecording, b: CallRecording) -> bool:
     """True if a value that both calls have read of their arguments is not the same."""
-    return any(not torch.equal(old.value, new.value) for old, new in zip(a.argument_reads, b.argument_reads, strict=False))
+    return any(not same_value(old.value, new.value) for old, new in zip(a.argument_reads, b.argument_reads, strict=False))
 
 
 def difference(a: CallRecording, b: CallRecording, names_a: dict[int, Any], names_b: dict[int, Any]) -> Difference | None:

@@ -453,7 +453,7 @@ class StateWalker:
         """State that no object leads to, and that code asks for by these names."""
         for path, thing in asked_state.asked_by_name(names, function):
             self._queue.append((path, thing)) if fingerprint(thing) is None else self._add_fingerprint(path, thing)
-        if "_version" in names and asked_state.names_a_tensor(function, names):
+        if "_version" in names and asked_state.names_a_tensor(function):
             self.snapshot.opaque.append("the version of a tensor, which a replay does not count,")
 
     def _visit_globals(self, function: types.FunctionType) -> None:

@@ -81,13 +81,14 @@ class Ref:
     """The id of one tensor view on workers. The end of this object notes the id, and the recorder writes its FREE.
 
     pending: origin of the op that made the tensor, until it is written into the autograd node; then 0. home: origin of a
-    parameter's first use, for the op that accumulates its gradient.
+    parameter's first use, for the op that accumulates its gradient. memory: of a view, see memory_id; others have none.
     """
 
-    __slots__ = ("__weakref__", "home", "id", "meta", "pending")
+    __slots__ = ("__weakref__", "home", "id", "memory", "meta", "pending")
 
     def __init__(self, number: int, meta: Meta, pending: int, live_tensors: LiveTensors) -> None:
         self.id = number
+        self.memory: int  # of a view alone
         self.meta = meta
         self.pending = pending
         self.home = 0
@@ -206,6 +207,12 @@ def memory_id(tensor: torch.Tensor) -> int:
         tensor = base
     ref = tensor._ref  # type: ignore[attr-defined]
     return ref.memory if isinstance(ref, Alias) else ref.id
+
+
+def view_of(base: Ref | Alias, view: Ref) -> Ref:
+    """The reference of a view, with its memory."""
+    view.memory = getattr(base, "memory", base.id)
+    return view
 
 
 def _lacks(device: torch.device) -> bool:

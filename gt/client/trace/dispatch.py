@@ -25,6 +25,7 @@ from gt.client.device.remote_tensor import (
     new_tensor,
     new_view,
     rebind,
+    view_of,
     wrapper_of,
 )
 from gt.client.groups.group_context import stack
@@ -118,7 +119,7 @@ def dispatch(func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
         ref.pending = origin
         result = first
     else:
-        number, live = recorder.new_id(), recorder.live_tensors
+        meta, number, live = entry.metas[0], recorder.new_id(), recorder.live_tensors
         live.made += entry.made
         if live.made > live.most and live.ended:
             recorder.free_ended(entry.made)
@@ -126,7 +127,7 @@ def dispatch(func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
         # A view is an inference tensor exactly if its base is, whatever the mode is now
         other_kind = entry.view and first.is_inference() is not _inference()
         result = new_view(first, *entry.wrapper) if other_kind else new_tensor(*entry.wrapper)
-        result._ref = Ref(number, entry.metas[0], origin, live)
+        result._ref = view_of(ref, Ref(number, meta, origin, live)) if entry.view else Ref(number, meta, origin, live)
     if len(code) > recorder.batch:
         recorder.end_batch()
     return result
@@ -161,7 +162,8 @@ def _record(recorder: Recorder, entry: Entry, first: Any, operands: Sequence, or
             recorder.free_ended(entry.made)
         code.extend((entry.number, origin, *operands, number))
         result = new_view(first, *entry.wrapper) if entry.view else new_tensor(*entry.wrapper)
-        result._ref = Ref(number, meta, origin, live)
+        own = Ref(number, meta, origin, live)
+        result._ref = view_of(first._ref, own) if entry.view else own
     if len(code) > recorder.batch:
         recorder.end_batch()
     return result
@@ -244,7 +246,8 @@ def _record_series(recorder: Recorder, entry: Entry, row: list, first: Any) -> A
     for number, meta in zip(numbers, entry.metas):
         wrapper = meta.wrapper or wrapper_of(meta)
         tensor = new_tensor(*wrapper) if base is None else new_view(base, *wrapper)
-        tensor._ref = Ref(number, meta, origin, live)
+        own = Ref(number, meta, origin, live)
+        tensor._ref = own if base is None else view_of(base._ref, own)
         outputs.append(tensor)
     if len(code) > recorder.batch:
         recorder.end_batch()
@@ -388,6 +391,8 @@ def finish_call(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tu
     live = recorder.live_tensors
     base = args[0] if entry.view else None
     outputs = [make(m, Ref(n, m, origin, live), base) for n, m in zip(numbers, output_metas, strict=True)]
+    for view in outputs if base is not None else ():
+        view_of(base._ref, view._ref)  # type: ignore[arg-type,union-attr]
     if len(recorder.code) > recorder.batch:
         recorder.end_batch()
     for i in entry.written:

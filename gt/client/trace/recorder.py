@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from gt.client.device.remote_tensor import LiveTensors
+from gt.client.device.remote_tensor import LiveTensors, memory_id
 from gt.client.reports import spans
 from gt.client.values.foldable_ops import FLOATS, MAX_FLOAT_BYTES
 from gt.client.values.known_values import KnownValues
 from gt.client.values.read_values import MAX_BYTES as MAX_READ_BYTES
 from gt.client.values.read_values import ReadValues
+from gt.client.values.state_values import MAX_STATE_BYTES, StateValues
 from gt.client.values.uploaded_values import DTYPES, MAX_BYTES, UploadedValues
 from gt.ir import check, shapes
 from gt.ir.instr import FIRST, FREE, client_length
@@ -80,6 +81,7 @@ class Recorder:
         self._shares_cores = getattr(session, "shares_cores", False)
         self.values = KnownValues(self.templates)
         self.read = ReadValues(self.templates)
+        self.state = StateValues(self.templates, self.live_tensors.all)
         # line (origin) -> its reads of floats that only workers decided, if none other; -line: those of other values
         self._misses: dict[int, int] = {}
         self.cleared = 0  # times that the table was
@@ -134,6 +136,7 @@ class Recorder:
             self._hand_over()  # ops that another thread has recorded meanwhile
             self.values.clear()
             self.read.clear()
+            self.state.clear()
             with self._defining:
                 self.cleared += 1
                 self.templates.clear()
@@ -322,6 +325,26 @@ class Recorder:
             with uninterrupted(), uncollected, self._lock:
                 self.read.note(tensor._ref.id, value.clone())
 
+    def state_value(self, tensor: Any) -> torch.Tensor | None:
+        """The value of a small tensor of state, on the CPU, which the caller does not change; None for a larger one.
+
+        Waits if something may have written its memory since the value was fetched last.
+        """
+        meta, number = tensor._ref.meta, tensor._ref.id
+        if meta.numel * meta.dtype.itemsize > MAX_STATE_BYTES:
+            return None
+        doubts = getattr(self.session, "interrupts", 0), getattr(self.session, "failures", 0)
+        with uninterrupted(), uncollected, self._lock:
+            value = self.state.of(number, self.code[:], doubts)
+            if value is not None:
+                return value
+            self.state.ask(number, memory_id(tensor), self.new_id(), self.code[:])
+        with torch.inference_mode(False), torch.no_grad():
+            value = tensor.fetched(tensor).clone()
+        with uninterrupted(), uncollected, self._lock:
+            self.state.note(number, value)
+        return value
+
     def note_wait(self) -> None:
         """Count a wait for a value. Workers are idle after it, so batches begin small again."""
         self.fetches += 1
@@ -383,6 +406,7 @@ class Recorder:
             self.uploaded.handed_over(code, self.templates)
         self.values.handed_over(code, freed)
         self.read.handed_over(code)
+        self.state.handed_over(code)
 
         # A tape of a compiled call rewrites the batch: a fragment, or a recording that holds back frees
         tape, self.ended_tape = self.ended_tape or self.tape, None

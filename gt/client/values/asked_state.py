@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _thread
 import ctypes
+import decimal
 import functools
 import logging
 import mmap
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 
 from gt import env
-from gt.client.values.code_names import texts
+from gt.client.values.code_names import owners_of, texts
 
 _ENVIRONMENT = frozenset({"environ", "getenv", "expandvars", "expanduser"})  # names with which code reads it
 _PATHS = frozenset({"Path", "pathlib"})  # beside which `home` is no attribute of the user's
@@ -50,6 +51,10 @@ def asked_by_name(names: Set[str], function: types.FunctionType) -> Iterator[tup
         yield "torch.default_generator", torch.default_generator
     if "get_state" in names and "random" in names and names & _NUMPY:
         yield "numpy.random", np.random.mtrand._rand
+    if "fp32_precision" in names:
+        yield "torch.backends' fp32_precision", torch.backends
+    if "flags" in names and not names.isdisjoint({"decimal", "getcontext", "localcontext"}):
+        yield "decimal.getcontext()", decimal.getcontext()
     if "getLogger" in names:
         yield from _loggers(function)
 
@@ -59,11 +64,13 @@ def _of_torch(function: types.FunctionType, name: str) -> bool:
     return str(getattr(function.__globals__.get(name), "__module__", "")).startswith("torch")
 
 
-def names_a_tensor(function: types.FunctionType, names: Set[str]) -> bool:
-    """True if a function's globals or closure have a tensor that it names. Attributes of the user may be called `_version`."""
+def names_a_tensor(function: types.FunctionType) -> bool:
+    """True if a function that names `_version` may ask a tensor for it. Attributes of `self` may be called so, too."""
+    owners = owners_of(function.__code__, "_version")
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
-    found = [function.__globals__.get(name) for name in names] + [CellState(cell).contents for cell in cells.values()]
-    return any(isinstance(thing, torch.Tensor) for thing in found)
+    known = function.__globals__ | {name: CellState(cell).contents for name, cell in cells.items()}
+    # An object of a global or of the closure tells by itself. Of attributes and local variables it is not known
+    return any(owner not in ("self", "cls") and isinstance(known.get(owner), (torch.Tensor, type(None))) for owner in owners)
 
 
 def _loggers(function: types.FunctionType) -> Iterator[tuple[str, logging.Logger]]:

@@ -23,6 +23,8 @@ from gt.client.device.remote_tensor import Shown
 MAX_COMPARED_BYTES = 1 << 16  # largest array or CPU tensor that is compared by value
 _UNSET = object()  # value of a context variable without one
 _C_DATA = (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)  # classes of numbers in C, a user's too
+_PRECISION_OF: Any = getattr(torch._C, "_get_fp32_precision_getter", lambda backend, op: "")
+_PRECISIONS = [("generic", "all"), *((b, op) for b in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn"))]
 _SCALAR_TYPES = frozenset({
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(...), slice, range,
     datetime.date, datetime.datetime, datetime.timedelta, pathlib.PosixPath,
@@ -71,14 +73,21 @@ def fingerprint(node: Any) -> Any:
         return tuple((type(value), comparable(value)) if is_scalar_like(value) else id(value) for value in node.args)
     if isinstance(node, decimal.Context):
         return repr(node)
-    if node is warnings:
-        return tuple(node.filters), node.showwarning
+    if node is torch.backends or node is warnings:
+        return _module_settings(node)
     if isinstance(node, (bytearray, memoryview, *_C_DATA)) or module_of(type(node)) in ("array", "ctypes", "_ctypes"):
         try:
             return bytes(memoryview(node))
         except TypeError:
             return None
     return None
+
+
+def _module_settings(module: Any) -> tuple:
+    """The settings of a module that are not its attributes, or change in place."""
+    if module is warnings:
+        return tuple(warnings.filters), warnings.showwarning
+    return tuple(_PRECISION_OF(*place) for place in _PRECISIONS)
 
 
 def _with_parents(logger: logging.Logger) -> Iterator[logging.Logger]:

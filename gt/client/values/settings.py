@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from numpy import get_printoptions, geterr  # the functions: a recorded call notes those that code calls by their module
+from numpy import get_printoptions, getbufsize, geterr, geterrcall  # the functions: a call notes those named by their module
 
 _NAMES = (
     "_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic", "_get_cudnn_allow_tf32",
@@ -22,6 +22,7 @@ _NAMES = (
     "_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_bf16_reduced_precision_reduction",
 )  # fmt: skip
 _FLAGS: tuple[Callable[[], Any], ...] = tuple(getattr(torch._C, name) for name in _NAMES if hasattr(torch._C, name))
+_EINSUM: Any = getattr(torch.backends.opt_einsum, "m", torch.backends.opt_einsum)  # the module behind torch's properties
 _HOOKS: Callable[[], Any] = torch._C._autograd._saved_tensors_hooks_is_enabled
 _PRINTS = getattr(sys.modules.get("numpy._core.printoptions"), "format_options", None)  # a context variable of NumPy 2
 # A context variable of NumPy 2, whose object is made anew by each change: the dictionary of one object stays as it is
@@ -43,19 +44,18 @@ def settings() -> tuple:
         flags = [_answer(flag) for flag in _FLAGS]
     return (
         *flags, _HOOKS(),
-        own.prec, own.rounding, own.Emin, own.Emax, own.capitals, own.clamp,
+        _EINSUM.enabled, _EINSUM.strategy, torch.backends.mha.get_fastpath_enabled(),
+        own.prec, own.rounding, own.Emin, own.Emax, own.capitals, own.clamp, own.traps.copy(),
         prints.precision, prints.threshold, prints.edgeitems, prints.linewidth, prints.sci_mode,
         _errors(), get_printoptions() if _PRINTS is None else _PRINTS.get(),
     )  # fmt: skip
 
 
 def _errors() -> dict:
-    """numpy.geterr(), which takes as long as all flags of torch, and is asked once for each object."""
-    if _ERRORS is None:
-        return geterr()
-    now, seen = _ERRORS.get(), _LastErrors.seen
+    """NumPy's settings of errors, which take as long as all flags of torch, and are asked once for each object."""
+    now, seen = _ERRORS.get() if _ERRORS is not None else object(), _LastErrors.seen
     if seen[0] is not now:
-        _LastErrors.seen = seen = now, geterr()
+        _LastErrors.seen = seen = now, {**geterr(), "call": geterrcall(), "buffer": getbufsize()}
     return seen[1]
 
 

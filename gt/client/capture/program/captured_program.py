@@ -13,11 +13,12 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from gt.client import current_session
 from gt.client.capture import gradients
 from gt.client.capture.aliasing import CallMemory, ContainerArgument, sharing_arguments, write_back
-from gt.client.capture.constants import ArgumentRead, argument_value
+from gt.client.capture.constants import ArgumentRead, Place, argument_value
 from gt.client.capture.gradients import LeafGradients, MadeState, NamedMemory, ReboundState
 from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.program.argument_views import ArgumentView, as_leaf
+from gt.client.capture.program.host_results import CopiedResult
 from gt.client.capture.program.shared_results import SharedMemory, shared_memory
 from gt.client.capture.watches.scheduler_step import SchedulerStep
 from gt.client.device import random
@@ -93,8 +94,14 @@ class CapturedProgram:
             return "an argument shares memory that the function changes"
         violation = self.grads.mismatch() or gradients.mismatch(self.made) or self.guard.violation()
         for read in () if violation else self.argument_reads:
-            violation = violation or read.violation(lambda k: argument_value(leaves[k], self.recorder))
+            violation = violation or read.violation(lambda place: self._value(place, leaves))
         return self.host_draws.violation() if self.host_draws is not None and not violation else violation
+
+    def _value(self, place: Place, leaves: list) -> torch.Tensor | None:
+        """The present value of an argument, or of state; for the latter this may wait."""
+        if isinstance(place, int):
+            return argument_value(leaves[place], self.recorder)
+        return self.recorder.state_value(place.tensor)
 
     def replay(self, leaves: list, given: tuple) -> Any:
         """Fill the inputs, launch the program, and return copies of its results. Does not wait.
@@ -148,12 +155,15 @@ class CapturedProgram:
         copies: dict[int, RemoteTensor] = {}  # by the identity of a result
         aliases: dict[int, RemoteTensor] = {}  # by the id of its tensor
         memories: dict[tuple, RemoteTensor] = {}
+        hosts: dict[int, Any] = {}  # new CPU tensors and arrays, by the identity of a result
 
         def made(result: Any) -> Any:
             if type(result) is ArgumentView:
                 return result.of(arguments)
             if type(result) is ContainerArgument:
                 return result.of(given)
+            if type(result) is CopiedResult:
+                return hosts.setdefault(id(result), result.new())
             if type(result) is not ProgramResult:
                 return result
             if isinstance(result.source, NamedMemory):
@@ -177,5 +187,6 @@ class CapturedProgram:
 
 
 def _drop(recorder: Recorder, number: int) -> None:
+    recorder.state.programs.pop(number, None)
     if current_session.Current.recorder is recorder:
         recorder.code.extend((DROP, number))

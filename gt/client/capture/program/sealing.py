@@ -19,12 +19,15 @@ from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import LEADS_ELSEWHERE
 from gt.client.capture.program.argument_views import argument_view
 from gt.client.capture.program.captured_program import CapturedProgram, ProgramResult
+from gt.client.capture.program.host_results import HostMemory
+from gt.client.capture.program.state_writes import register_writes
 from gt.client.capture.recording import Difference, difference, reads_differ
 from gt.client.capture.state_walk import StateSnapshot
 from gt.client.capture.watches.scheduler_watch import steps_differ
 from gt.client.device.remote_tensor import RemoteTensor, make, memory_id
 
 ARGUMENTS_DIFFER = "the function reads a value of its arguments, which differs from the call before"
+STATE_DIFFERS = "the function reads a value of its state, which differs from the call before"
 REBOUND = "the function changes memory, shape, requires_grad, hooks or .grad of argument"
 
 
@@ -60,8 +63,8 @@ def own_obstacle(now: RecordedCall, entry: StateSnapshot, leaving: StateSnapshot
 def disagreement(last: RecordedCall, now: RecordedCall) -> Difference | None:
     """The reason why this call and the one before cannot be one program. It may have the next recording be strict."""
     if reads_differ(last.tape, now.tape):
-        now.tape.strict_next = True
-        return Difference("", ARGUMENTS_DIFFER)
+        now.tape.strict_next = any(len(read.state()) < len(read.arguments) for read in now.tape.argument_reads)
+        return Difference("", ARGUMENTS_DIFFER if now.tape.strict_next else STATE_DIFFERS)
     differs = difference(last.tape, now.tape, last.names, now.names) or _varying_argument(last, now)
     if differs is None and steps_differ(last.tape.steps, now.tape.steps):
         return Difference("", "the function steps other schedulers than in the call before, or by other numbers")
@@ -103,7 +106,7 @@ def captured_program(
     """The client's side of a sealed call. results: those of the function. `leaving` gives up its gradients."""
     tape = now.tape
     reads, first = tape.reads(), tape.first
-    leaves, tree = tree_flatten(results, is_leaf=one_of(now.whole))
+    (leaves, tree), hosts = tree_flatten(results, is_leaf=one_of(now.whole)), HostMemory((entry, leaving), now.leaves)
     inputs = {tensor._ref.id for tensor in [*now.inputs.values(), *(now.draws.inputs if now.draws else ())]}
     same = {k: t for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs}  # read in place
     lasting = {memory_id(tensor) for _, tensor in entry.tensors()} - {old for old, _ in sealed.carried}
@@ -119,13 +122,15 @@ def captured_program(
             return now.whole[id(leaf)]
         if view := argument_view(leaf, now.leaves, now.inputs, now.memory):
             return view
+        if own := hosts.result(leaf):
+            return own
         if not isinstance(leaf, RemoteTensor) or (leaf._ref.id < first and leaf._ref.id not in inputs):
             return leaf
         lasts = now.memory.owner(leaf) in lasting
         # A gradient and another object of it are one object: an alias that the caller holds would prevent replays
         source = find_memory(leaf) or (leaf if lasts else make(leaf._ref.meta, leaf._ref))
-        own = ProgramResult(source, lasts, leaf.requires_grad, isinstance(leaf, Parameter))
-        return copied.setdefault(id(named_memory(leaf) or leaf), own)
+        new = ProgramResult(source, lasts, leaf.requires_grad, isinstance(leaf, Parameter))
+        return copied.setdefault(id(named_memory(leaf) or leaf), new)
 
     keep = [t for state in (entry, leaving) for _, t in state.tensors() if t._ref.id in reads or t._ref.id >= first]
     grads, made = gradients(entry, leaving, reads, first), take_made(leaving, first, replaced)
@@ -133,6 +138,7 @@ def captured_program(
     if part is not None and part.forward and all(row.untouched or (row.read is None and row.left is None) for row in grads):
         grads = []
     others = take_rebound(entry, leaving, first)
+    register_writes(sealed.number, now, sealed.carried)
     leaving.grads.clear()  # nothing else of GT holds the objects of such memory
     return CapturedProgram(
         number=sealed.number,

@@ -145,6 +145,64 @@ def version_of_a_tensor(patch: pytest.MonkeyPatch) -> tuple[Callable, Callable]:
 
 
 @row
+def version_of_a_parameter(patch: pytest.MonkeyPatch) -> tuple[Callable, Callable]:
+    module = torch.nn.Linear(2, 2).to("remote")
+    return lambda: module.weight._version, lambda n: torch.autograd.graph.increment_version(module.weight)
+
+
+@row
+def version_of_each_parameter(patch: pytest.MonkeyPatch) -> tuple[Callable, Callable]:
+    module = torch.nn.Linear(2, 2).to("remote")
+    return lambda: sum(p._version for p in module.parameters()), lambda n: torch.autograd.graph.increment_version(module.bias)
+
+
+@row
+def contraction_order(patch: pytest.MonkeyPatch) -> tuple[Callable, Callable]:
+    behind = torch.backends.opt_einsum.m
+    return lambda: 1 if torch.backends.opt_einsum.enabled else 2, lambda n: patch.setattr(behind, "enabled", n == 2)
+
+
+@row
+def fast_path_of_attention(patch: pytest.MonkeyPatch) -> tuple[Callable, Callable]:
+    patch.setattr(torch.backends.mha, "_is_fastpath_enabled", True)
+    return lambda: 1 if torch.backends.mha.get_fastpath_enabled() else 2, lambda n: (
+        torch.backends.mha.set_fastpath_enabled(n == 4)
+    )
+
+
+@row
+def precision_of_one_backend(patch: pytest.MonkeyPatch) -> tuple[Callable, Callable]:
+    return lambda: 1 if torch.backends.mkldnn.matmul.fp32_precision == "ieee" else 2, lambda n: setattr(
+        torch.backends.mkldnn.matmul, "fp32_precision", "ieee" if n == 2 else "none"
+    )
+
+
+@row
+def traps_of_decimals(patch: pytest.MonkeyPatch) -> tuple[Callable, Callable]:
+    context = decimal.getcontext()
+    context.traps[decimal.DivisionByZero] = False
+
+    def divided() -> int:
+        try:
+            return 1 if decimal.Decimal(1) / 0 else 0
+        except decimal.DivisionByZero:
+            return 2
+
+    return divided, lambda n: context.traps.__setitem__(decimal.DivisionByZero, n == 2)
+
+
+@row
+def flags_of_decimals(patch: pytest.MonkeyPatch) -> tuple[Callable, Callable]:
+    context = decimal.getcontext()
+    return lambda: 1 + decimal.getcontext().flags[decimal.Inexact], lambda n: context.flags.__setitem__(decimal.Inexact, n == 2)
+
+
+@row
+def size_of_numpys_buffer(patch: pytest.MonkeyPatch) -> tuple[Callable, Callable]:
+    return lambda: np.getbufsize() // 8192, lambda n: np.setbufsize(int(n) * 8192)
+
+
+@row
 def attribute_of_a_cpu_tensor(patch: pytest.MonkeyPatch) -> tuple[Callable, Callable]:
     tensor: Any = torch.zeros(2)
     tensor.weight = 1.0
@@ -211,9 +269,12 @@ def module_that_is_there(patch: pytest.MonkeyPatch) -> tuple[Callable, Callable]
 def restored(tmp_path: Any) -> Any:
     """The settings of the process afterwards."""
     os.environ["ASKED_FOLDER"] = str(tmp_path)
+    buffer, context = np.getbufsize(), decimal.getcontext().copy()
     before = np.geterr(), torch.backends.cuda.flash_sdp_enabled(), locale.setlocale(locale.LC_NUMERIC)
     yield
     del os.environ["ASKED_FOLDER"]
+    np.setbufsize(buffer)
+    decimal.setcontext(context)
     np.seterr(**before[0])
     torch.backends.cuda.enable_flash_sdp(before[1])
     locale.setlocale(locale.LC_NUMERIC, before[2])
