@@ -75,6 +75,14 @@ def watch(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNANSWERED_SECONDS * 1000))
 
 
+def connect(sock: socket.socket, source: str, target: tuple[str, int], seconds: float) -> None:
+    """Connect from an address within so many seconds, watched as `watch` says."""
+    sock.settimeout(seconds)
+    watch(sock)
+    sock.bind((source, 0))
+    sock.connect(target)
+
+
 def tend(sock: socket.socket) -> None:
     """Give a full connection time as long as the other host answers: the kernel counts a process that does not read as silent.
 
