@@ -50,7 +50,7 @@ from gt.wire.messages import (
     Goodbye,
     Hello,
     LinkFailed,
-    LinkMended,
+    LinkMade,
     Message,
     Observe,
     Ops,
@@ -111,7 +111,7 @@ class Core:
         self._on: dict[type[Message], Callable] = {
             **self.from_clients.handlers, **self.from_workers.handlers, UploadProgress: self._upload_progress,
             Hello: self.membership.hello, Goodbye: self.membership.goodbye, LinkFailed: self.membership.link_failed,
-            LinkMended: self.membership.link_mended, Observe: self.observers.observe, Trace: self.traces.trace,
+            LinkMade: self.membership.link_made, Observe: self.observers.observe, Trace: self.traces.trace,
         }  # fmt: skip
 
     @property

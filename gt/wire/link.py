@@ -32,7 +32,7 @@ from gt.wire.messages import (
     InspectFragments,
     Interrupt,
     LinkFailed,
-    LinkMended,
+    LinkMade,
     Message,
     Metrics,
     Notice,
@@ -86,7 +86,7 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
     ),
     "worker": (
         frozenset(
-            {Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, TraceRows, LinkFailed, LinkMended, Paused}
+            {Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, TraceRows, LinkFailed, LinkMade, Paused}
             | {Goodbye}
         ),
         frozenset(

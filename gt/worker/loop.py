@@ -34,7 +34,7 @@ from gt.wire.messages import (
     Exit,
     Goodbye,
     LinkFailed,
-    LinkMended,
+    LinkMade,
     Message,
     OfferArena,
     OfferFile,
@@ -109,7 +109,7 @@ class Loop:
         self._shared = False  # a Run is done once the device has completed it
         self._engine, self._plane = engine, plane
         plane.on_link_failed = lambda *failure: self.send(LinkFailed(*failure))
-        plane.on_link_mended = lambda *link: self.send(LinkMended(*link))
+        plane.on_link_made = lambda *link: self.send(LinkMade(*link))
         self._effort = Effort(engine.progress is None)
         self._inbox: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         self._exit: Exit | None = None

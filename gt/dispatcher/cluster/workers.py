@@ -159,6 +159,8 @@ class Cluster:
         self._known: dict[tuple[Host, Host], list[Pair]] = {}  # what these may connect by
         self._routes: dict[tuple[int, int], tuple] = {}  # pairs of workers on different hosts -> their way, and whose it is
         self._epochs: dict[tuple[int, int], int] = {}  # how often that has changed
+        self._met: dict[tuple[int, int], int] = {}  # pairs of workers -> the newest epoch in which they are connected
+        self.unmet: set[tuple[int, int]] = set()  # those of the newest `routes` that are to connect, and have not yet
 
     def add(self, peer: bytes, info: dict, ranked: bool = True) -> Worker:
         """A worker joins; one of the name of a lost worker takes its place. ranked: its index is its rank, if it has one."""
@@ -256,7 +258,9 @@ class Cluster:
         names = {host.home: host.name for host in self._hosts}
         one, other, source, target = row
         way = self.ways()[one, other]
-        text = f"hosts {names[one]} and {names[other]} have no connection, {source} to {target}: {self._reasons[row]}"
+        text = f"hosts {names[one]} and {names[other]}: {source} to {target} failed: {self._reasons[row]}"
+        if "timed out" in text:
+            text += " (a firewall that drops it, or a cable)"
         if way.connected:
             return f"{text}; {way.source} to {way.target} is tried now"
         if way.kind == "via":
@@ -305,6 +309,13 @@ class Cluster:
         self.mended.clear()
         return news
 
+    def meet(self, worker: Worker, peer: Worker, epoch: int) -> None:
+        """Two workers are connected in an epoch of theirs."""
+        pair = min(worker.index, peer.index), max(worker.index, peer.index)
+        if self._epochs.get(pair) == epoch:
+            self._met[pair] = epoch
+            self.unmet.discard(pair)
+
     def retry_links(self, now: float) -> bool:
         """Try connections again where nothing else is left to try. True if there are any."""
         if not self._failed or now - max(self._failed.values()) < RETRY_SECONDS:
@@ -328,7 +339,7 @@ class Cluster:
         hosts: dict[str, list[Worker]] = {}
         for worker in living:
             hosts.setdefault(links.home(worker.info), []).append(worker)
-        self.relayed, self.nccl = [], []
+        self.relayed, self.nccl, self.unmet = [], [], set()
         if len(hosts) < 2:
             return []
 
@@ -354,6 +365,8 @@ class Cluster:
             rows.append([*key, self._epochs[key], way.kind, way.source, way.target, [worker.index for worker in relays]])
             if links.by_nccl(a.info, b.info, way):
                 self.nccl.append([*key])
+            if way.connected and self._met.get(key) != self._epochs[key]:
+                self.unmet.add(key)
         self.relayed = [row for row in rows if row[6]]
         return rows
 

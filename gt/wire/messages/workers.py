@@ -19,7 +19,7 @@ class World(Message):
     of each pair a < b, once there are two hosts. kind is "shm", "tcp", "routed" (TCP over routers), "via" or "none". The epoch
     changes whenever messages under way are lost. key: each end of a connection proves that it has it. nccl: pairs [a, b],
     a < b, that NCCL joins. broken: [a, b, address of a, of b] of connections that have failed and would be better than the
-    pair's present way: a tries them now and then, and answers by LinkMended.
+    pair's present way: a tries them now and then, and answers by LinkMade.
     """
 
     generation: int
@@ -229,12 +229,14 @@ class LinkFailed(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class LinkMended(Message):
-    """Worker -> dispatcher: `worker` proves itself between these addresses of World.broken again, the sender's first.
+class LinkMade(Message):
+    """Worker -> dispatcher: `worker` has proved itself to it between these addresses, the sender's first.
 
-    Answered by a World once no transfer is under way: those under way would be lost.
+    epoch: of the pair's way, whose connection this is. 0: it is one of World.broken, tried beside the way. That is answered
+    by a World once no transfer is under way: those under way would be lost.
     """
 
     worker: int
+    epoch: int
     source: str
     target: str

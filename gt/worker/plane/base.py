@@ -96,7 +96,7 @@ class Plane(ABC):
 
     transport = ""  # the name of its transport, a value of GT_TRANSPORT
     on_link_failed: Callable[[int, int, str, str, str], None] | None = None  # (worker, epoch, own address, its, reason)
-    on_link_mended: Callable[[int, str, str], None] | None = None  # (worker, own address, its)
+    on_link_made: Callable[[int, int, str, str], None] | None = None  # (worker, epoch, own address, its), see LinkMade
 
     @abstractmethod
     def open(self, index: int = -1) -> dict[str, Any]:

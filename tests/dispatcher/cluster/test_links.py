@@ -289,7 +289,8 @@ def of_mesh():
     assert cluster.broken() == []
     news = cluster.fail_link(*cluster.workers[1::-1], 1, ("10.0.1.2", "10.0.1.1"), 0.0, "timed out")
     assert news == (
-        "hosts a and b have no connection, 10.0.1.1 to 10.0.1.2: timed out; c relays until it is back, which is slower"
+        "hosts a and b: 10.0.1.1 to 10.0.1.2 failed: timed out (a firewall that drops it, or a cable); "
+        "c relays until it is back, which is slower"
     )
     assert cluster.troubles() == [news]
     cluster.routes()
@@ -353,3 +354,18 @@ def test_nccl_joins_workers_of_one_version_that_a_connection_joins():
     cluster.routes()
     assert cluster.nccl == [[0, 1], [0, 2], [1, 2]]
     assert worker_info({"nccl": "2.28.9"})["nccl"] == "2.28.9"
+
+
+def test_a_pair_is_unmet_from_a_new_way_until_it_is_connected():
+    cluster = of_mesh()
+    a, b, c = cluster.workers
+    assert cluster.unmet == {(0, 2), (1, 2)}, "the way of the first two is relayed"
+    cluster.meet(c, a, 1)
+    cluster.meet(b, c, 7)
+    cluster.routes()
+    assert cluster.unmet == {(1, 2)}, "it is news of another epoch"
+    cluster.meet(b, c, 1)
+    assert not cluster.unmet
+    c.revive(b"again", c.info)
+    cluster.routes()
+    assert cluster.unmet == {(0, 2), (1, 2)}, "a new process has none of the old connections"

@@ -8,7 +8,6 @@ into their memory.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import select
@@ -52,8 +51,6 @@ FULL_SECONDS = 0.01  # between two attempts to accept a connection without a fre
 MAX_NAMED_LANES = 1 << 13  # that a connection names first: one a worker behind it, in each epoch
 READS_PER_TURN = 16  # reads of a connection before others are read
 Pair = tuple[int, int]  # index of the other worker, epoch
-# The other host, or a link to it, is gone: other errors are the other process's end
-CUT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
 
 
 class Network:
@@ -62,6 +59,7 @@ class Network:
     def __init__(self, mark: int, wake: Callable[[], None], ports: Iterable[int]) -> None:
         self._mark, self._wake = mark, wake
         self.failed: Callable[[int, int, str, str, str], None] = lambda *_: None
+        self.made: Callable[[int, int, str, str], None] = lambda *_: None  # as failed, of a connection that this end has made
         self.own = -1
         self.relay = Relay(self, wake)
         self.owned: set[PeerConnection] = set()
@@ -372,7 +370,8 @@ class Network:
             while not why and not self._over(route):
                 try:
                     sock = self._meet(route.index, route.epoch, route.source, route.target)
-                    return self._enter(sock, (route.index, route.epoch), route.source, route.target)
+                    self._enter(sock, (route.index, route.epoch), route.source, route.target)
+                    return self.made(route.index, route.epoch, route.source, route.target)
                 # The other end listens, and is not ready: asked for MEET_SECONDS. Other errors are the network's, and final.
                 except (handshake.Later, ConnectionResetError, BrokenPipeError) as error:
                     why = reason(error) if time.monotonic() >= until else ""
@@ -474,7 +473,7 @@ class Network:
             self._epoll.unregister(connection.fd)
             self.owned.discard(connection)
             connection.ended = True
-            cut = error.errno in CUT
+            cut = error.errno in tcp.CUT
             self._whys[connection.index, connection.epoch] = reason(error)
             if not self._closing:
                 until = time.monotonic() + (GRACE_SECONDS if cut else ENDED_SECONDS)

@@ -14,6 +14,7 @@ from gt.ir.heap import HEAP_BYTES, SLOT_BYTES, SLOTS
 from gt.worker.plane.base import ALL, Buffer, Channel, Combine, OnIssued, PeerGone, Rows, TeamForm, Unreachable, nothing
 from gt.worker.plane.net import collectives
 from gt.worker.plane.net.duplex import Duplex
+from gt.worker.plane.net.handshake import PROBE
 from gt.worker.plane.net.lane import Lane
 from gt.worker.plane.net.network import Network
 from gt.worker.plane.net.peer_connection import PeerConnection
@@ -42,7 +43,7 @@ class FarPeer(Peer):
     def check(self) -> None:
         super().check()
         if self.lane is None:
-            raise self._unreachable("no link joins their hosts, and no worker relays: `gt doctor --hosts` shows the links")
+            raise self._unreachable("no link joins their hosts, or each has failed, and no worker relays: `gt doctor --hosts` tries them")
         if self.lane.broken:
             raise self._unreachable(self.lane.broken)
 
@@ -72,7 +73,8 @@ class NetPlane(ShmPlane):
         assert self._own is not None
         self.network = Network(self._own.mark, self._look_again, network_links.ports())
         self.network.failed = self._link_failed
-        self._retries = Retries(self.network.probe, self._link_mended)
+        self.network.made = self._link_made
+        self._retries = Retries(self.network.probe, lambda index, *link: self._link_made(index, PROBE, *link))
         facts = {"links": network_links.links(), "routes": network_links.routes(), "scope": network_links.namespace()}
         return {**info, "port": self.network.port, **facts}
 
@@ -118,9 +120,9 @@ class NetPlane(ShmPlane):
         if self.on_link_failed is not None:
             self.on_link_failed(index, epoch, source, target, reason)
 
-    def _link_mended(self, index: int, source: str, target: str) -> None:
-        if self.on_link_mended is not None:
-            self.on_link_mended(index, source, target)
+    def _link_made(self, index: int, epoch: int, source: str, target: str) -> None:
+        if self.on_link_made is not None:
+            self.on_link_made(index, epoch, source, target)
 
     def _stays(self, peer: Peer, row: Sequence[Any]) -> bool:
         route = self._routes.get(peer.index)
