@@ -305,7 +305,7 @@ class Core:
             worker.discard()
 
         # A client gets the error as an exception of its next wait. Reject is for a peer that has not been welcomed.
-        if peer in self.sessions:
+        if peer in self.sessions and not self.membership.greets(peer):
             self.send(peer, Failed(-1, errors.to_wire(error)))
             self.send(peer, Exit(str(error)))
         else:

@@ -250,15 +250,18 @@ class Membership:
         self._greetings[client.peer] = welcome, self._core.now + MEET_SECONDS
         self._greet(lease)
 
+    def greets(self, peer: Peer) -> bool:
+        """True for a client with a session that has not been welcomed yet."""
+        return peer in self._greetings
+
     def _greet(self, lease: Lease) -> None:
         """Let clients begin whose workers have connected with one another: a way that fails would cost them their first ops."""
         for peer in [peer for peer in lease.sessions if peer in self._greetings]:
             welcome, until = self._greetings[peer]
             if lease.cluster.unmet and self._core.now < until:
                 continue
-            del self._greetings[peer]
             self._core.attempt(peer, "Hello", check_links, lease.sessions[peer].config, lease.cluster)
-            if peer in lease.sessions:
+            if self._greetings.pop(peer, None) is not None:
                 self._core.send(peer, welcome)
                 self._observers.welcomed(peer)
                 for text in lease.cluster.troubles():

@@ -43,7 +43,7 @@ class FarPeer(Peer):
     def check(self) -> None:
         super().check()
         if self.lane is None:
-            raise self._unreachable("no link joins their hosts, or each has failed, and no worker relays: `gt doctor --hosts` tries them")
+            raise self._unreachable("no link joins their hosts, or all fail, and no worker relays: see `gt doctor --hosts`")
         if self.lane.broken:
             raise self._unreachable(self.lane.broken)
 
