@@ -6,6 +6,7 @@ import pytest
 
 from gt.dispatcher.events import PeerLost, Received, Send
 from gt.dispatcher.fairness.background import Inline
+from gt.dispatcher.fairness.time_slices import SLICE_SECONDS, Pace
 from gt.wire.link import hello
 from gt.wire.messages import Failed, Report, Run, UseBlock
 from tests.helpers.limits import calls_of
@@ -134,3 +135,12 @@ def test_alike_pieces_are_bound_once():
 
     Watched.inline = True
     assert calls(32) < 2 * calls(4)
+
+
+def test_half_of_a_turn_is_left_for_the_packing_of_what_is_written():
+    now = [1.0]
+    pace = Pace(lambda: now[0])
+    pace.begin()
+    assert not pace.half_spent and not Pace().half_spent
+    now[0] += 0.6 * SLICE_SECONDS
+    assert pace.half_spent and not pace.spent
