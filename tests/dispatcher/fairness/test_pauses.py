@@ -8,7 +8,7 @@ from gt.dispatcher.events import PeerLost, Received, Send
 from gt.dispatcher.fairness.background import Inline
 from gt.dispatcher.fairness.time_slices import SLICE_SECONDS, Pace
 from gt.wire.link import hello
-from gt.wire.messages import Failed, Report, Run, UseBlock
+from gt.wire.messages import Failed, Interrupt, Report, Run, Skip, UseBlock
 from tests.helpers.limits import calls_of
 from tests.stress import costs
 
@@ -25,6 +25,7 @@ class Watched(costs.Loop):
         self.code: dict[bytes, list] = {}
         self.blocks: list[UseBlock] = []
         self.asked: set[bytes] = set()  # workers that were told a block
+        self.skips: list[bytes] = []  # workers that were told to skip
         super().__post_init__()
         self.core.pace._seconds = 0.0  # each look at the clock ends the turn
         if self.inline:
@@ -36,6 +37,7 @@ class Watched(costs.Loop):
         runs = [(a.peer, a.message) for a in actions if isinstance(a, Send) and isinstance(a.message, Run)]
         self.blocks += [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, UseBlock)]
         self.asked.update(a.peer for a in actions if isinstance(a, Send) and isinstance(a.message, UseBlock))
+        self.skips += [a.peer for a in actions if isinstance(a, Send) and isinstance(a.message, Skip)]
         self.turns.append(sum(len(run.code) for _, run in runs))
         for peer, run in runs:
             self.code.setdefault(peer, []).extend(run.code)
@@ -118,6 +120,13 @@ def test_a_save_ends_if_what_is_left_would_be_made_by_a_worker_without_the_file(
     assert watched.during is None and not loop.errors and b"new" not in loop.asked
     assert [m for m in loop.answers if isinstance(m, Report)] == [Report(5, {"shared": False})]
     assert not loop.core.sessions[b"c"].fetches.open and not loop.core.sessions[b"c"].fetches.by_key
+
+
+@pytest.mark.parametrize("name", ["list", "cat"])
+def test_an_interrupt_in_a_pause_is_dealt_with_once_the_op_is_planned(watched, name):
+    watched.during = lambda loop: loop.core.handle(Received(b"c", Interrupt(1 << 40)))
+    loop = OPS[name]()
+    assert watched.during is None and not loop.errors and sorted(loop.skips) == sorted(b"w%d" % n for n in range(16))
 
 
 def test_a_session_that_ends_in_a_pause_leaves_nothing(watched):
