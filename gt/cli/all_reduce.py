@@ -18,14 +18,23 @@ MAX_TIMES, TOGETHER_BYTES = 32, 256 << 20  # all-reduces, and their bytes, that 
 REPEATS, ABOUT_SECONDS = 3, 20.0  # a size that would take longer than so many seconds is the last
 
 
-def measure(workers: int, nbytes: int) -> tuple[float, bool]:
-    """Seconds of a sum of one row a worker, nearly all of it the all-reduce, and True if its elements are right."""
+def times_of(nbytes: int, expected: float) -> int:
+    """All-reduces that are timed as one, if each takes so many seconds: all repeats together ABOUT_SECONDS at most."""
+    most = min(MAX_TIMES, TOGETHER_BYTES // nbytes)
+    return max(1, most if expected * REPEATS * most <= ABOUT_SECONDS else int(ABOUT_SECONDS / (expected * REPEATS)))
+
+
+def measure(workers: int, nbytes: int, expected: float) -> tuple[float, bool]:
+    """Seconds of a sum of one row a worker, nearly all of it the all-reduce, and True if its elements are right.
+
+    expected: about so many, from a smaller size.
+    """
     count = max(nbytes // 4, 1)
     with gt.signal.context("all"):
         ranks = torch.arange(1, workers + 1, device=gt.device).view(-1, 1)
         rows = torch.ones(workers, count, device=gt.device) * ranks
     wanted, best = workers * (workers + 1) / 2, float("inf")
-    times = max(1, min(MAX_TIMES, TOGETHER_BYTES // nbytes))
+    times = times_of(nbytes, expected)
     for _ in range(REPEATS):
         torch.remote.synchronize()
         begin = time.perf_counter()
@@ -45,9 +54,9 @@ def main(most: int) -> int:
     gt.connect("env", config={"all": {"workers": list(range(workers))}})
     planes = sorted({str(worker["transport"]) for worker in gt.stats()["workers"]})
     print(json.dumps(["workers", True, f"{workers} connected, transport {', '.join(planes)}"]), flush=True)
-    nbytes, good = KIB, True
+    nbytes, good, seconds = KIB, True, 0.0
     while workers > 1 and nbytes <= most and good:
-        seconds, good = measure(workers, nbytes)
+        seconds, good = measure(workers, nbytes, seconds * 4)
         rate = nbytes / seconds / 1e9
         size = f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
         text = f"{size:>8} in {seconds * 1e3:9.3f} ms, algbw {rate:7.3f}, busbw {rate * 2 * (workers - 1) / workers:7.3f} GB/s"

@@ -35,6 +35,8 @@ OK, NOTE, FAILS = "ok", "note", "fails"
 ANSWER_SECONDS, WORK_SECONDS = 60.0, 540.0
 WORDS_SECONDS = 1.0  # for the last words of a process whose stderr another may hold, as ssh's master of ControlPersist
 CLOCK_SECONDS = 5.0
+SLOWER = 10  # times slower than the other direction, or than its device: noted
+MAX_EXPECTED_MBPS = 10_000  # of one connection
 MAX_ADDRESSES = 8  # addresses of one host that another host tries
 GIB = 1 << 30
 MEETING = "/doctor"  # the key of its port, behind the job's
@@ -251,7 +253,8 @@ def asked(agent: Agent) -> Facts:
 def examine(report: Checklist, agents: Sequence[Agent], known: Sequence[Facts], here: str = "") -> None:
     """Show all that facts and measurements say. here: this host's address for the others, "" for that of their ssh."""
     names = [agent.name for agent in agents]
-    report.show(*compare(names, known), *judge_links(names, measured(agents, known)), *judge_network(names, known))
+    report.show(*compare(names, known), *judge_subnets(names, known))
+    report.show(*judge_links(names, measured(agents, known)), *judge_network(names, known))
     report.show(judge_server(names, way_back(agents, here)))
 
 
@@ -275,7 +278,8 @@ def measured(agents: Sequence[Agent], known: Sequence[Facts]) -> dict[tuple[int,
         tried = {(link[2], _network(link)): link for link in reversed(common or known[b]["links"])}
         for link in list(reversed(tried.values()))[:MAX_ADDRESSES]:
             attempt = agents[a].ask(do="connect", address=link[0], port=ports[b], token=token)
-            measures.setdefault((a, b), []).append({"address": link[0], "device": link[2], "common": bool(common), **attempt})
+            about = {"address": link[0], "device": link[2], "mbps": link[3], "common": bool(common)}
+            measures.setdefault((a, b), []).append({**about, **attempt})
     return measures
 
 
@@ -345,6 +349,8 @@ def judge_links(names: Sequence[str], pairs: Pairs) -> Iterator[Row]:
             text = f"{routed}{_best(forth)} there, {_best(back)} back"
             if broken:
                 yield NOTE, what, f"{text}; {broken[0]['address']} on {broken[0]['device']}: {_cure(broken[0])}"
+            elif slow := _slow((names[a], names[b]), _fastest(forth), _fastest(back)):
+                yield NOTE, what, f"{text}; {slow}"
             else:
                 yield OK, what, text
             continue
@@ -371,9 +377,40 @@ def judge_server(names: Sequence[str], attempts: Sequence[Mapping[str, Any]]) ->
     return OK, "server", f"all reach this machine, {', '.join(sorted({attempt['address'] for attempt in attempts}))}"
 
 
+def _fastest(attempts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return max((attempt for attempt in attempts if "rate" in attempt), key=lambda attempt: attempt["rate"])
+
+
 def _best(attempts: Sequence[Mapping[str, Any]]) -> str:
-    best = max((attempt for attempt in attempts if "rate" in attempt), key=lambda attempt: attempt["rate"])
-    return f"{best['address']} ({best['device']}) {best['us']:.0f} us, {best['rate']:.2f} GB/s"
+    best = _fastest(attempts)
+    return f"{best['address']} ({best['device']}) {best['us']:.0f} us, {_rate(best)}"
+
+
+def _rate(attempt: Mapping[str, Any]) -> str:
+    rate = attempt["rate"]
+    return f"{rate:.2f} GB/s" if rate >= 0.05 else f"{rate * 1e3:.2f} MB/s"
+
+
+def _slow(names: tuple[str, str], forth: Mapping[str, Any], back: Mapping[str, Any]) -> str:
+    """The direction that is much slower than the other, or than its device, and what to do; "" if none is."""
+    for (one, other), there, reverse in ((names, forth, back), (names[::-1], back, forth)):
+        device = min(there.get("mbps", 0), MAX_EXPECTED_MBPS) / 8000  # GB/s; 0: unknown
+        against = "the other direction" if there["rate"] * SLOWER < reverse["rate"] else f"{there['device']} can"
+        if there["rate"] * SLOWER < max(reverse["rate"], device):
+            todo = f"the cable, `ethtool {there['device']}` (speed, duplex), `tc qdisc` (a limit), other traffic"
+            return f"{one} to {other} is {_rate(there)}, far slower than {against}: look at {todo}"
+    return ""
+
+
+def judge_subnets(names: Sequence[str], known: Sequence[Facts]) -> Iterator[Row]:
+    """Links that lead to no other host, of hosts that have others which do: a cable whose other end lacks its address?"""
+    for name, about in zip(names, known):
+        theirs = {_network(link) for other in known if other is not about for link in other["links"]}
+        lone = [link for link in about["links"] if _network(link) not in theirs and not any(link[4:])]
+        if len(lone) < len(about["links"]):
+            for link in lone:
+                todo = "if a cable joins it to one, give that end an address of this subnet (`ip addr add`)"
+                yield NOTE, "subnets", f"{link[0]}/{link[1]} ({link[2]}) of {name} is in no subnet of another host: {todo}"
 
 
 def _cure(attempt: Mapping[str, Any]) -> str:

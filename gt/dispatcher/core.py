@@ -50,6 +50,7 @@ from gt.wire.messages import (
     Goodbye,
     Hello,
     LinkFailed,
+    LinkMade,
     Message,
     Observe,
     Ops,
@@ -110,7 +111,7 @@ class Core:
         self._on: dict[type[Message], Callable] = {
             **self.from_clients.handlers, **self.from_workers.handlers, UploadProgress: self._upload_progress,
             Hello: self.membership.hello, Goodbye: self.membership.goodbye, LinkFailed: self.membership.link_failed,
-            Observe: self.observers.observe, Trace: self.traces.trace,
+            LinkMade: self.membership.link_made, Observe: self.observers.observe, Trace: self.traces.trace,
         }  # fmt: skip
 
     @property
@@ -304,7 +305,7 @@ class Core:
             worker.discard()
 
         # A client gets the error as an exception of its next wait. Reject is for a peer that has not been welcomed.
-        if peer in self.sessions:
+        if peer in self.sessions and not self.membership.greets(peer):
             self.send(peer, Failed(-1, errors.to_wire(error)))
             self.send(peer, Exit(str(error)))
         else:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from gt.dispatcher.cluster.health import Survey
 from gt.dispatcher.cluster.leases import Lease
+from gt.dispatcher.cluster.membership import Membership
 from gt.dispatcher.cluster.observers import Observers
 from gt.dispatcher.cluster.tracing import Traces
 from gt.dispatcher.cluster.workers import Worker
@@ -41,6 +42,7 @@ class WorkerMessagesHost(Protocol):
     observers: Observers
     round_robin: RoundRobin
     traces: Traces
+    membership: Membership
     now: float
 
     def guarded(self, session: ClientSession, what: str, call: Callable, *args: object) -> None: ...
@@ -131,6 +133,8 @@ class WorkerMessages:
             self._core.guarded(session, "an acknowledgement", session.op_stream.acknowledge)
             if session.inbox:
                 self._core.round_robin.resume(session.peer)
+        if lease.cluster.mended:
+            self._core.membership.use_mended(lease)
 
     def _paused(self, peer: Peer, message: Paused, frames: tuple) -> None:
         worker = self._worker(peer)

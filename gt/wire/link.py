@@ -32,6 +32,7 @@ from gt.wire.messages import (
     InspectFragments,
     Interrupt,
     LinkFailed,
+    LinkMade,
     Message,
     Metrics,
     Notice,
@@ -85,7 +86,8 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
     ),
     "worker": (
         frozenset(
-            {Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, TraceRows, LinkFailed, Paused} | {Goodbye}
+            {Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, TraceRows, LinkFailed, LinkMade, Paused}
+            | {Goodbye}
         ),
         frozenset(
             {Welcome, Reject, World, Run, Data, OfferArena, OfferFile, CloseArenas, UseBlock, WindowUpdate, TorchSettings}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import socket
@@ -12,6 +13,8 @@ import termios
 from typing import NamedTuple
 
 UNANSWERED_SECONDS = 2.5
+# The other host, or a link to it, is gone: other errors of a connection are the other process's end
+CUT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN})
 UNREAD_SECONDS = 60.0  # limit while the other host answers that its process reads nothing
 _PROBES = struct.Struct("=4xB3xI12xI28xI")  # of struct tcp_info: backoff, rto in microseconds, unacked, last_ack_recv in ms
 _ACKED, _RECEIVED = 120, 128  # offsets of tcpi_bytes_acked and tcpi_bytes_received in struct tcp_info, since Linux 4.1
@@ -73,6 +76,14 @@ def watch(sock: socket.socket) -> None:
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         sock.setsockopt(socket.IPPROTO_TCP, option, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNANSWERED_SECONDS * 1000))
+
+
+def connect(sock: socket.socket, source: str, target: tuple[str, int], seconds: float) -> None:
+    """Connect from an address within so many seconds, watched as `watch` says."""
+    sock.settimeout(seconds)
+    watch(sock)
+    sock.bind((source, 0))
+    sock.connect(target)
 
 
 def tend(sock: socket.socket) -> None:

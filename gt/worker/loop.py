@@ -34,6 +34,7 @@ from gt.wire.messages import (
     Exit,
     Goodbye,
     LinkFailed,
+    LinkMade,
     Message,
     OfferArena,
     OfferFile,
@@ -108,6 +109,7 @@ class Loop:
         self._shared = False  # a Run is done once the device has completed it
         self._engine, self._plane = engine, plane
         plane.on_link_failed = lambda *failure: self.send(LinkFailed(*failure))
+        plane.on_link_made = lambda *link: self.send(LinkMade(*link))
         self._effort = Effort(engine.progress is None)
         self._inbox: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         self._exit: Exit | None = None
@@ -232,7 +234,7 @@ class Loop:
 
     def _introduce(self, world: World) -> None:
         own_index = self._own(world)
-        self._plane.introduce(world.workers, world.ways, world.key, own_index)
+        self._plane.introduce(world.workers, world.ways, world.key, own_index, world.broken)
         if own_index in world.members:
             self._members = frozenset(world.members)
 

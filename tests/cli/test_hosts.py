@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from gt.cli import hosts
+from gt.cli import all_reduce, hosts
 from gt.errors import SystemFailure
 from gt.launch import host_agent, job_agents, ssh
 from gt.worker.plane.net.strangers import MAX_STRANGERS
@@ -88,6 +88,18 @@ def test_subnets_in_common() -> None:
     assert hosts.subnets(about("h0", eth(1, 1)), about("h1", eth(1, 2))) == []
 
 
+def test_a_link_whose_other_end_has_no_address_is_noted() -> None:
+    known = [about("h0", eth(1), eth(1, 1, "eth1")), about("h1", eth(2)), about("h2", eth(3), [*eth(3, 9, "wan"), True])]
+    (row,) = hosts.judge_subnets(["h0", "h1", "h2"], known)
+    assert row[:2] == ("note", "subnets") and row[2].startswith("10.77.1.1/24 (eth1) of h0 is in no subnet of another host: if")
+    assert not list(hosts.judge_subnets(["h0", "h1"], [about("h0", eth(1, 1)), about("h1", eth(1, 2))])), "routers join them"
+
+
+def test_all_reduces_over_a_slow_link_are_few() -> None:
+    assert all_reduce.times_of(1 << 10, 0.0) == 32 and all_reduce.times_of(1 << 28, 0.001) == 1
+    assert all_reduce.times_of(1 << 18, 1.0) == 6 and all_reduce.times_of(1 << 20, 60.0) == 1
+
+
 @pytest.mark.parametrize(("forth", "back", "mark", "says"), [
     ([attempt("10.77.1.2")], [attempt("10.77.1.1")], "ok", "h0 - h1: 10.77.1.2 (eth0) 20 us, 1.50 GB/s there, 10.77.1.1"),
     ([attempt("10.77.1.2", **TIMED_OUT)], [attempt("10.77.1.1")], "fails",
@@ -102,6 +114,14 @@ def test_subnets_in_common() -> None:
      "h0 - h1: 10.77.1.2 (eth0) 20 us, 1.50 GB/s there, 10.77.1.1 (eth0) 20 us, 1.50 GB/s back; 10.77.9.2 on eth0: Network is"),
     ([attempt("10.77.3.2", False, **UNREACHABLE)], [attempt("10.77.2.1", False, **UNREACHABLE)], "note",
      "h0 - h1: no subnet in common: reached through h2 only"),
+    ([attempt("10.77.1.2", us=20.0, rate=0.0006)], [attempt("10.77.1.1")], "note",
+     "h0 - h1: 10.77.1.2 (eth0) 20 us, 0.60 MB/s there, 10.77.1.1 (eth0) 20 us, 1.50 GB/s back; "
+     "h0 to h1 is 0.60 MB/s, far slower than the other direction: look at the cable, `ethtool eth0`"),
+    ([attempt("10.77.1.2", us=20.0, rate=1.5)], [attempt("10.77.1.1", us=20.0, rate=0.1)], "note",
+     "h0 - h1: 10.77.1.2 (eth0) 20 us, 1.50 GB/s there, 10.77.1.1 (eth0) 20 us, 0.10 GB/s back; h1 to h0 is 0.10 GB/s, far"),
+    ([attempt("10.77.1.2", us=20.0, rate=0.1, mbps=100_000)], [attempt("10.77.1.1", us=20.0, rate=0.1, mbps=1000)], "note",
+     "h0 - h1: 10.77.1.2 (eth0) 20 us, 0.10 GB/s there, 10.77.1.1 (eth0) 20 us, 0.10 GB/s back; "
+     "h0 to h1 is 0.10 GB/s, far slower than eth0 can: look at"),
     ([attempt("10.77.3.2", False)], [attempt("10.77.2.1", False)], "ok",
      "h0 - h1: routed: 10.77.3.2 (eth0) 20 us, 1.50 GB/s there, 10.77.2.1 (eth0) 20 us, 1.50 GB/s back"),
 ])  # fmt: skip

@@ -18,6 +18,8 @@ from gt.wire.messages import (
     Done,
     Failed,
     Fetch,
+    LinkFailed,
+    LinkMade,
     Notice,
     OpError,
     Ops,
@@ -414,6 +416,51 @@ def test_a_worker_cannot_take_a_name_in_use():
         isinstance(a, Send) and isinstance(a.message, Reject) and "'a' is here already" in a.message.error["message"]
         for a in again
     )
+
+
+def of_two_hosts():
+    """A core with a worker on each of two hosts that share two subnets, and a client whose group spans both."""
+    core = Core()
+    for n, peer in enumerate((b"v", b"w")):
+        links = [[f"10.0.{subnet}.{n + 1}", 24, f"eth{subnet}", 1000, False] for subnet in range(2)]
+        about = {**INFO, "home": f"home{n}", "host": f"h{n}", "port": 7, "links": links}
+        core.handle(Received(peer, hello("worker", info=about)))
+    text = "all: {shard: {axis: 0, workers: [0, 1]}}"
+    core.handle(Received(b"c", hello("client", config=text), at=1.0))
+    return core
+
+
+def said_to(peer, actions):
+    return [a.message for a in actions if isinstance(a, Send) and a.peer == peer]
+
+
+def test_a_client_is_welcomed_once_its_workers_have_connected_and_is_told_of_a_way_that_failed():
+    core = of_two_hosts()
+    (notice,) = said_to(b"c", core.handle(Received(b"v", LinkFailed(1, 1, "10.0.0.1", "10.0.0.2", "timed out"), at=2.0)))
+    assert "10.0.0.1 to 10.0.0.2 failed: timed out" in notice.text and "10.0.1.1 to 10.0.1.2 is tried now" in notice.text
+    assert not said_to(b"c", core.handle(Received(b"v", LinkMade(1, 1, "10.0.0.1", "10.0.0.2"), at=2.0))), "of the way before"
+    welcome, *notices = said_to(b"c", core.handle(Received(b"v", LinkMade(1, 2, "10.0.1.1", "10.0.1.2"), at=2.0)))
+    assert isinstance(welcome, Welcome) and [type(one) for one in notices] == [Notice]
+
+    # The first way works again: the World that says so is sent at once, since nothing is under way.
+    actions = core.handle(Received(b"v", LinkMade(1, 0, "10.0.0.1", "10.0.0.2"), at=3.0))
+    assert [one.text for one in said_to(b"c", actions)] == ["hosts h0 and h1 have their connection 10.0.0.1 to 10.0.0.2 again"]
+    (world,) = said_to(b"v", actions)
+    assert world.ways == [[0, 1, 3, "tcp", "10.0.0.1", "10.0.0.2", []]] and world.broken == []
+
+
+def test_a_client_whose_group_nothing_joins_any_more_is_refused_in_place_of_a_welcome():
+    core = of_two_hosts()
+    core.handle(Received(b"v", LinkFailed(1, 1, "10.0.0.1", "10.0.0.2", "timed out"), at=2.0))
+    said = said_to(b"c", core.handle(Received(b"v", LinkFailed(1, 2, "10.0.1.1", "10.0.1.2", "timed out"), at=2.0)))
+    assert [type(one) for one in said] == [Notice, Reject] and "which no link joins" in said[1].error["message"]
+    assert b"c" not in core.sessions and b"w" in core.workers
+
+
+def test_a_client_whose_workers_do_not_connect_in_time_is_welcomed_all_the_same():
+    core = of_two_hosts()
+    assert not said_to(b"c", core.handle(Tick(at=20.0)))
+    assert isinstance(said_to(b"c", core.handle(Tick(at=40.0)))[0], Welcome)
 
 
 def test_a_client_waits_for_its_workers_and_is_told_when_they_do_not_come():

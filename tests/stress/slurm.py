@@ -176,7 +176,7 @@ def requeued(slurm: Slurm) -> str:
         return f"not continued: {log.read_text()} {slurm.run('scontrol', 'show', 'job', job).stdout}"
     text = log.read_text()
     losses = [float(loss) for loss in re.findall(r"Loss: (\S+)", text)]
-    good = says("resumed at step [1-9]") and losses[-1] < losses[0]
+    good = says(r"resumed from \S+ at step [1-9]") and losses[-1] < losses[0]
     return "" if good else text
 
 

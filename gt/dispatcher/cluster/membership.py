@@ -30,11 +30,12 @@ from gt.errors import GTError, ProtocolError
 from gt.logs import plain
 from gt.wire.access.proof import world_key
 from gt.wire.link import examine
-from gt.wire.messages import Abort, Exit, Goodbye, Hello, LinkFailed, Message, Notice, Renew, Welcome, World
+from gt.wire.messages import Abort, Exit, Goodbye, Hello, LinkFailed, LinkMade, Message, Notice, Renew, Welcome, World
 
 log = logging.getLogger("gt.dispatcher")
 GOODBYE = "it said goodbye"
 MAX_REASON_CHARACTERS = 4000  # characters of another reason
+MEET_SECONDS = 30.0  # that a client waits for the connections between its workers' hosts
 STALL_SECONDS = 300.0  # seconds, where a program says nothing of its stall_timeout
 OWN = frozenset({"workers", "stall_timeout"})  # a client's switches that no worker is told
 
@@ -79,6 +80,7 @@ class Membership:
         self._admission, self._observers, self._traces = core.admission, core.observers, core.traces
         self._round_robin, self._make_context = core.round_robin, core.context
         self._next_session = 0
+        self._greetings: dict[Peer, tuple[Welcome, float]] = {}  # of clients whose workers still connect, and until when
 
     def hello(self, peer: Peer, hello: Hello, frames: tuple) -> None:
         known = peer in self._sessions or peer in self._workers or peer in self._observers.peers
@@ -141,7 +143,8 @@ class Membership:
         rows, ways = [w.row() for w in workers(lease)], cluster.routes()
         owners = [session.number for session in lease.sessions.values()] if self._terms.exclusive else []
         key = world_key(self._terms.link_secret, owners) if ways else ""
-        world = World(cluster.generation, rows, hosts=cluster.hosts(), ways=ways, key=key, nccl=cluster.nccl)
+        broken = cluster.broken() if ways else []
+        world = World(cluster.generation, rows, hosts=cluster.hosts(), ways=ways, key=key, nccl=cluster.nccl, broken=broken)
         own = {index: (list(members), cluster.workers[members[0]].info["unique_id"]) for members in worlds for index in members}
         for worker in workers(lease):
             members, name = own.get(worker.index, ([], ""))
@@ -149,18 +152,52 @@ class Membership:
 
     def link_failed(self, peer: Peer, message: LinkFailed, frames: tuple) -> None:
         """A worker has no connection to another: they get another way, if there is one."""
-        lease, worker = self._lending.of(peer), self._workers.get(peer)
-        if lease is None or worker is None:
-            return  # its program has ended meanwhile
-        if not 0 <= message.worker < len(lease.cluster.workers):
-            raise ProtocolError(f"LinkFailed.worker is {message.worker}, want a worker of this session")
-        other = lease.cluster.workers[message.worker]
-        failed = other, message.epoch, message.source, message.target
-        if lease.cluster.fail_link(worker, *failed, self._core.now):
-            text = f"{message.source} to {message.target}: {plain(message.reason, MAX_REASON_CHARACTERS)}"
+        if (ends := self._ends(peer, message)) is None:
+            return
+        lease, worker, other = ends
+        reason = plain(message.reason, MAX_REASON_CHARACTERS)
+        failed = message.epoch, (message.source, message.target), self._core.now, reason
+        if (news := lease.cluster.fail_link(worker, other, *failed)) is not None:
+            text = f"{message.source} to {message.target}: {reason}"
             log.warning("workers %s and %s lose their connection, %s", worker.name, other.name, text)
             self._core.log_line("ERROR", worker.name, f"no connection to {other.name}, {text}")
             self._announce_world(lease)
+            self._tell(lease, [news] if news else [])
+            self._greet(lease)
+
+    def _ends(self, peer: Peer, message: LinkFailed | LinkMade) -> tuple[Lease, Worker, Worker] | None:
+        """The lease, the worker and the other one of a message about their connection; None once their program has ended."""
+        lease, worker = self._lending.of(peer), self._workers.get(peer)
+        if lease is None or worker is None:
+            return None
+        if not 0 <= message.worker < len(lease.cluster.workers):
+            raise ProtocolError(f"{type(message).__name__}.worker is {message.worker}, want a worker of this session")
+        return lease, worker, lease.cluster.workers[message.worker]
+
+    def link_made(self, peer: Peer, message: LinkMade, frames: tuple) -> None:
+        """Two workers are connected, or a connection that had failed works again."""
+        if (ends := self._ends(peer, message)) is not None:
+            lease, worker, other = ends
+            if message.epoch:
+                lease.cluster.meet(worker, other, message.epoch)
+                self._greet(lease)
+            else:
+                lease.cluster.mend_link(worker, other, message.source, message.target)
+                self.use_mended(lease)
+
+    def use_mended(self, lease: Lease) -> None:
+        """Have pairs use connections that work again, at a moment without transfers."""
+        if news := lease.cluster.use_mended() if lease.cluster.mended else []:
+            for text in news:
+                log.info("%s", text)
+            self._announce_world(lease)
+            self._tell(lease, news)
+
+    def _tell(self, lease: Lease, news: Iterable[str]) -> None:
+        """Tell the programs of a lease."""
+        for text in news:
+            for session in lease.sessions.values():
+                self._core.send(session.peer, Notice(text))
 
     def _admit_clients(self) -> None:
         """Welcome every waiting client whose workers are all here, and its own if they have to be."""
@@ -209,8 +246,26 @@ class Membership:
         names, name, groups = [w.name for w in cluster.workers], self._core.name(client.peer), list(config.groups)
         ops = [schema.line for schema in context.ops.libraries.values()]
         gpus = all(worker.info.get("gpu", -1) >= 0 for worker in cluster.workers)
-        self._core.send(client.peer, Welcome(session.number, name, names, groups, CREDIT, self._core.process, ops, gpus))
-        self._observers.welcomed(client.peer)
+        welcome = Welcome(session.number, name, names, groups, CREDIT, self._core.process, ops, gpus)
+        self._greetings[client.peer] = welcome, self._core.now + MEET_SECONDS
+        self._greet(lease)
+
+    def greets(self, peer: Peer) -> bool:
+        """True for a client with a session that has not been welcomed yet."""
+        return peer in self._greetings
+
+    def _greet(self, lease: Lease) -> None:
+        """Let clients begin whose workers have connected with one another: a way that fails would cost them their first ops."""
+        for peer in [peer for peer in lease.sessions if peer in self._greetings]:
+            welcome, until = self._greetings[peer]
+            if lease.cluster.unmet and self._core.now < until:
+                continue
+            self._core.attempt(peer, "Hello", check_links, lease.sessions[peer].config, lease.cluster)
+            if self._greetings.pop(peer, None) is not None:
+                self._core.send(peer, welcome)
+                self._observers.welcomed(peer)
+                for text in lease.cluster.troubles():
+                    self._core.send(peer, Notice(text))
 
     def goodbye(self, peer: Peer, message: Goodbye, frames: tuple) -> None:
         self.remove(peer, plain(message.reason, MAX_REASON_CHARACTERS) or GOODBYE)
@@ -221,6 +276,7 @@ class Membership:
         if self._observers.leave(peer):
             return
         self._admission.forget(peer)
+        self._greetings.pop(peer, None)
         self._traces.forget(peer)
 
         # Forgotten first: what follows may find a fault and remove the peer again.
@@ -278,6 +334,8 @@ class Membership:
             self._poll(lease)
             if lease.cluster.retry_links(self._core.now):
                 self._announce_world(lease)
+            self.use_mended(lease)
+            self._greet(lease)
 
     def _poll(self, lease: Lease) -> None:
         """Ask busy workers whether they get on; give up those that are stopped, and tell programs of slow ones."""

@@ -153,10 +153,14 @@ class Cluster:
         self.relayed: list[list] = []  # rows of the newest `routes` with workers that relay
         self.nccl: list[list[int]] = []  # pairs of the newest `routes` that NCCL joins
         self._failed: dict[Failure, float] = {}  # connections between hosts, and when they failed
+        self._reasons: dict[Failure, str] = {}  # of those that programs have been told of, why
+        self.mended: set[Failure] = set()  # those of them that work again, and are not used yet
         self._hosts: list[Host] = []  # those of the newest `ways`
         self._known: dict[tuple[Host, Host], list[Pair]] = {}  # what these may connect by
         self._routes: dict[tuple[int, int], tuple] = {}  # pairs of workers on different hosts -> their way, and whose it is
         self._epochs: dict[tuple[int, int], int] = {}  # how often that has changed
+        self._met: dict[tuple[int, int], int] = {}  # pairs of workers -> the newest epoch in which they are connected
+        self.unmet: set[tuple[int, int]] = set()  # those of the newest `routes` that are to connect, and have not yet
 
     def add(self, peer: bytes, info: dict, ranked: bool = True) -> Worker:
         """A worker joins; one of the name of a lost worker takes its place. ranked: its index is its rank, if it has one."""
@@ -229,17 +233,88 @@ class Cluster:
             self._known = {pair: found for pair, found in self._known.items() if living.issuperset(pair)}
         return links.ways(hosts, frozenset(self._failed), self._known)
 
-    def fail_link(self, worker: Worker, peer: Worker, epoch: int, source: str, target: str, now: float) -> bool:
-        """No connection between these addresses was made, or it broke. True if it was the way of the two in this epoch."""
+    def fail_link(
+        self, worker: Worker, peer: Worker, epoch: int, addresses: tuple[str, str], now: float, reason: str = ""
+    ) -> str | None:
+        """No connection between these addresses was made, or it broke: news for programs, "" if they have been told.
+
+        None if it is not the way of the two in this epoch.
+        """
         # Both ends report the same failure, and late ones concern a way that is no longer in use: only the first one counts.
         one, other = links.home(worker.info), links.home(peer.info)
         way = self.ways().get((one, other)) if not (worker.lost or peer.lost) else None
-        if way is None or not way.connected or (way.source, way.target) != (source, target):
-            return False
+        if way is None or not way.connected or (way.source, way.target) != addresses:
+            return None
         if self._epochs.get((min(worker.index, peer.index), max(worker.index, peer.index))) != epoch:
-            return False
-        self._failed[(one, other, source, target) if one <= other else (other, one, target, source)] = now
-        return True
+            return None
+        row = (one, other, *addresses) if one <= other else (other, one, *addresses[::-1])
+        self._failed[row] = now
+        self.mended.discard(row)
+        known, self._reasons[row] = row in self._reasons, reason
+        return "" if known else self._trouble(row)
+
+    def _trouble(self, row: Failure) -> str:
+        """News of a connection that has failed, and of what is used now."""
+        names = {host.home: host.name for host in self._hosts}
+        one, other, source, target = row
+        way = self.ways()[one, other]
+        text = f"hosts {names[one]} and {names[other]}: {source} to {target} failed: {self._reasons[row]}"
+        if "timed out" in text:
+            text += " (a firewall that drops it, or a cable)"
+        if way.connected:
+            return f"{text}; {way.source} to {way.target} is tried now"
+        if way.kind == "via":
+            return f"{text}; {' and '.join(names[home] for home in way.via)} relays until it is back, which is slower"
+        return f"{text}; nothing else joins them, and it is tried again: `gt doctor --hosts` says what is wrong"
+
+    def troubles(self) -> list[str]:
+        """News of all connections that have failed, and would be used."""
+        self.ways()  # of the hosts that are here now
+        homes = {host.home for host in self._hosts}
+        return [self._trouble(row) for row in self._reasons if row in self._failed and homes.issuperset(row[:2])]
+
+    def broken(self) -> list[list]:
+        """Rows of World.broken: connections that have failed, of pairs that have another way meanwhile."""
+        if not self._failed:
+            return []
+        first: dict[str, int] = {}
+        for worker in self.workers:
+            if not worker.lost:
+                first.setdefault(worker.host.home, worker.index)
+        ways, rows = self.ways(), []
+        for one, other, source, target in self._failed:
+            if one in first and other in first and ways[one, other].kind != "none":
+                a, b = first[one], first[other]
+                rows.append([a, b, source, target] if a < b else [b, a, target, source])
+        return rows
+
+    def mend_link(self, worker: Worker, peer: Worker, source: str, target: str) -> None:
+        """A connection works again between these addresses. It is used once `use_mended` says so."""
+        one, other = links.home(worker.info), links.home(peer.info)
+        row = (one, other, source, target) if one <= other else (other, one, target, source)
+        if row in self._failed:
+            self.mended.add(row)
+
+    def use_mended(self) -> list[str]:
+        """Use connections that work again, if no transfer is under way, which would be lost: news for programs."""
+        living = [worker for worker in self.workers if not worker.lost]
+        if self.queue.waiting or any(worker.done < worker.runs or worker.code or worker.cuts for worker in living):
+            return []
+        names, news = {host.home: host.name for host in self._hosts}, []
+        for row in self.mended & {*self._failed}:
+            del self._failed[row]
+            self._reasons.pop(row, None)
+            one, other, source, target = row
+            news.append(f"hosts {names.get(one)} and {names.get(other)} have their connection {source} to {target} again")
+        self.mended.clear()
+        return news
+
+    def meet(self, worker: Worker, peer: Worker, epoch: int) -> None:
+        """Two workers are connected in an epoch of theirs."""
+        pair = min(worker.index, peer.index), max(worker.index, peer.index)
+        if self._epochs.get(pair) == epoch:
+            self._met[pair] = epoch
+            self.unmet.discard(pair)
 
     def retry_links(self, now: float) -> bool:
         """Try connections again where nothing else is left to try. True if there are any."""
@@ -253,7 +328,10 @@ class Cluster:
 
     def forgive(self, worker: Worker) -> None:
         """A worker has joined: its host's connections are tried anew."""
-        self._failed = {row: at for row, at in self._failed.items() if links.home(worker.info) not in row[:2]}
+        home = links.home(worker.info)
+        self._failed = {row: at for row, at in self._failed.items() if home not in row[:2]}
+        self._reasons = {row: why for row, why in self._reasons.items() if home not in row[:2]}
+        self.mended &= {*self._failed}
 
     def routes(self) -> list[list]:
         """Rows of World.ways. The epoch of a pair grows whenever its way, or a worker of it, is another than before."""
@@ -261,7 +339,7 @@ class Cluster:
         hosts: dict[str, list[Worker]] = {}
         for worker in living:
             hosts.setdefault(links.home(worker.info), []).append(worker)
-        self.relayed, self.nccl = [], []
+        self.relayed, self.nccl, self.unmet = [], [], set()
         if len(hosts) < 2:
             return []
 
@@ -287,6 +365,8 @@ class Cluster:
             rows.append([*key, self._epochs[key], way.kind, way.source, way.target, [worker.index for worker in relays]])
             if links.by_nccl(a.info, b.info, way):
                 self.nccl.append([*key])
+            if way.connected and self._met.get(key) != self._epochs[key]:
+                self.unmet.add(key)
         self.relayed = [row for row in rows if row[6]]
         return rows
 

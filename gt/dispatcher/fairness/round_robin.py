@@ -29,6 +29,7 @@ class SessionHost(Protocol):
 
     def handle_message(self, peer: Peer, message: Message, frames: tuple) -> None: ...
     def attempt(self, peer: Peer, what: str, call: Callable, *args: object) -> None: ...
+    def guarded(self, session: ClientSession, what: str, call: Callable, *args: object) -> None: ...
     def refuse(self, peer: Peer, error: GTError) -> None: ...
 
 
@@ -52,6 +53,8 @@ class RoundRobin:
             finally:
                 session.op_stream.in_thread = False
                 self._note(session.peer)
+            if session.peer in self._core.sessions:
+                self._core.guarded(session, "an interrupt", session.op_stream.interrupt_late)
 
         session.op_stream.in_thread = True
         self._pace.background.begin(done)

@@ -73,3 +73,8 @@ class Pace:
     @property
     def spent(self) -> bool:
         return self._clock is not None and self._clock() >= self._end
+
+    @property
+    def half_spent(self) -> bool:
+        """True once work should end whose instructions are then written and packed, which takes about as long as it took."""
+        return self._clock is not None and self._clock() >= self._end - self._seconds / 2

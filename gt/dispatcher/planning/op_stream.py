@@ -70,6 +70,7 @@ class OpStream:
         self.ops = 0  # number of ops planned
         self._next_look = 0  # op count at which all tensors are looked at again
         self.in_thread = False  # work of this session goes on in a thread
+        self._late = -1  # the last batch of an interrupt that came meanwhile
         self.told_stuck = False  # the client was told that workers are stuck, since batches were last acknowledged
 
     @property
@@ -126,7 +127,10 @@ class OpStream:
 
         They pause first and say how far they are, so that all skip the same ops: none waits in a collective for another.
         """
-        if self.in_thread or self._context.tape is not None or self._outbox.deferred is not None:
+        if self.in_thread:  # what it writes is not sent yet: the interrupt is for its end
+            self._late = max(self._late, upto)
+            return
+        if self._context.tape is not None or self._outbox.deferred is not None:
             return
         if not self.pending or self.pending[0].seq > upto:
             return
@@ -142,6 +146,12 @@ class OpStream:
             self._tell(Skip(self._context.number, True))
         if not self.busy:
             self.finish()
+
+    def interrupt_late(self) -> None:
+        """Deal with an interrupt that came while a thread was at work."""
+        upto, self._late = self._late, -1
+        if upto >= 0:
+            self.interrupt(upto)
 
     def paused(self, worker: int, seq: int) -> None:
         """A worker begins nothing after this op. The last to say so lets all go on to the same one."""

@@ -301,7 +301,7 @@ class Programs:
         if len(self._table.rows) > STEP:
             self._emitter.begin_run()
         for n, storage in enumerate(storages):
-            if n % STEP == STEP - 1 or self._context.pace.spent:
+            if n % STEP == STEP - 1 or self._context.pace.half_spent:
                 self._pause()
             if self._failures.missing:
                 break

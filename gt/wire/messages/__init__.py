@@ -71,6 +71,7 @@ from gt.wire.messages.workers import (
     Data,
     Done,
     LinkFailed,
+    LinkMade,
     OpError,
     Paused,
     PrepareCompilation,
@@ -90,5 +91,5 @@ CODES: tuple[type[Message], ...] = (
     Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
     UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened, InspectFragments,
     Metrics, Watched, Observe, Records, TensorRoles, Trace, TraceRows, OfferFile, Store, Interrupt, Skip, LinkFailed,
-    Paused, PrepareCompilation,
+    Paused, PrepareCompilation, LinkMade,
 )  # fmt: skip

@@ -18,7 +18,8 @@ class World(Message):
     home, how many workers compute in its memory. ways: [a, b, epoch, kind, address of a, of b, workers that relay from a to b]
     of each pair a < b, once there are two hosts. kind is "shm", "tcp", "routed" (TCP over routers), "via" or "none". The epoch
     changes whenever messages under way are lost. key: each end of a connection proves that it has it. nccl: pairs [a, b],
-    a < b, that NCCL joins.
+    a < b, that NCCL joins. broken: [a, b, address of a, of b] of connections that have failed and would be better than the
+    pair's present way: a tries them now and then, and answers by LinkMade.
     """
 
     generation: int
@@ -29,6 +30,7 @@ class World(Message):
     ways: list = field(default_factory=list)
     key: str = ""
     nccl: list = field(default_factory=list)
+    broken: list = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,3 +226,17 @@ class LinkFailed(Message):
     source: str
     target: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMade(Message):
+    """Worker -> dispatcher: `worker` has proved itself to it between these addresses, the sender's first.
+
+    epoch: of the pair's way, whose connection this is. 0: it is one of World.broken, tried beside the way. That is answered
+    by a World once no transfer is under way: those under way would be lost.
+    """
+
+    worker: int
+    epoch: int
+    source: str
+    target: str

@@ -21,6 +21,7 @@ Combine = Callable[[memoryview, memoryview], None]
 SlotCursors = dict[tuple[int, int, bool], int]  # (peer, offset, True for the sender's end) -> the next slot
 OnIssued = Callable[[], None]  # called once the work of a collective is issued
 Buffer = Any  # C-contiguous bytes-like: memoryview, numpy array, bytearray
+Rows = Sequence[Sequence[Any]]  # of World.workers, World.ways or World.broken
 
 
 def nothing() -> None:
@@ -95,6 +96,7 @@ class Plane(ABC):
 
     transport = ""  # the name of its transport, a value of GT_TRANSPORT
     on_link_failed: Callable[[int, int, str, str, str], None] | None = None  # (worker, epoch, own address, its, reason)
+    on_link_made: Callable[[int, int, str, str], None] | None = None  # (worker, epoch, own address, its), see LinkMade
 
     @abstractmethod
     def open(self, index: int = -1) -> dict[str, Any]:
@@ -109,9 +111,12 @@ class Plane(ABC):
         """
 
     def introduce(  # noqa: B027  a plane of one host connects nothing
-        self, rows: Sequence[Sequence[Any]], ways: Sequence[Sequence[Any]], key: str, own: int
+        self, rows: Rows, ways: Rows, key: str, own: int, broken: Rows = ()
     ) -> None:
-        """A World is here, which the transferring thread has not reached yet: connections may be made."""
+        """A World is here, which the transferring thread has not reached yet: connections may be made.
+
+        broken: World.broken, connections that are tried now and then.
+        """
 
     def join_by_nccl(self, pairs: Sequence[Sequence[int]]) -> None:  # noqa: B027  a plane of one host needs no such pairs
         """Set the pairs of workers that NCCL joins, World.nccl. Precedes `world`."""

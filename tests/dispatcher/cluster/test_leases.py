@@ -21,6 +21,7 @@ from gt.wire.messages import (
     Exit,
     Failed,
     Goodbye,
+    LinkMade,
     Notice,
     OpError,
     Ops,
@@ -524,3 +525,20 @@ def test_a_client_whose_hosts_nothing_joins_is_refused_and_all_of_its_workers_st
     sent = [(a.peer, type(a.message)) for a in core.handle(Received(b"c", client)) if isinstance(a, Send)]
     assert (b"c", Reject) in sent and {(b"w0", Renew), (b"w1", Renew)} <= {*sent}
     core.check()
+
+
+def test_a_client_waits_until_its_own_workers_have_connected_and_may_leave_meanwhile():
+    shop = Shop(0)
+    for n in range(2):
+        about = {"home": f"home{n}", "host": f"h{n}", "port": 7, "links": [[f"10.0.0.{n + 1}", 24, "eth0", 1000, False]]}
+        shop.worker(b"w%d" % n, **about)
+    assert shop.client(b"a", 2) == ["w0", "w1"] and not shop.to(b"a", Welcome)
+    assert shop.leave(b"a") == [b"w0", b"w1"]
+    for n in range(2):
+        shop.feed(PeerLost(b"w%d" % n, "its connection ended", shop.now))
+        about = {"home": f"home{n}", "host": f"h{n}", "port": 7, "links": [[f"10.0.0.{n + 1}", 24, "eth0", 1000, False]]}
+        assert shop.worker(b"v%d" % n, f"w{n}", **about) == f"w{n}"
+    shop.client(b"b", 2)
+    assert not shop.to(b"b", Welcome) and shop.to(b"v0", World)[0].ways[0][:4] == [0, 1, 1, "tcp"]
+    shop.give(b"v0", LinkMade(1, 1, "10.0.0.1", "10.0.0.2"))
+    assert shop.to(b"b", Welcome) and not shop.to(b"a", Welcome)

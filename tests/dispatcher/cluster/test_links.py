@@ -256,9 +256,9 @@ def test_a_failed_connection_makes_another_way_and_another_epoch():
         [1, 2, 1, "tcp", []],
     ]
     a, b, _ = cluster.workers
-    assert not cluster.fail_link(a, b, 1, "10.0.1.1", "10.0.9.9", 0.0), "it is not their way"
-    assert not cluster.fail_link(a, b, 0, "10.0.1.1", "10.0.1.2", 0.0), "it is news of an earlier way"
-    assert cluster.fail_link(b, a, 1, "10.0.1.2", "10.0.1.1", 0.0)
+    assert not cluster.fail_link(a, b, 1, ("10.0.1.1", "10.0.9.9"), 0.0), "it is not their way"
+    assert not cluster.fail_link(a, b, 0, ("10.0.1.1", "10.0.1.2"), 0.0), "it is news of an earlier way"
+    assert cluster.fail_link(b, a, 1, ("10.0.1.2", "10.0.1.1"), 0.0)
     assert [row[:4] + [row[6]] for row in cluster.routes()] == [
         [0, 2, 1, "tcp", []], [1, 2, 1, "tcp", []], [0, 1, 2, "via", [2]],
     ]  # fmt: skip
@@ -273,10 +273,56 @@ def test_failed_connections_are_tried_again_where_no_other_way_is_left():
         about = {"host": one.name, "home": one.home, "port": 7, "links": [list(link) for link in one.links], "heap_bytes": 1}
         cluster.add(b"%d" % at, worker_info(about))
     [(_, _, epoch, _, source, target, _)] = cluster.routes()
-    assert cluster.fail_link(*cluster.workers, epoch, source, target, 1.0)
+    assert cluster.fail_link(*cluster.workers, epoch, (source, target), 1.0)
     assert [row[2:4] for row in cluster.routes()] == [[2, "none"]]
     assert not cluster.retry_links(2.0) and cluster.retry_links(100.0) and not cluster.retry_links(200.0)
     assert [row[2:4] for row in cluster.routes()] == [[3, "tcp"]]
+
+
+def of_mesh():
+    """A cluster of three hosts, each pair joined by a cable; that of the first two has failed."""
+    cluster = Cluster()
+    for at, one in enumerate(MESH):
+        about = {"host": one.name, "home": one.home, "port": 7, "links": [list(link) for link in one.links], "heap_bytes": 1}
+        cluster.add(b"%d" % at, worker_info(about))
+    cluster.routes()
+    assert cluster.broken() == []
+    news = cluster.fail_link(*cluster.workers[1::-1], 1, ("10.0.1.2", "10.0.1.1"), 0.0, "timed out")
+    assert news == (
+        "hosts a and b: 10.0.1.1 to 10.0.1.2 failed: timed out (a firewall that drops it, or a cable); "
+        "c relays until it is back, which is slower"
+    )
+    assert cluster.troubles() == [news]
+    cluster.routes()
+    return cluster
+
+
+def test_a_connection_that_works_again_is_used_once_no_transfer_is_under_way():
+    cluster = of_mesh()
+    a, b, c = cluster.workers
+    assert cluster.broken() == [[0, 1, "10.0.1.1", "10.0.1.2"]]
+    cluster.mend_link(a, c, "10.0.2.1", "10.0.2.3")
+    assert not cluster.mended, "it has not failed"
+    cluster.mend_link(a, b, "10.0.1.1", "10.0.1.2")
+    c.runs = 1
+    assert cluster.use_mended() == [] and cluster.mended, "a worker is at work"
+    cluster.finished(c, 1)
+    assert cluster.use_mended() == ["hosts a and b have their connection 10.0.1.1 to 10.0.1.2 again"]
+    assert [0, 1, 3, "tcp", "10.0.1.1", "10.0.1.2", []] in cluster.routes()
+    assert not cluster.mended and cluster.broken() == [] == cluster.troubles() == cluster.use_mended()
+
+
+def test_a_connection_that_fails_again_before_it_is_used_is_not_used():
+    cluster = of_mesh()
+    a, b, c = cluster.workers
+    cluster.mend_link(b, a, "10.0.1.2", "10.0.1.1")
+    cluster.forgive(c)
+    assert cluster.mended, "another host has joined"
+    cluster.forgive(b)
+    assert not cluster.mended, "all are tried anew"
+    (route,) = [row for row in cluster.routes() if row[:2] == [0, 1]]
+    assert cluster.fail_link(a, b, route[2], ("10.0.1.1", "10.0.1.2"), 1.0, "refused")
+    assert cluster.use_mended() == []
 
 
 @pytest.mark.parametrize(
@@ -308,3 +354,18 @@ def test_nccl_joins_workers_of_one_version_that_a_connection_joins():
     cluster.routes()
     assert cluster.nccl == [[0, 1], [0, 2], [1, 2]]
     assert worker_info({"nccl": "2.28.9"})["nccl"] == "2.28.9"
+
+
+def test_a_pair_is_unmet_from_a_new_way_until_it_is_connected():
+    cluster = of_mesh()
+    a, b, c = cluster.workers
+    assert cluster.unmet == {(0, 2), (1, 2)}, "the way of the first two is relayed"
+    cluster.meet(c, a, 1)
+    cluster.meet(b, c, 7)
+    cluster.routes()
+    assert cluster.unmet == {(1, 2)}, "it is news of another epoch"
+    cluster.meet(b, c, 1)
+    assert not cluster.unmet
+    c.revive(b"again", c.info)
+    cluster.routes()
+    assert cluster.unmet == {(0, 2), (1, 2)}, "a new process has none of the old connections"

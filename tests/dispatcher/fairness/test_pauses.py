@@ -6,8 +6,9 @@ import pytest
 
 from gt.dispatcher.events import PeerLost, Received, Send
 from gt.dispatcher.fairness.background import Inline
+from gt.dispatcher.fairness.time_slices import SLICE_SECONDS, Pace
 from gt.wire.link import hello
-from gt.wire.messages import Failed, Report, Run, UseBlock
+from gt.wire.messages import Failed, Interrupt, Report, Run, Skip, UseBlock
 from tests.helpers.limits import calls_of
 from tests.stress import costs
 
@@ -24,6 +25,7 @@ class Watched(costs.Loop):
         self.code: dict[bytes, list] = {}
         self.blocks: list[UseBlock] = []
         self.asked: set[bytes] = set()  # workers that were told a block
+        self.skips: list[bytes] = []  # workers that were told to skip
         super().__post_init__()
         self.core.pace._seconds = 0.0  # each look at the clock ends the turn
         if self.inline:
@@ -35,6 +37,7 @@ class Watched(costs.Loop):
         runs = [(a.peer, a.message) for a in actions if isinstance(a, Send) and isinstance(a.message, Run)]
         self.blocks += [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, UseBlock)]
         self.asked.update(a.peer for a in actions if isinstance(a, Send) and isinstance(a.message, UseBlock))
+        self.skips += [a.peer for a in actions if isinstance(a, Send) and isinstance(a.message, Skip)]
         self.turns.append(sum(len(run.code) for _, run in runs))
         for peer, run in runs:
             self.code.setdefault(peer, []).extend(run.code)
@@ -119,6 +122,13 @@ def test_a_save_ends_if_what_is_left_would_be_made_by_a_worker_without_the_file(
     assert not loop.core.sessions[b"c"].fetches.open and not loop.core.sessions[b"c"].fetches.by_key
 
 
+@pytest.mark.parametrize("name", ["list", "cat"])
+def test_an_interrupt_in_a_pause_is_dealt_with_once_the_op_is_planned(watched, name):
+    watched.during = lambda loop: loop.core.handle(Received(b"c", Interrupt(1 << 40)))
+    loop = OPS[name]()
+    assert watched.during is None and not loop.errors and sorted(loop.skips) == sorted(b"w%d" % n for n in range(16))
+
+
 def test_a_session_that_ends_in_a_pause_leaves_nothing(watched):
     watched.during = lambda loop: loop.core.handle(PeerLost(b"c", "killed"))
     loop = OPS["list"]()
@@ -134,3 +144,12 @@ def test_alike_pieces_are_bound_once():
 
     Watched.inline = True
     assert calls(32) < 2 * calls(4)
+
+
+def test_half_of_a_turn_is_left_for_the_packing_of_what_is_written():
+    now = [1.0]
+    pace = Pace(lambda: now[0])
+    pace.begin()
+    assert not pace.half_spent and not Pace().half_spent
+    now[0] += 0.6 * SLICE_SECONDS
+    assert pace.half_spent and not pace.spent

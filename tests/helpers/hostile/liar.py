@@ -26,6 +26,7 @@ from gt.wire.messages import (
     InspectFragments,
     Interrupt,
     LinkFailed,
+    LinkMade,
     Message,
     Metrics,
     Observe,
@@ -473,6 +474,7 @@ class Liar:
             (ArenaOpened(rng.choice([*offers[-1:], 3]), rng.random() < 0.5), ()),
             (Paused(rng.choice([*skips[-1:], 1]), rng.choice([-1, 5, 1 << 62])), ()),
             (link, ()),
+            (LinkMade(way[rng.randrange(2)], rng.choice([0, way[2], 1 << 62]), "1.2.3.4", "1.2.3.5"), ()),
         ]
 
     def as_observer(self) -> tuple[Message, tuple]:

@@ -137,6 +137,39 @@ def lose(address: str, target: str) -> None:
     gt.shutdown()
 
 
+def mend(address: str) -> None:
+    """Transfers from worker 0 to 1, of which the first may fail; after a word, others until a cable joins the two again."""
+    start(address, "s0: {workers: [0]}\ns1: {workers: [1]}\nall: {shard: {axis: 0, workers: [0, 1, 2]}}", 3)
+
+    def transfer() -> bool:
+        with gt.signal.context("s0"):
+            x = torch.ones(200_000, device="remote") + 0
+        with gt.signal.context("s1"):
+            return (x * 2).sum().item() == 400_000
+
+    def way() -> str:
+        return gt.stats()["workers"][0]["ways"]["w1"]
+
+    transfer()
+    say(ready=way())
+    sys.stdin.readline()
+    try:
+        while True:
+            assert transfer()
+    except gt.GTError as error:
+        say(text=str(error))
+    while not way().startswith("via"):
+        pass
+    assert transfer()
+    say(relayed=way())
+    until, count = time.monotonic() + 60, 0
+    while (now := way()).startswith("via") and time.monotonic() < until:
+        assert transfer()
+        count += 1
+    say(mended=now, right=transfer(), count=count)
+    gt.shutdown()
+
+
 KINDS = """
 s0: {workers: [0]}
 s1: {workers: [1]}
@@ -294,5 +327,5 @@ def refused(address: str) -> None:
 
 
 if __name__ == "__main__":
-    programs = (demo, cuts, far, zero, client, lose, refused, routed)
+    programs = (demo, cuts, far, zero, client, lose, mend, refused, routed)
     {program.__name__: program for program in programs}[sys.argv[1]](*sys.argv[2:])

@@ -350,3 +350,21 @@ def test_a_group_whose_hosts_nothing_joins_is_refused_when_its_program_connects(
         assert found["error"] == "ConfigError"
         assert "a (the text:1) spans h0 and h1, which no link joins" in found["text"], found
         site.close()
+
+
+def test_a_cable_that_is_back_is_used_again_while_a_relay_works_and_no_transfer_is_lost():
+    with Lab.mesh(3, management=True) as lab:
+        site = Site(lab, [0, 1, 2], backend="numpy")
+        program = site.program("mend", host=2)
+        ready = program.hear()["ready"]
+        assert ready == "tcp 192.168.100.1 to 192.168.100.2"
+        lab.cut(0, 1)
+        program.tell()
+        said = program.hear()["text"]
+        assert all(part in said for part in ("'w0' on h0", "'w1' on h1", "192.168.100.1", "192.168.100.2")), said
+        assert program.hear()["relayed"] == "via worker 2"
+        lab.mend(0, 1)
+        found = program.hear()
+        assert found["mended"] == ready and found["right"] is True, found
+        program.end()
+        site.close()

@@ -17,7 +17,7 @@ import pytest
 from gt import env
 from gt.wire import liveness
 from gt.worker.plane.base import PeerGone, Unreachable
-from gt.worker.plane.net import chain, collectives, handshake, lane, network, peer_connection, relay, strangers, stream
+from gt.worker.plane.net import chain, collectives, handshake, lane, network, peer_connection, relay, retries, strangers, stream
 from gt.worker.plane.net.peer_connection import DATA, HEADER, PeerConnection
 from gt.worker.plane.net.plane import NetPlane
 from tests.helpers.limits import limit
@@ -409,6 +409,57 @@ def test_a_broken_connection_names_both_ends_and_the_next_world_has_another():
         world[1].recv(channel(0), into)
         assert into == b"again"
         assert world[0].ways() == {"w1": "via worker 2", "w2": "tcp 127.0.0.1 to 127.0.0.1"}
+
+
+RELAYED = [[0, 1, 2, "via", "", "", [2]], *ways(3)[1:]]
+BROKEN = [[0, 1, "127.0.0.1", "127.0.0.1"]]
+
+
+def test_a_connection_that_failed_is_tried_beside_the_way_that_is_used(monkeypatch):
+    monkeypatch.setattr(retries, "RETRY_SECONDS", 0.01)
+    said, mended = [], threading.Event()
+    with hosts(3) as world:
+        for index, plane in enumerate(world):
+            plane.on_link_failed = lambda *failure: said.append(failure)
+            plane.on_link_made = lambda index, epoch, *_: None if epoch else (said.append(index), mended.set())
+            plane.introduce(world[0].rows, RELAYED, "11" * 32 if index == 1 else KEY, index)
+            plane.world(world[0].rows, RELAYED)
+        tried, probe = threading.Event(), world[0].network.probe
+
+        def spied(*about):
+            try:
+                probe(*about)
+            finally:
+                tried.set()
+
+        world[0]._retries._probe = spied
+        world[0].introduce(world[0].rows, RELAYED, KEY, 0, BROKEN)
+        assert tried.wait(limit(20)) and not mended.is_set(), "the other end has another key"
+        world[1].introduce(world[0].rows, RELAYED, KEY, 1)
+        assert mended.wait(limit(20))
+        assert wait_until(lambda: world[0]._retries._thread is None), "one success is enough"
+        into = bytearray(5)
+        world[0].send(channel(1), b"still")
+        world[1].recv(channel(0), into)
+        assert into == b"still" and said == [1]
+        assert world[0].ways()["w1"] == "via worker 2"
+
+
+def test_an_error_of_a_relayed_way_names_the_addresses_of_its_connections():
+    legs = r"via worker 2 \(worker 0 at 127.0.0.1 to worker 2 at 127.0.0.1, worker 2 at 127.0.0.1 to worker 1 at 127.0.0.1\)"
+    with hosts(3) as world:
+        tell(world, world[0].rows, RELAYED)
+        now = [[0, 1, 3, "none", "", "", []], ways(3)[1], [1, 2, 2, "none", "", "", []]]
+        for index, plane in enumerate(world):
+            plane.introduce(world[0].rows, now, KEY, index)
+        ended = "its connection of worker 2 at 127.0.0.1 to worker 1 at 127.0.0.1 has ended"
+        with pytest.raises(Unreachable, match=f"the way {legs} is given up: {ended}"):
+            world[0].send(channel(1), b"late")
+    with hosts(3) as world:
+        tell(world, world[0].rows, RELAYED)
+        world[0].abort(2, "killed")
+        with pytest.raises(Unreachable, match=f"worker 2, which relayed, is gone: the way was {legs}"):
+            world[0].send(channel(1), b"late")
 
 
 def test_a_host_that_is_silent_is_noticed_before_anybody_sends_to_it(monkeypatch):

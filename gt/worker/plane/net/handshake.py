@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 MAGIC = b"gt-net-1"
+PROBE = 0  # in place of an epoch: the connection ends with the handshake
 SECONDS = 5.0  # that a handshake may take at its accepting end
 PATIENCE_SECONDS = 2 * SECONDS  # at its offering end, which is never the first to give up
 PROOF_BYTES = NONCE_BYTES = 32

@@ -8,7 +8,6 @@ into their memory.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import select
@@ -22,7 +21,6 @@ from gt.wire import tcp
 from gt.worker.plane.net import handshake
 from gt.worker.plane.net.handshake import Greeting
 from gt.worker.plane.net.lane import Lane
-from gt.worker.plane.net.listener import listen
 from gt.worker.plane.net.peer_connection import (
     CREDIT,
     DATA,
@@ -37,8 +35,8 @@ from gt.worker.plane.net.peer_connection import (
     reason,
 )
 from gt.worker.plane.net.relay import PAUSE_BYTES, Relay
-from gt.worker.plane.net.route import CONNECTED, Route, routes
-from gt.worker.plane.net.strangers import Strangers
+from gt.worker.plane.net.route import CONNECTED, Route, given_up, routes
+from gt.worker.plane.net.strangers import Strangers, listen
 
 log = logging.getLogger("gt.worker")
 
@@ -53,8 +51,6 @@ FULL_SECONDS = 0.01  # between two attempts to accept a connection without a fre
 MAX_NAMED_LANES = 1 << 13  # that a connection names first: one a worker behind it, in each epoch
 READS_PER_TURN = 16  # reads of a connection before others are read
 Pair = tuple[int, int]  # index of the other worker, epoch
-# The other host, or a link to it, is gone: other errors are the other process's end
-CUT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
 
 
 class Network:
@@ -63,6 +59,7 @@ class Network:
     def __init__(self, mark: int, wake: Callable[[], None], ports: Iterable[int]) -> None:
         self._mark, self._wake = mark, wake
         self.failed: Callable[[int, int, str, str, str], None] = lambda *_: None
+        self.made: Callable[[int, int, str, str], None] = lambda *_: None  # as failed, of a connection that this end has made
         self.own = -1
         self.relay = Relay(self, wake)
         self.owned: set[PeerConnection] = set()
@@ -108,8 +105,8 @@ class Network:
             before, self._routes = self._routes, routes(ways, own)
             for (index, epoch), lane in self._lanes.items():
                 if epoch != (route := self._routes.get(index, None)) and (route is None or route.epoch != epoch):
-                    why = self._whys.pop((index, epoch), "it failed at the other end, or a relay of it is gone")
-                    lane.broken = lane.broken or f"the way {before.get(index, 'before')} is given up: {why}"
+                    why = given_up(before.get(index), ways, self._whys.pop((index, epoch), ""))
+                    lane.broken = lane.broken or why
             for pair, connection in list(self._connections.items()):
                 route = self._routes.get(pair[0])
                 # Connections of an older epoch end; one of a newer epoch may have been accepted before this world was known.
@@ -183,7 +180,7 @@ class Network:
                 if other == index:
                     lane.broken = lane.broken or "it is gone"
                 elif route is not None and index in route.relays:
-                    lane.broken = lane.broken or f"worker {index}, which relayed, is gone"
+                    lane.broken = lane.broken or f"worker {index}, which relayed, is gone: the way was {route.whole}"
             for (other, _), connection in self._connections.items():
                 if other == index:
                     connection.end()
@@ -202,11 +199,8 @@ class Network:
         self._thread.join()
         for thread in list(self._threads):
             thread.join()
-        for connection in {
-            *self._connections.values(),
-            *self._by_fd.values(),
-            *(connection for _, connection, _ in self._deadlines),
-        }:
+        ending = [connection for _, connection, _ in self._deadlines]
+        for connection in {*self._connections.values(), *self._by_fd.values(), *ending}:
             connection.close()
         self._connections.clear()
         self._by_fd.clear()
@@ -375,8 +369,9 @@ class Network:
         try:
             while not why and not self._over(route):
                 try:
-                    self._offer(route)
-                    return
+                    sock = self._meet(route.index, route.epoch, route.source, route.target)
+                    self._enter(sock, (route.index, route.epoch), route.source, route.target)
+                    return self.made(route.index, route.epoch, route.source, route.target)
                 # The other end listens, and is not ready: asked for MEET_SECONDS. Other errors are the network's, and final.
                 except (handshake.Later, ConnectionResetError, BrokenPipeError) as error:
                     why = reason(error) if time.monotonic() >= until else ""
@@ -395,19 +390,20 @@ class Network:
         with self._lock:
             return self._closing or route.index in self._gone or self._routes.get(route.index) != route
 
-    def _offer(self, route: Route) -> None:
-        family = socket.AF_INET6 if ":" in route.target else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
+    def probe(self, index: int, source: str, target: str) -> None:
+        """Have a worker prove itself between two addresses, on a connection that ends with that. OSError where it does not."""
+        self._meet(index, handshake.PROBE, source, target).close()
+
+    def _meet(self, index: int, epoch: int, source: str, target: str) -> socket.socket:
+        """A connection to a worker, which has proved who it is."""
+        sock = socket.socket(socket.AF_INET6 if ":" in target else socket.AF_INET, socket.SOCK_STREAM)
         try:
             with self._lock:
                 self._greetings.add(sock)
-                key, marks, port = self._key, self._marks, self._ports.get(route.index, 0)
-            sock.settimeout(CONNECT_SECONDS)
-            tcp.watch(sock)
-            sock.bind((route.source, 0))
-            sock.connect((route.target, port))
-            handshake.offer(sock, Greeting(self.own, route.index, route.epoch, self._mark, marks.get(route.index, 0)), key)
-            self._enter(sock, (route.index, route.epoch), route.source, route.target)
+                key, marks, port = self._key, self._marks, self._ports.get(index, 0)
+            tcp.connect(sock, source, (target, port), CONNECT_SECONDS)
+            handshake.offer(sock, Greeting(self.own, index, epoch, self._mark, marks.get(index, 0)), key)
+            return sock
         except OSError:
             sock.close()
             raise
@@ -423,7 +419,10 @@ class Network:
             if not self._strangers.remove(sock):
                 raise handshake.Later("too many connections wait for a handshake")
             handshake.welcome(sock)
-            self._enter(sock, (greeting.source, greeting.epoch), route.source, route.target)
+            if greeting.epoch == handshake.PROBE:
+                sock.close()
+            else:
+                self._enter(sock, (greeting.source, greeting.epoch), route.source, route.target)
         except (OSError, KeyError) as error:
             log.debug("a connection from %s was refused: %s", address, error)
             self._strangers.remove(sock)
@@ -438,7 +437,8 @@ class Network:
                 if route is not None and route.epoch >= greeting.epoch:
                     # Marks and epoch must be those of the world: an old process, or one of another cluster under the same
                     # index, is refused.
-                    want = Greeting(greeting.source, self.own, route.epoch, self._marks.get(greeting.source, 0), self._mark)
+                    epoch = greeting.epoch and route.epoch
+                    want = Greeting(greeting.source, self.own, epoch, self._marks.get(greeting.source, 0), self._mark)
                     return self._key if greeting == want and self._key else None
                 left = until - time.monotonic()
                 if left <= 0 or not may_wait:  # the other end asks again
@@ -453,8 +453,7 @@ class Network:
         connection = PeerConnection(sock, *pair, source, target, self)
         with self._lock:
             if self._closing or pair in self._connections or pair[0] in self._gone:
-                sock.close()
-                return
+                return sock.close()
             self._connections[pair] = self._by_fd[connection.fd] = connection
             connection.mask = select.EPOLLIN
             self._epoll.register(connection.fd, select.EPOLLIN)
@@ -474,7 +473,7 @@ class Network:
             self._epoll.unregister(connection.fd)
             self.owned.discard(connection)
             connection.ended = True
-            cut = error.errno in CUT
+            cut = error.errno in tcp.CUT
             self._whys[connection.index, connection.epoch] = reason(error)
             if not self._closing:
                 until = time.monotonic() + (GRACE_SECONDS if cut else ENDED_SECONDS)

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from gt.ir.heap import HEAP_BYTES, SLOT_BYTES, SLOTS
-from gt.worker.plane.base import ALL, Buffer, Channel, Combine, OnIssued, PeerGone, TeamForm, Unreachable, nothing
+from gt.worker.plane.base import ALL, Buffer, Channel, Combine, OnIssued, PeerGone, Rows, TeamForm, Unreachable, nothing
 from gt.worker.plane.net import collectives
 from gt.worker.plane.net.duplex import Duplex
+from gt.worker.plane.net.handshake import PROBE
 from gt.worker.plane.net.lane import Lane
 from gt.worker.plane.net.network import Network
 from gt.worker.plane.net.peer_connection import PeerConnection
+from gt.worker.plane.net.retries import Retries
 from gt.worker.plane.net.route import Route, routes
 from gt.worker.plane.net.stream import PairStream
 from gt.worker.plane.net.wide_team import WideTeam
@@ -41,7 +43,7 @@ class FarPeer(Peer):
     def check(self) -> None:
         super().check()
         if self.lane is None:
-            raise self._unreachable("no link joins their hosts, and no worker relays: `gt doctor --hosts` shows the links")
+            raise self._unreachable("no link joins their hosts, or all fail, and no worker relays: see `gt doctor --hosts`")
         if self.lane.broken:
             raise self._unreachable(self.lane.broken)
 
@@ -57,6 +59,7 @@ class NetPlane(ShmPlane):
     def __init__(self, heap_bytes: int = HEAP_BYTES) -> None:
         super().__init__(heap_bytes)
         self.network: Network
+        self._retries: Retries
         self._here = ""  # this worker in an error
         self._routes: dict[int, Route] = {}
         self._streams: dict[tuple[int, int], PairStream] = {}
@@ -70,11 +73,14 @@ class NetPlane(ShmPlane):
         assert self._own is not None
         self.network = Network(self._own.mark, self._look_again, network_links.ports())
         self.network.failed = self._link_failed
+        self.network.made = self._link_made
+        self._retries = Retries(self.network.probe, lambda index, *link: self._link_made(index, PROBE, *link))
         facts = {"links": network_links.links(), "routes": network_links.routes(), "scope": network_links.namespace()}
         return {**info, "port": self.network.port, **facts}
 
-    def introduce(self, rows: Sequence[Sequence[Any]], ways: Sequence[Sequence[Any]], key: str, own: int) -> None:
+    def introduce(self, rows: Rows, ways: Rows, key: str, own: int, broken: Rows = ()) -> None:
         self.network.introduce(rows, ways, key, own)
+        self._retries.want([(b, source, target) for a, b, source, target in broken if a == own])
 
     def world(self, rows: Sequence[Sequence[Any]], ways: Sequence[Sequence[Any]] = ()) -> None:
         self._ways = {(row[0], row[1]): row for row in ways}
@@ -100,7 +106,9 @@ class NetPlane(ShmPlane):
 
     def close(self) -> None:
         if hasattr(self, "network"):
+            self._retries.end()
             self.network.close()
+            self._retries.join()
         super().close()
 
     def _look_again(self) -> None:
@@ -111,6 +119,10 @@ class NetPlane(ShmPlane):
     def _link_failed(self, index: int, epoch: int, source: str, target: str, reason: str) -> None:
         if self.on_link_failed is not None:
             self.on_link_failed(index, epoch, source, target, reason)
+
+    def _link_made(self, index: int, epoch: int, source: str, target: str) -> None:
+        if self.on_link_made is not None:
+            self.on_link_made(index, epoch, source, target)
 
     def _stays(self, peer: Peer, row: Sequence[Any]) -> bool:
         route = self._routes.get(peer.index)

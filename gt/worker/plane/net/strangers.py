@@ -1,4 +1,4 @@
-"""Connections at a worker's port for other hosts of which the other end has not proved who it is.
+"""A worker's port for other hosts, and connections there of which the other end has not proved who it is.
 
 Whoever reaches the port can connect, so these are few: the oldest makes room for a new one, and an honest handshake is short.
 """
@@ -9,8 +9,9 @@ import contextlib
 import resource
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from gt.errors import ConfigError
 from gt.wire import tcp
 
 MAX_STRANGERS = 256  # fewer where descriptors are few: others of this worker need them too
@@ -58,3 +59,17 @@ class Strangers:
         with self._lock:
             for sock in self._socks:
                 tcp.shut_down(sock)
+
+
+def listen(ports: Iterable[int]) -> socket.socket:
+    """A socket that listens on the first port that is free, for IPv4 and IPv6 where the kernel has both."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    tried = None
+    for port in ports:
+        try:
+            listener = socket.create_server(("", port), family=family, backlog=128, dualstack_ipv6=family == socket.AF_INET6)
+            listener.setblocking(False)
+            return listener
+        except OSError as error:
+            tried = error
+    raise ConfigError(f"no port of GT_PORTS is free: {tried}")
