@@ -560,9 +560,8 @@ class CompiledFunction(Generic[P, R]):
             self._reasons.add(answer["why"])
             return None
         order, answer["backend"] = answer["schedule"], backend
-        if (
-            order and order["why"] and (self.settings.own_schedule or order["pipeline"])
-        ):  # the config's is for steps that can have it
+        # The config's is for steps that can have it
+        if order and order["why"] and (self.settings.own_schedule or order["pipeline"]):
             self._reasons.warn(f"schedule {order['name']} is not used: {order['why']}")
         program = captured_program(
             SealedCall(number, answer, carried, self._why, self._part),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gt.client.capture.aliasing import attribute_names
-from gt.client.capture.program.recomputation import Recomputation, SavedValues
+from gt.client.capture.program.recomputation import RecomputationPlan, SavedValues
 from gt.client.capture.recording import CallRecording
 from gt.client.device.remote_tensor import RemoteTensor, memory_id
 from gt.client.values.fingerprints import is_scalar_like
@@ -64,7 +64,7 @@ class Pack:
         self.tensors: list[RemoteTensor] = []
         self.reads: list[torch.Tensor] = []
         self.source: Sequence[torch.Tensor] | SavedValues = self.tensors  # where a backward pass finds them
-        self.plan: Recomputation | None = None
+        self.plan: RecomputationPlan | None = None
         self._uses: Counter[int] = Counter()  # how often a place is saved
         self.memories: set[int] = set()  # of these tensors
         self._versions: list[tuple[torch.Tensor, int]] = []
@@ -94,7 +94,7 @@ class Pack:
         self._versions.append((tensor, tensor._version))
         return tensor
 
-    def keep(self, plan: Recomputation | None) -> None:
+    def keep(self, plan: RecomputationPlan | None) -> None:
         """Keep what a plan says, and no more."""
         if plan is not None:
             self.plan, self.tensors = plan, plan.tensors_to_keep(self.tensors)

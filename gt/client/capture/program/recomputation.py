@@ -28,7 +28,7 @@ from gt.ir.ops import RANDOM
 from gt.ir.template import Const, T, V
 
 MAX_CHAIN_OPS = 16  # that make one value again; views are free
-MAX_READ_SHARE = 3.0  # bytes that they read, for each byte of the value: to keep it is a write and a read of it
+MAX_READ_BYTES_PER_BYTE = 3.0  # bytes that they read, for each byte of the value: to keep it is a write and a read of it
 LEAST_SHARE_OF_SAVED = 4096  # a value of less than 1/4096 of what is saved is kept
 # Ops besides pointwise ones that a compiler fuses with their readers
 CHEAP = frozenset({"aten._to_copy.default", "aten.cat.default", "aten.clone.default"})
@@ -65,7 +65,7 @@ class Step:
 
 
 @dataclass
-class Recomputation:
+class RecomputationPlan:
     """The way in which each tensor that autograd has saved is had in the backward pass. Tensors are ids of the recorded call.
 
     numbers: of the saved tensors, by place. kept: places of those that are kept. narrow: places of those of which the operand
@@ -96,7 +96,9 @@ class Recomputation:
 class SavedValues:
     """Values that autograd has saved, by place, for one backward pass. uses: how often each is asked for."""
 
-    def __init__(self, plan: Recomputation, kept: Sequence[torch.Tensor], reads: Sequence[torch.Tensor], uses: Counter) -> None:
+    def __init__(
+        self, plan: RecomputationPlan, kept: Sequence[torch.Tensor], reads: Sequence[torch.Tensor], uses: Counter
+    ) -> None:
         self._plan, self._kept, self._reads = plan, kept, reads
         self._left = Counter(uses)
         self._made: dict[int, torch.Tensor] = {}  # by place, until their last use
@@ -168,8 +170,8 @@ class Chooser:
     def _root(self, number: int) -> int:
         return self._memory.get(number, number)
 
-    def choose(self) -> Recomputation | None:
-        """What to recompute; None if all is kept."""
+    def choose(self) -> RecomputationPlan | None:
+        """The plan of one call; None if all is kept."""
         places: dict[int, list[int]] = {}  # by memory
         for place, number in enumerate(self._numbers):
             places.setdefault(self._root(number), []).append(place)
@@ -197,7 +199,7 @@ class Chooser:
         places_kept = [place for place, number in enumerate(standing) if number in kept]
         slots = {standing[place]: slot for slot, place in enumerate(places_kept)}
         dtypes = {place: narrow[self._numbers[place]][1] for place in places_kept if self._numbers[place] in narrow}
-        return Recomputation(self._numbers, places_kept, dtypes, slots, self._steps, self._reads, left)
+        return RecomputationPlan(self._numbers, places_kept, dtypes, slots, self._steps, self._reads, left)
 
     def _drops(self, numbers: set[int], kept: set[int], nbytes: int) -> bool:
         """True if the tensors of one memory can be made again of the others that are kept, at little cost. Notes the ops."""
@@ -217,7 +219,7 @@ class Chooser:
             waiting += found[0].op.ins
             if len({id(step.op) for step, _ in chain.values() if step.op.template.outs[0].kind == "new"}) > MAX_CHAIN_OPS:
                 return False
-        if not self.thorough and sum(sources.values()) > MAX_READ_SHARE * nbytes:
+        if not self.thorough and sum(sources.values()) > MAX_READ_BYTES_PER_BYTE * nbytes:
             return False
         self._steps |= chain
         return True

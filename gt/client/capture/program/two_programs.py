@@ -35,7 +35,7 @@ from gt.client.capture.program.call_graph import (
     strange_result,
 )
 from gt.client.capture.program.captured_program import CapturedProgram
-from gt.client.capture.program.recomputation import Chooser, Recomputation
+from gt.client.capture.program.recomputation import Chooser, RecomputationPlan
 from gt.client.capture.recording import CallRecording
 from gt.client.capture.watches.node_hooks import hooks_of_nodes
 from gt.client.device import random
@@ -68,7 +68,7 @@ class Saved:
     program: weakref.ref[CapturedProgram] | None = None
     idle: int = 0
     graphs: int = 0
-    plan: Recomputation | None = None
+    plan: RecomputationPlan | None = None
 
     def let_go(self) -> None:
         """Put a stand-in for each tensor that no program has left, so that its memory may end before the next call.
@@ -403,8 +403,8 @@ class TwoPrograms:
         plain, tree = tree_flatten(detached(results))
         return tree_unflatten([apart(leaf, pack) for leaf in plain], tree)
 
-    def _plan(self, tape: Any, pack: Pack) -> Recomputation | None:
-        """How the backward pass has what this call has saved: as the program's, or chosen by the recorded ops."""
+    def _plan(self, tape: Any, pack: Pack) -> RecomputationPlan | None:
+        """The program's plan, or that which is chosen by the ops of the recorded call."""
         mode = self.forward.settings.recompute_mode
         if self._lacking_one is not None:
             return self._lacking_one.plan
