@@ -214,7 +214,8 @@ class GraphReplays:
         pending.copy_out(self._dropped, self.pool_key, self)
         if self.must_record and self.apart:
             pending.copy_out(self._dropped, SHARED, self)  # of its own replays before this one
-        self.tensors.free(self._dropped)  # not within a run: a recording would find room beside them
+        for i in self._dropped:  # not within a run: a recording would find room beside them
+            self.tensors.pop(i, None)
         # One pass records all runs anew. Results of the last replay leave the pool first, except those that this program
         # drops.
         self.recording, self.must_record = self.must_record, False
