@@ -68,10 +68,10 @@ from gt.client.capture.program.argument_views import in_arguments
 from gt.client.capture.program.captured_program import CapturedProgram
 from gt.client.capture.program.compiled_module import captured_module
 from gt.client.capture.program.sealing import SealedCall, captured_program, disagreement, own_obstacle
-from gt.client.capture.program.settings import ProgramSettings
+from gt.client.capture.program.settings import Part, ProgramSettings
 from gt.client.capture.program.state_reads import StateReads
 from gt.client.capture.program.state_writes import unguarded_state
-from gt.client.capture.program.two_programs import Halves, Part, in_functorch
+from gt.client.capture.program.two_programs import Halves, in_functorch
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.capture.watches.code_watch import CodeWatch

@@ -20,6 +20,7 @@ from gt.client.capture.host_draws import LEADS_ELSEWHERE
 from gt.client.capture.program.argument_views import argument_view
 from gt.client.capture.program.captured_program import CapturedProgram, ProgramResult
 from gt.client.capture.program.host_results import HostMemory
+from gt.client.capture.program.settings import Part
 from gt.client.capture.program.state_writes import register_writes
 from gt.client.capture.recording import Difference, difference, reads_differ
 from gt.client.capture.state_walk import StateSnapshot
@@ -97,7 +98,11 @@ class SealedCall:
     answer: dict  # of the dispatcher
     carried: list  # ids of loop-carried tensors: (read, made)
     why: str
-    part: Any = None
+    part: Part | None = None
+
+    @property
+    def forward(self) -> bool:
+        return self.part is not None and self.part.forward
 
 
 def captured_program(
@@ -134,8 +139,7 @@ def captured_program(
 
     keep = [t for state in (entry, leaving) for _, t in state.tensors() if t._ref.id in reads or t._ref.id >= first]
     grads, made = gradients(entry, leaving, reads, first), take_made(leaving, first, replaced)
-    part = sealed.part
-    if part is not None and part.forward and all(row.untouched or (row.read is None and row.left is None) for row in grads):
+    if sealed.forward and all(row.untouched or (row.read is None and row.left is None) for row in grads):
         grads = []
     others = take_rebound(entry, leaving, first)
     register_writes(sealed.number, now, sealed.carried)
@@ -153,7 +157,7 @@ def captured_program(
         steps=tape.steps,
         tree=tree,
         draws=tape.draws(),
-        random=None if part is None else part.random,
+        random=None if sealed.part is None else sealed.part.random,
         host_draws=now.draws if now.draws and now.draws.rows else None,
         argument_reads=tape.argument_reads,
         why=sealed.why,

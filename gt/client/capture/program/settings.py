@@ -1,8 +1,10 @@
-"""The schedule, backend and recomputation of one compiled function, from its user or the session's config."""
+"""The schedule, backend and recomputation of one compiled function, and the half that it is of another, if it is one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from gt.client import current_session
 from gt.ir.instr import COMPILED_LATER
@@ -48,3 +50,17 @@ class ProgramSettings:
             return 0
         deferred = backend == "cudagraphs" and not self.schedule
         return 1 + self.recompute_mode if deferred else COMPILED_LATER
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A half of a function with two programs. roots: the Python state on which it depends, by name.
+
+    random: seed and counter from which its random ops count, if not from the generator's state. A backward pass has those of
+    its call, whose draws it repeats.
+    """
+
+    name: str
+    roots: Callable[[], dict[str, Any]]
+    forward: bool
+    random: Callable[[], tuple[int, int]] | None = None

@@ -36,6 +36,7 @@ from gt.client.capture.program.call_graph import (
 )
 from gt.client.capture.program.captured_program import CapturedProgram
 from gt.client.capture.program.recomputation import Chooser, RecomputationPlan
+from gt.client.capture.program.settings import Part
 from gt.client.capture.recording import CallRecording
 from gt.client.capture.watches.node_hooks import hooks_of_nodes
 from gt.client.device import random
@@ -185,20 +186,6 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple:  # type: ignore[override]
         return None, None, *ctx.owner.differentiate(ctx.call, gradients)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A half of a function with two programs. roots: the Python state on which it depends, by name.
-
-    random: seed and counter from which its random ops count, if not from the generator's state. A backward pass has those of
-    its call, whose draws it repeats.
-    """
-
-    name: str
-    roots: Callable[[], dict[str, Any]]
-    forward: bool
-    random: Callable[[], tuple[int, int]] | None = None
 
 
 def weakly(method: Callable) -> Callable:
