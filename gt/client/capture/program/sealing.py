@@ -117,7 +117,6 @@ def captured_program(
     lasting = {memory_id(tensor) for _, tensor in entry.tensors()} - {old for old, _ in sealed.carried}
     lasting |= set(map(memory_id, same.values()))
     copied: dict[int, ProgramResult] = {}  # by identity: an object that is returned twice is one object
-
     replaced = rebound(entry, first)
 
     def result(leaf: Any) -> Any:
