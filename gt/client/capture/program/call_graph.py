@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from gt.client.capture.aliasing import attribute_names
 from gt.client.capture.program.recomputation import RecomputationPlan, SavedValues
@@ -185,6 +187,11 @@ def find_parameters(graph: Graph, since: int, given: list) -> tuple[list[torch.T
     return [*found.values()], why
 
 
+def leads_to(graph: Graph, cut: Cut, since: int) -> bool:
+    """True if a graph has the leaves of a cut. In a call that runs again, another parameter may be in the place of one."""
+    return set(map(id, find_parameters(graph, since, graph.inputs)[0])) == set(map(id, cut.parameters))
+
+
 def _hooks_of_user(leaf: torch.Tensor) -> bool:
     """True if a leaf has post-accumulate hooks besides GT's own."""
     hooks = leaf._post_accumulate_grad_hooks
@@ -203,6 +210,28 @@ def strange_result(results: list, given: list) -> str:
             if other is not leaf:
                 return "a result shares memory with another one, or with an argument that requires grad: return a clone()"
     return ""
+
+
+def nodes_of(roots: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """The nodes of a graph."""
+    queue, seen = [root.grad_fn for root in roots], set()
+    while queue:
+        node: Any = queue.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            queue += [following for following, _ in node.next_functions]
+
+
+def held_by_functions(graph: Graph) -> list[RemoteTensor]:
+    """Tensors that the user's autograd functions have kept, whose backward() may change them in place."""
+    found: list = []
+    for node in nodes_of(graph.results):
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            found += tree_leaves([*vars(node).values()])
+            with suppress(RuntimeError):  # a backward pass of the call itself has been here
+                found += node.saved_tensors
+    return [tensor for tensor in found if isinstance(tensor, RemoteTensor)]
 
 
 def may_write(tape: Any, first: int) -> bool:

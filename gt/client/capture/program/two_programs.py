@@ -29,6 +29,8 @@ from gt.client.capture.program.call_graph import (
     apart,
     differentiable,
     find_parameters,
+    held_by_functions,
+    leads_to,
     may_write,
     once,
     sequence_number,
@@ -377,7 +379,7 @@ class TwoPrograms:
         places = [k for k, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         graph = Graph([flat[place] for place in places], inputs, pack)
         stale = pack.stale()
-        pack.keep(self._plan(tape, pack))
+        pack.keep(self._plan(tape, pack, graph))
         self._next.tensors[:] = pack.tensors
         parameters, why = find_parameters(graph, since, inputs)
         after = flatten_call(args, kwargs)[0]
@@ -390,7 +392,7 @@ class TwoPrograms:
         plain, tree = tree_flatten(detached(results))
         return tree_unflatten([apart(leaf, pack) for leaf in plain], tree)
 
-    def _plan(self, tape: Any, pack: Pack) -> RecomputationPlan | None:
+    def _plan(self, tape: Any, pack: Pack, graph: Graph) -> RecomputationPlan | None:
         """The program's plan, or that which is chosen by the ops of the recorded call."""
         mode = self.forward.settings.recompute_mode
         if self._lacking_one is not None:
@@ -398,7 +400,8 @@ class TwoPrograms:
         self._next.plan = None
         if mode and isinstance(tape, CallRecording):
             tape.recorder.flush()
-            self._next.plan = Chooser(tape.ops, pack.tensors, pack.reads, mode > 1).choose()
+            held = held_by_functions(graph)
+            self._next.plan = Chooser(tape.ops, pack.tensors, pack.reads, held, mode > 1).choose()
         return self._next.plan
 
     # ---- its backward pass
@@ -512,15 +515,16 @@ class TwoPrograms:
         args, kwargs = tree_unflatten(leaves, tree)
         state, now = random._State, (random._State.seed, random._State.counter)
         state.seed, state.counter = given.random
+        since = sequence_number()
         try:
             with torch.enable_grad(), given.autocast():
                 flat = tree_leaves(self._plainly(args, kwargs))
         finally:
             state.seed, state.counter = now
-        results = [flat[place] for place in call.cut.places]
-        if doubt and not all(map(torch.equal, results, call.values)):
+        graph = Graph([flat[place] for place in call.cut.places], inputs)
+        if doubt and not (leads_to(graph, call.cut, since) and all(map(torch.equal, graph.results, call.values))):
             raise RuntimeError(NO_GRAPH.format(self._name, doubt))
-        return Graph(results, inputs)
+        return graph
 
 
 def _inputs(parameters: list[torch.Tensor]) -> list[torch.Tensor]:

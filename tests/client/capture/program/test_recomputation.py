@@ -163,3 +163,43 @@ def test_values_are_chosen_in_the_order_in_which_they_are_made(monkeypatch: pyte
 
     compare(case, recompute=True)
     assert len(plans) >= 2 and all(len(plan.numbers) - len(plan.kept) == 6 for plan in plans), [p.text() for p in plans]
+
+
+class InPlace(torch.autograd.Function):
+    """Its backward pass writes to what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return ctx.saved_tensors[0].mul_(gradient)
+
+
+class Reused(nn.Module):
+    """The values that are saved beside `y` could be made of it, which the backward pass changes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        t = torch.sigmoid(torch.tanh(y))
+        return self.second(t) * t.exp() + InPlace.apply(y)
+
+
+def test_what_a_function_of_the_user_may_change_in_its_backward_pass_makes_nothing_again() -> None:
+    def case(wrap: Callable) -> list:
+        torch.manual_seed(4)
+        model = Reused().to(R)
+        call, results = wrap(model), []
+        for _ in range(6):
+            call(torch.randn(8, 64).to(R)).square().mean().backward()
+            results += [p.grad.clone() for p in model.parameters()]
+        return results
+
+    (compiled,) = compare(case, recompute=True)
+    assert replays(compiled, "backward") >= 2 and left_out(compiled)[0], compiled.explain()

@@ -771,3 +771,15 @@ def test_a_steady_loop_copies_nothing_that_autograd_saves(monkeypatch: pytest.Mo
     for _ in range(3):
         update(optimizer, model(rows()).square().mean())
     assert not copied
+
+
+def test_a_parameter_that_is_replaced_between_the_passes_gets_no_gradient_of_another_one() -> None:
+    layer = nn.Linear(8, 8).to(R)
+    function = gt.compile(layer)
+    for _ in range(5):
+        function(rows()).mean().backward()
+    loss = function(rows()).mean()
+    layer.weight = nn.Parameter(layer.weight.detach())
+    with pytest.raises(RuntimeError, match=r"no program has this backward pass of Linear.*weight is another"):
+        loss.backward()
+    assert layer.weight.grad is None
