@@ -463,6 +463,12 @@ def test_a_client_whose_workers_do_not_connect_in_time_is_welcomed_all_the_same(
     assert isinstance(said_to(b"c", core.handle(Tick(at=40.0)))[0], Welcome)
 
 
+def test_no_client_waits_for_the_connections_of_a_lost_worker():
+    core = of_two_hosts()
+    assert [type(one) for one in said_to(b"c", core.handle(PeerLost(b"w", "killed", at=2.0)))][-1] is Welcome
+    assert isinstance(said_to(b"d", core.handle(Received(b"d", hello("client", config=""), at=3.0)))[0], Welcome)
+
+
 def test_a_client_waits_for_its_workers_and_is_told_when_they_do_not_come():
     core = Core()
     text = "a: {shard: {axis: 0, workers: [0, 1]}}"
