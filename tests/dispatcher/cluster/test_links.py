@@ -307,6 +307,11 @@ def test_a_connection_that_works_again_is_used_once_no_transfer_is_under_way():
     c.runs = 1
     assert cluster.use_mended() == [] and cluster.mended, "a worker is at work"
     cluster.finished(c, 1)
+    c.code = [1]
+    assert cluster.use_mended() == [] and cluster.mended, "half a batch is written"
+    c.code, cluster.queue.waiting = [], 1
+    assert cluster.use_mended() == [] and cluster.mended, "work waits, of which a part may be done"
+    cluster.queue.waiting = 0
     assert cluster.use_mended() == ["hosts a and b have their connection 10.0.1.1 to 10.0.1.2 again"]
     assert [0, 1, 3, "tcp", "10.0.1.1", "10.0.1.2", []] in cluster.routes()
     assert not cluster.mended and cluster.broken() == [] == cluster.troubles() == cluster.use_mended()
