@@ -24,7 +24,7 @@ MAX_NUMBERS_PER_RUN = 1 << 17  # numbers of one Run, about: it has to fit a body
 ABSENT = "it has not joined yet"
 RETRY_SECONDS = 2.0  # from the failure of connections to another attempt, where no other way is left
 MAX_TROUBLES = 8  # failed connections that a program is told of when it begins: many hosts have thousands
-REST_SECONDS, MAX_REST_SECONDS = 10.0, 3600.0  # of a connection that was used again and failed again: four times longer each time
+REST_SECONDS, MAX_REST_SECONDS = 10.0, 3600.0  # of a connection that failed again once used: four times longer each time
 
 
 @dataclass(slots=True)
