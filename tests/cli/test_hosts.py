@@ -122,6 +122,8 @@ def test_all_reduces_over_a_slow_link_are_few() -> None:
     ([attempt("10.77.1.2", us=20.0, rate=0.1, mbps=100_000)], [attempt("10.77.1.1", us=20.0, rate=0.1, mbps=1000)], "note",
      "h0 - h1: 10.77.1.2 (eth0) 20 us, 0.10 GB/s there, 10.77.1.1 (eth0) 20 us, 0.10 GB/s back; "
      "h0 to h1 is 0.10 GB/s, far slower than eth0 can: look at"),
+    ([attempt("10.77.1.2", us=20.0, rate=0.2, mbps=100_000)], [attempt("10.77.1.1", us=20.0, rate=0.2)], "ok",
+     "h0 - h1: 10.77.1.2 (eth0) 20 us, 0.20 GB/s there, 10.77.1.1 (eth0) 20 us, 0.20 GB/s back"),
     ([attempt("10.77.3.2", False)], [attempt("10.77.2.1", False)], "ok",
      "h0 - h1: routed: 10.77.3.2 (eth0) 20 us, 1.50 GB/s there, 10.77.2.1 (eth0) 20 us, 1.50 GB/s back"),
 ])  # fmt: skip

@@ -29,6 +29,7 @@ from gt.wire.messages import (
     Stats,
     Value,
     Welcome,
+    World,
 )
 from tests.helpers.planned import planned
 
@@ -461,6 +462,25 @@ def test_a_client_whose_workers_do_not_connect_in_time_is_welcomed_all_the_same(
     core = of_two_hosts()
     assert not said_to(b"c", core.handle(Tick(at=20.0)))
     assert isinstance(said_to(b"c", core.handle(Tick(at=40.0)))[0], Welcome)
+
+
+@pytest.mark.parametrize("ends", ["Done", "Tick"])
+def test_a_connection_that_works_again_while_a_worker_is_busy_is_used_afterwards(ends):
+    core = of_two_hosts()
+    core.handle(Received(b"v", LinkFailed(1, 1, "10.0.0.1", "10.0.0.2", "timed out"), at=2.0))
+    worker = core.workers[b"w"]
+    worker.runs = 1
+    assert not said_to(b"v", core.handle(Received(b"v", LinkMade(1, 0, "10.0.0.1", "10.0.0.2"), at=2.0)))
+    if ends == "Tick":
+        worker.done = 1
+    actions = core.handle(Received(b"w", Done(1, [], []), at=3.0) if ends == "Done" else Tick(at=3.0))
+    assert [one.ways[0][4] for one in said_to(b"v", actions) if isinstance(one, World)] == ["10.0.0.1"]
+
+
+def test_no_client_waits_for_the_connections_of_a_lost_worker():
+    core = of_two_hosts()
+    assert [type(one) for one in said_to(b"c", core.handle(PeerLost(b"w", "killed", at=2.0)))][-1] is Welcome
+    assert isinstance(said_to(b"d", core.handle(Received(b"d", hello("client", config=""), at=3.0)))[0], Welcome)
 
 
 def test_a_client_waits_for_its_workers_and_is_told_when_they_do_not_come():

@@ -317,6 +317,8 @@ class Membership:
         # Ways that it relayed need another relay.
         if any(worker.index in row[6] for row in lease.cluster.relayed):
             self._announce_world(lease)
+        lease.cluster.part(worker)
+        self._greet(lease)
         for survey in lease.watch.without(worker.index):
             self._core.surveyed(survey)
         self._observers.lose(worker)

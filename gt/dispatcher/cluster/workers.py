@@ -23,6 +23,8 @@ from gt.ir.schema import Schema, common
 MAX_NUMBERS_PER_RUN = 1 << 17  # numbers of one Run, about: it has to fit a body whatever a client sends
 ABSENT = "it has not joined yet"
 RETRY_SECONDS = 2.0  # from the failure of connections to another attempt, where no other way is left
+MAX_TROUBLES = 8  # failed connections that a program is told of when it begins: many hosts have thousands
+REST_SECONDS, MAX_REST_SECONDS = 10.0, 3600.0  # of a connection that failed again once used: four times longer each time
 
 
 @dataclass(slots=True)
@@ -155,6 +157,8 @@ class Cluster:
         self._failed: dict[Failure, float] = {}  # connections between hosts, and when they failed
         self._reasons: dict[Failure, str] = {}  # of those that programs have been told of, why
         self.mended: set[Failure] = set()  # those of them that work again, and are not used yet
+        self._again: dict[Failure, tuple[int, float]] = {}  # those that were used again: how often, and when last
+        self._resting: set[Failure] = set()  # those that the newest `broken` left out, as they had failed again
         self._hosts: list[Host] = []  # those of the newest `ways`
         self._known: dict[tuple[Host, Host], list[Pair]] = {}  # what these may connect by
         self._routes: dict[tuple[int, int], tuple] = {}  # pairs of workers on different hosts -> their way, and whose it is
@@ -250,6 +254,8 @@ class Cluster:
         row = (one, other, *addresses) if one <= other else (other, one, *addresses[::-1])
         self._failed[row] = now
         self.mended.discard(row)
+        if row in self._again and now - self._again[row][1] > MAX_REST_SECONDS:
+            del self._again[row]  # it has worked long enough
         known, self._reasons[row] = row in self._reasons, reason
         return "" if known else self._trouble(row)
 
@@ -268,31 +274,43 @@ class Cluster:
         return f"{text}; nothing else joins them, and it is tried again: `gt doctor --hosts` says what is wrong"
 
     def troubles(self) -> list[str]:
-        """News of all connections that have failed, and would be used."""
+        """News of connections that have failed, and would be used: of the first ones, and how many others there are."""
         self.ways()  # of the hosts that are here now
         homes = {host.home for host in self._hosts}
-        return [self._trouble(row) for row in self._reasons if row in self._failed and homes.issuperset(row[:2])]
+        rows = [row for row in self._reasons if row in self._failed and homes.issuperset(row[:2])]
+        more = [f"and {len(rows) - MAX_TROUBLES} other connections between hosts have failed: see `gt doctor --hosts`"]
+        return [self._trouble(row) for row in rows[:MAX_TROUBLES]] + more * (len(rows) > MAX_TROUBLES)
 
     def broken(self) -> list[list]:
         """Rows of World.broken: connections that have failed, of pairs that have another way meanwhile."""
-        if not self._failed:
+        self._resting = {row for row in self._failed if self._rests(row)}
+        if len(self._resting) == len(self._failed):
             return []
         first: dict[str, int] = {}
         for worker in self.workers:
             if not worker.lost:
                 first.setdefault(worker.host.home, worker.index)
         ways, rows = self.ways(), []
-        for one, other, source, target in self._failed:
+        for one, other, source, target in self._failed.keys() - self._resting:
             if one in first and other in first and ways[one, other].kind != "none":
                 a, b = first[one], first[other]
                 rows.append([a, b, source, target] if a < b else [b, a, target, source])
-        return rows
+        return sorted(rows)
+
+    def _rests(self, row: Failure) -> bool:
+        """True for a failed connection that is not to be tried yet.
+
+        An attempt says little: a short greeting passes where large packets are dropped, or another worker's port is closed.
+        """
+        count, _ = self._again.get(row, (0, 0.0))
+        rest = min(REST_SECONDS * 4.0 ** min(count - 1, 9), MAX_REST_SECONDS) if count else 0.0
+        return self.now - self._failed[row] < rest
 
     def mend_link(self, worker: Worker, peer: Worker, source: str, target: str) -> None:
         """A connection works again between these addresses. It is used once `use_mended` says so."""
         one, other = links.home(worker.info), links.home(peer.info)
         row = (one, other, source, target) if one <= other else (other, one, target, source)
-        if row in self._failed:
+        if row in self._failed and not self._rests(row):
             self.mended.add(row)
 
     def use_mended(self) -> list[str]:
@@ -304,6 +322,7 @@ class Cluster:
         for row in self.mended & {*self._failed}:
             del self._failed[row]
             self._reasons.pop(row, None)
+            self._again[row] = self._again.get(row, (0, 0.0))[0] + 1, self.now
             one, other, source, target = row
             news.append(f"hosts {names.get(one)} and {names.get(other)} have their connection {source} to {target} again")
         self.mended.clear()
@@ -316,21 +335,28 @@ class Cluster:
             self._met[pair] = epoch
             self.unmet.discard(pair)
 
+    def part(self, worker: Worker) -> None:
+        """A worker is lost: nobody waits for its connections."""
+        self.unmet = {pair for pair in self.unmet if worker.index not in pair}
+
     def retry_links(self, now: float) -> bool:
-        """Try connections again where nothing else is left to try. True if there are any."""
+        """Try connections again where nothing else is left to try, or that have rested. True if there are any."""
         if not self._failed or now - max(self._failed.values()) < RETRY_SECONDS:
             return False
+        rested = {row for row in self._resting if row in self._failed and not self._rests(row)}
+        self._resting -= rested
         cut = {pair for pair, way in self.ways().items() if way.kind == "none"}
         again = [row for row in self._failed if row[:2] in cut]
         for row in again:
             del self._failed[row]
-        return bool(again)
+        return bool(rested or again)
 
     def forgive(self, worker: Worker) -> None:
         """A worker has joined: its host's connections are tried anew."""
         home = links.home(worker.info)
         self._failed = {row: at for row, at in self._failed.items() if home not in row[:2]}
         self._reasons = {row: why for row, why in self._reasons.items() if home not in row[:2]}
+        self._again = {row: used for row, used in self._again.items() if home not in row[:2]}
         self.mended &= {*self._failed}
 
     def routes(self) -> list[list]:

@@ -307,6 +307,11 @@ def test_a_connection_that_works_again_is_used_once_no_transfer_is_under_way():
     c.runs = 1
     assert cluster.use_mended() == [] and cluster.mended, "a worker is at work"
     cluster.finished(c, 1)
+    c.code = [1]
+    assert cluster.use_mended() == [] and cluster.mended, "half a batch is written"
+    c.code, cluster.queue.waiting = [], 1
+    assert cluster.use_mended() == [] and cluster.mended, "work waits, of which a part may be done"
+    cluster.queue.waiting = 0
     assert cluster.use_mended() == ["hosts a and b have their connection 10.0.1.1 to 10.0.1.2 again"]
     assert [0, 1, 3, "tcp", "10.0.1.1", "10.0.1.2", []] in cluster.routes()
     assert not cluster.mended and cluster.broken() == [] == cluster.troubles() == cluster.use_mended()
@@ -323,6 +328,42 @@ def test_a_connection_that_fails_again_before_it_is_used_is_not_used():
     (route,) = [row for row in cluster.routes() if row[:2] == [0, 1]]
     assert cluster.fail_link(a, b, route[2], ("10.0.1.1", "10.0.1.2"), 1.0, "refused")
     assert cluster.use_mended() == []
+
+
+def test_a_connection_that_fails_whenever_it_is_used_again_rests_longer_each_time():
+    """A greeting passes where large packets are dropped: programs would lose transfers every few seconds."""
+    cluster = of_mesh()
+    a, b, _ = cluster.workers
+    link = "10.0.1.1", "10.0.1.2"
+    for epoch, rest in ((3, 10.0), (5, 40.0), (7, 160.0)):
+        cluster.mend_link(a, b, *link)
+        assert cluster.use_mended() and cluster.routes()
+        assert cluster.fail_link(a, b, epoch, link, cluster.now, "timed out") is not None
+        assert cluster.broken() == [] and cluster.routes()
+        cluster.now += rest - 1
+        cluster.mend_link(a, b, *link)
+        assert not cluster.mended and not cluster.retry_links(cluster.now), "it rests, whatever a worker says"
+        cluster.now += 2
+        assert cluster.retry_links(cluster.now) and not cluster.retry_links(cluster.now), "workers are told, once"
+        assert cluster.broken() == [[0, 1, *link]]
+
+    # One that worked for long is tried at once, as the first time.
+    cluster.mend_link(a, b, *link)
+    assert cluster.use_mended() and cluster.routes()
+    cluster.now += 4000
+    assert cluster.fail_link(a, b, 9, link, cluster.now, "timed out") is not None
+    assert cluster.broken() == [[0, 1, *link]]
+
+
+def test_a_program_is_told_of_few_failed_connections_and_how_many_others_there_are():
+    cluster = Cluster()
+    for at in range(7):
+        about = {"host": f"h{at}", "home": f"home{at}", "port": 7, "links": [[f"10.0.0.{at + 1}", 24, "eth0", 1000, False]]}
+        cluster.add(b"%d" % at, worker_info({**about, "heap_bytes": 1}))
+    for a, b, epoch, _, source, target, _ in cluster.routes():
+        assert cluster.fail_link(cluster.workers[a], cluster.workers[b], epoch, (source, target), 0.0, "refused")
+    *first, last = cluster.troubles()
+    assert len(first) == 8 and last == "and 13 other connections between hosts have failed: see `gt doctor --hosts`"
 
 
 @pytest.mark.parametrize(

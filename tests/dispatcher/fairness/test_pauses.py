@@ -153,3 +153,10 @@ def test_half_of_a_turn_is_left_for_the_packing_of_what_is_written():
     assert not pace.half_spent and not Pace().half_spent
     now[0] += 0.6 * SLICE_SECONDS
     assert pace.half_spent and not pace.spent
+
+
+def test_a_seal_pauses_after_half_a_turn(monkeypatch):
+    """What it has written by then is packed within the same turn."""
+    monkeypatch.setattr(Pace, "spent", False)
+    loop = costs.seal_of_what_is_nowhere(12)
+    assert not loop.errors and max(loop.turns) < sum(loop.turns) / 4

@@ -445,6 +445,24 @@ def test_a_connection_that_failed_is_tried_beside_the_way_that_is_used(monkeypat
         assert world[0].ways()["w1"] == "via worker 2"
 
 
+@pytest.mark.parametrize("over", [lambda tries: tries.end(), lambda tries: tries.want([])], ids=["ended", "unwanted"])
+def test_no_other_connection_is_tried_once_that_is_over(monkeypatch, over):
+    """Each of many that time out takes seconds, for which the end of a worker would wait."""
+    monkeypatch.setattr(retries, "RETRY_SECONDS", 0.0)
+    tried, said = [], []
+
+    def probe(*attempt):
+        tried.append(attempt)
+        over(tries)
+
+    tries = retries.Retries(probe, lambda *attempt: said.append(attempt))
+    tries.want([(1, "10.0.0.1", "10.0.0.2"), (2, "10.0.0.1", "10.0.0.3")])
+    assert wait_until(lambda: said)
+    tries.end()
+    tries.join()
+    assert len(tried) == len(said) == 1
+
+
 def test_an_error_of_a_relayed_way_names_the_addresses_of_its_connections():
     legs = r"via worker 2 \(worker 0 at 127.0.0.1 to worker 2 at 127.0.0.1, worker 2 at 127.0.0.1 to worker 1 at 127.0.0.1\)"
     with hosts(3) as world:

@@ -56,7 +56,9 @@ class Retries:
                     return
                 self._changed.wait_for(lambda: self._ended, RETRY_SECONDS)
                 left = [attempt for attempt in left if attempt in self._wanted]
-            for attempt in left if not self._ended else ():
+            for attempt in left:
+                if attempt not in self._wanted:  # or this is over
+                    continue
                 with contextlib.suppress(OSError):
                     self._probe(*attempt)
                     self._mended(*attempt)
