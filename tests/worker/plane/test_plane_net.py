@@ -412,6 +412,24 @@ def test_a_broken_connection_names_both_ends_and_the_next_world_has_another():
 
 
 RELAYED = [[0, 1, 2, "via", "", "", [2]], *ways(3)[1:]]
+def test_each_connection_of_a_world_is_told_by_the_end_that_made_it():
+    """Clients wait until all are made."""
+    told, enough = [], threading.Event()
+    with hosts(3) as world:
+        for own, plane in enumerate(world):
+
+            def made(index, epoch, *_, own=own):
+                if epoch == 2:
+                    told.append(sorted((own, index)))
+                if len(told) == 3:
+                    enough.set()
+
+            plane.on_link_made = made
+        tell(world, world[0].rows, ways(3, epoch=2))
+        assert enough.wait(limit(20)), told
+    assert sorted(told) == [[0, 1], [0, 2], [1, 2]]
+
+
 BROKEN = [[0, 1, "127.0.0.1", "127.0.0.1"]]
 
 
