@@ -464,6 +464,22 @@ def test_ops_before_a_launch_are_not_followed(monkeypatch: pytest.MonkeyPatch, w
     assert values.of(before._ref.id, code, 0) is None
 
 
+@pytest.mark.parametrize("handed_over", [True, False], ids=["in a batch", "in the buffer"])
+def test_a_value_that_was_known_before_a_launch_is_known_no_more(waits: Waits, handed_over: bool) -> None:
+    waits.recorder.batch = 1400
+    before = torch.arange(3, device=R) + 1
+    first = waits.recorder.code[:]
+    values = known_values.KnownValues(waits.recorder.templates)
+    values.handed_over(first, ())
+    known = values.of(before._ref.id, [], 0)
+    assert known is not None and known.tolist() == [1, 2, 3]
+    values.launched, code = True, [LAUNCH, 1, 0, 0]
+    if handed_over:
+        values.handed_over(code, ())
+        code = []
+    assert values.of(before._ref.id, code, 0) is None
+
+
 def test_a_line_where_workers_alone_decide_is_looked_up_seldom(monkeypatch: pytest.MonkeyPatch, waits: Waits) -> None:
     """As the end of a loop over tokens; and again at each read once a value was known there."""
     looked: list[int] = []
