@@ -49,7 +49,8 @@ class Transcript:
         if isinstance(message, Report):
             self.add(f"{peer} {name} {message.request}\n{pretty(message.body)}")
             return
-        shown = [field for field in message.__dataclass_fields__ if field != "gpus"]  # these workers have none
+        # These workers have no GPUs, and no links that could break
+        shown = [field for field in message.__dataclass_fields__ if field not in ("gpus", "broken")]
         fields = " ".join(f"{field}={getattr(message, field)!r}" for field in shown)
         sizes = f" + {[len(frame) for frame in frames]} B" if frames else ""
         self.add(f"{peer} {name} {fields}{sizes}".replace("\n", " | "))

@@ -81,14 +81,13 @@ class Ref:
     """The id of one tensor view on workers. The end of this object notes the id, and the recorder writes its FREE.
 
     pending: origin of the op that made the tensor, until it is written into the autograd node; then 0. home: origin of a
-    parameter's first use, for the op that accumulates its gradient. memory: of a view, see memory_id; others have none.
+    parameter's first use, for the op that accumulates its gradient. memory: see memory_id.
     """
 
     __slots__ = ("__weakref__", "home", "id", "memory", "meta", "pending")
 
-    def __init__(self, number: int, meta: Meta, pending: int, live_tensors: LiveTensors) -> None:
-        self.id = number
-        self.memory: int  # of a view alone
+    def __init__(self, number: int, meta: Meta, pending: int, live_tensors: LiveTensors, memory: int = 0) -> None:
+        self.id, self.memory = number, memory or number
         self.meta = meta
         self.pending = pending
         self.home = 0
@@ -211,7 +210,7 @@ def memory_id(tensor: torch.Tensor) -> int:
 
 def view_of(base: Ref | Alias, view: Ref) -> Ref:
     """The reference of a view, with its memory."""
-    view.memory = getattr(base, "memory", base.id)
+    view.memory = base.memory
     return view
 
 

@@ -119,7 +119,7 @@ def dispatch(func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
         ref.pending = origin
         result = first
     else:
-        meta, number, live = entry.metas[0], recorder.new_id(), recorder.live_tensors
+        number, live = recorder.new_id(), recorder.live_tensors
         live.made += entry.made
         if live.made > live.most and live.ended:
             recorder.free_ended(entry.made)
@@ -127,7 +127,7 @@ def dispatch(func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
         # A view is an inference tensor exactly if its base is, whatever the mode is now
         other_kind = entry.view and first.is_inference() is not _inference()
         result = new_view(first, *entry.wrapper) if other_kind else new_tensor(*entry.wrapper)
-        result._ref = view_of(ref, Ref(number, meta, origin, live)) if entry.view else Ref(number, meta, origin, live)
+        result._ref = Ref(number, entry.metas[0], origin, live, ref.memory if entry.view else number)
     if len(code) > recorder.batch:
         recorder.end_batch()
     return result
