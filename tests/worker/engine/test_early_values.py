@@ -142,7 +142,7 @@ class Device:
     def __init__(self, early: EarlyNumbers, monkeypatch: pytest.MonkeyPatch) -> None:
         self.early, self.patch = early, monkeypatch
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def record(self, run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
         slots, issued = self.early._slots, []
         assert slots is not None
         with self.patch.context() as patch:
@@ -160,7 +160,8 @@ def graph_run(early: EarlyNumbers, device: Device, work: Callable[[], torch.Tens
         return SimpleNamespace(count_again=lambda: None, undo=lambda: None)
 
     graphs, runner = SimpleNamespace(early=early), SimpleNamespace(run_all_or_none=execute)
-    same = {"without_ownership": lambda i, tensor: tensor, "kept": [], "pooled": {}, "pool": set(), "recording": True}
+    same: dict[str, Any] = {"without_ownership": lambda i, tensor: tensor, "kept": [], "pooled": {}, "pool": set(), "recording": True}
+    same |= {"own_pool": lambda: None}
     replays: Any = SimpleNamespace(graphs=graphs, runner=runner, tensors=tensors, device=device, unchanged={1}, **same)
     return GraphRun(replays, [], [], {1}, set())
 

@@ -440,8 +440,12 @@ def test_a_connection_that_failed_is_tried_beside_the_way_that_is_used(monkeypat
         for index, plane in enumerate(world):
             plane.on_link_failed = lambda *failure: said.append(failure)
             plane.on_link_made = lambda index, epoch, *_: None if epoch else (said.append(index), mended.set())
-            plane.introduce(world[0].rows, RELAYED, "11" * 32 if index == 1 else KEY, index)
+            plane.introduce(world[0].rows, RELAYED, KEY, index)
             plane.world(world[0].rows, RELAYED)
+        for sender, receiver in ((0, 1), (1, 0)):  # the way over worker 2 is made
+            world[sender].send(channel(receiver), b"first")
+            world[receiver].recv(channel(sender), bytearray(5))
+        world[1].introduce(world[0].rows, RELAYED, "11" * 32, 1)
         tried, probe = threading.Event(), world[0].network.probe
 
         def spied(*about):

@@ -48,7 +48,8 @@ def register_writes(number: int, now: RecordedCall, carried: list) -> None:
             after = tape.computed(known)
             if after is not None and len(after.state()) == len(after.arguments):
                 advances[known] = _advance(after)
-    recorder.state.programs[number] = ProgramWrites(memories, range(tape.first, recorder.new_id()), advances)
+    behind = 1 + max((made for op in tape.ops for made in op.outs), default=tape.first)
+    recorder.state.programs[number] = ProgramWrites(memories, range(tape.first, behind), advances)
 
 
 def _advance(after: ArgumentRead) -> Any:
