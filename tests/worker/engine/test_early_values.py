@@ -160,8 +160,8 @@ def graph_run(early: EarlyNumbers, device: Device, work: Callable[[], torch.Tens
         return SimpleNamespace(count_again=lambda: None, undo=lambda: None)
 
     graphs, runner = SimpleNamespace(early=early), SimpleNamespace(run_all_or_none=execute)
-    same: dict[str, Any] = {"without_ownership": lambda i, tensor: tensor, "kept": [], "pooled": {}, "pool": set(), "recording": True}
-    same |= {"own_pool": lambda: None}
+    same: dict[str, Any] = {"without_ownership": lambda i, tensor: tensor, "own_pool": lambda: None}
+    same |= {"kept": [], "pooled": {}, "pool": set(), "recording": True}
     replays: Any = SimpleNamespace(graphs=graphs, runner=runner, tensors=tensors, device=device, unchanged={1}, **same)
     return GraphRun(replays, [], [], {1}, set())
 
