@@ -21,9 +21,9 @@ OPS: dict[str, tuple[Callable[[Any, Any, Any], Any], int]] = {
     "add with gradient": (lambda x, y, w: w + x, 275),
     "multiply by a number": (lambda x, y, w: x * 2.0, 290),
     "in place": (lambda x, y, w: y.add_(x), 210),
-    "one operand": (lambda x, y, w: x.relu(), 270),
-    "view": (lambda x, y, w: x.view(16), 300),
-    "slice": (lambda x, y, w: x[1:3], 280),
+    "one operand": (lambda x, y, w: x.relu(), 265),
+    "view": (lambda x, y, w: x.view(16), 298),
+    "slice": (lambda x, y, w: x[1:3], 276),
 }
 
 
