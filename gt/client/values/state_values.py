@@ -140,7 +140,7 @@ class StateValues:
             return number
         reference = self.live.get(number)
         target = reference() if reference is not None else None
-        return _UNSURE if target is None else getattr(target, "memory", number)
+        return _UNSURE if target is None else target.memory
 
     def _name(self, view: int, memory: int) -> None:
         if memory == _UNSURE or len(self._names) > MAX_NAMES:

@@ -151,15 +151,15 @@ class Chooser:
         self._infos = infos_by_name()
         self._numbers = [tensor._ref.id for tensor in self.saved]
         self._reads = {t._ref.id: k for k, t in enumerate(self.reads) if hasattr(t, "_ref")}
-        self._memory |= {t._ref.id: _memory(t._ref) for t in self.reads if hasattr(t, "_ref")}
+        self._memory |= {t._ref.id: t._ref.memory for t in self.reads if hasattr(t, "_ref")}
         for at, op in enumerate(self.ops):
             self._note(at, op)
         # A value is made again from what its chain begins with, as the forward pass has left it
-        self._written.update(self._root(_memory(tensor._ref)) for tensor in self.held)
+        self._written.update(self._root(tensor._ref.memory) for tensor in self.held)
         live = current_session.current().live_tensors.all
         for number in self._written - self._makers.keys():  # views from before the call
             if number in live and (reference := live[number]()) is not None:
-                self._written.add(_memory(reference))
+                self._written.add(reference.memory)
 
     def _note(self, at: int, op: RecordedOp) -> None:
         template, results = op.template, iter(enumerate(op.outs))
@@ -273,8 +273,3 @@ class Chooser:
             return None
         self._steps[root] = found
         return op.ins[0], getattr(torch, before.dtype)
-
-
-def _memory(reference: Any) -> int:
-    """The id of the tensor that has a tensor's memory."""
-    return getattr(reference, "memory", reference.id)
