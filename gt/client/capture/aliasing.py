@@ -212,9 +212,24 @@ def key_of(leaf: Any) -> Any:
     return (type(leaf), comparable(leaf)) if is_scalar_like(leaf) else id(leaf)
 
 
+def same_on_remote(leaves: list) -> dict[int, int]:
+    """Place of a remote argument -> the first place of that very tensor, as in model(input_ids=x, labels=x).
+
+    One copy serves both. Not of those that require grad: they are read in place, or have copies of their own.
+    """
+    if len(leaves) < 2 or len(set(map(id, leaves))) == len(leaves):
+        return {}
+    first: dict[int, int] = {}
+    remote = [k for k, leaf in enumerate(leaves) if type(leaf) is RemoteTensor and not leaf.requires_grad]
+    found = {place: first.setdefault(id(leaves[place]), place) for place in remote}
+    return {place: earlier for place, earlier in found.items() if earlier != place}
+
+
 def keys_of(leaves: list) -> list:
-    """The key_of of each argument. One on the CPU with the memory of an earlier one names it, and if it is that very tensor."""
+    """The key_of of each argument. One with the memory of an earlier one names it, and if it is that very tensor."""
     keys = list(map(key_of, leaves))
+    for place, earlier in same_on_remote(leaves).items():
+        keys[place] = (*keys[place], ("shared memory", earlier, True))
     for place, earlier in same_on_host(leaves).items():
         keys[place] = (*keys[place], ("shared memory", earlier, leaves[place] is leaves[earlier]))
     return keys

@@ -26,6 +26,7 @@ from gt.client.capture.aliasing import (
     mutable_containers,
     one_of,
     same_on_host,
+    same_on_remote,
     sharing_arguments,
 )
 from gt.client.capture.gradients import (
@@ -40,12 +41,7 @@ from gt.client.capture.gradients import (
 )
 from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.recording import KEEPS_GRAPH, CallRecording, Difference
-from gt.client.capture.state_walk import (
-    NODE_HOOKS,
-    StateItem,
-    StateSnapshot,
-    snapshot,
-)
+from gt.client.capture.state_walk import NODE_HOOKS, StateItem, StateSnapshot, snapshot
 from gt.client.capture.user_code import module_of
 from gt.client.capture.watches.node_hooks import comparable_hooks
 from gt.client.device.remote_tensor import RemoteTensor, Shown, is_leaf, tensor_identity
@@ -234,7 +230,7 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
     """
     prepared, inputs = list(leaves), {}
     sharing = sharing_arguments(leaves, last.memory) if last is not None else ()
-    same = same_on_host(leaves)
+    same, repeated = same_on_host(leaves), same_on_remote(leaves)
     for place, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             continue
@@ -246,7 +242,8 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
                 continue
             if not leaf.requires_grad and is_leaf(leaf) and leaf.grad is not None:  # which a copy would lack
                 continue
-            inputs[place] = prepared[place] = call(info_of(aten.clone.default), (leaf,))
+            copy = inputs.get(repeated.get(place, place))
+            inputs[place] = prepared[place] = copy if copy is not None else call(info_of(aten.clone.default), (leaf,))
         elif place in same:
             earlier = prepared[same[place]]
             with torch.inference_mode(False), torch.no_grad():

@@ -60,6 +60,33 @@ def one_tensor_twice(device: str, wrap: Callable) -> Any:
     return apart, together, views, xs
 
 
+def one_tensor_twice_unchanged(device: str, wrap: Callable) -> Any:
+    """The same object in two arguments, then two objects, then the same ones in another order and within containers."""
+
+    def step(x: torch.Tensor, y: torch.Tensor, *more: Any) -> Any:
+        same = [x is y, *[other is x for part in more for other in part.values()]]
+        return x + 10 * y, x.sum() if x is y else y.sum(), same
+
+    step, xs, ys = wrap(step), rows(device, 12), rows(device, 12)
+    found = [step(x, x) for x in xs[:4]] + [step(x, y) for x, y in zip(xs[4:8], ys, strict=False)]
+    found += [step(x, y, {"first": x, "second": y}) for x, y in zip(xs[8:], ys[8:], strict=True)]
+    found += [step(x, x, {"first": x, "second": y}) for x, y in zip(xs[8:], ys[8:], strict=True)]
+    return found + [step(xs[0], xs[0]) for _ in range(4)]
+
+
+def one_tensor_twice_with_gradients(device: str, wrap: Callable) -> Any:
+    step, made = wrap(lambda x, y: (x * x * y).sum()), []
+    for x in rows(device, 6):
+        x.requires_grad_()
+        step(x, x).backward()
+        made.append(x.grad)
+    weight = torch.ones(3, device=device, requires_grad=True)
+    step = wrap(lambda x, y: (x * weight * y).sum())
+    for x in rows(device, 6):
+        step(x, x).backward()
+    return made, weight.grad
+
+
 def view_of_an_argument_that_stays(device: str, wrap: Callable) -> Any:
     (x,) = rows(device, 1)
     step = wrap(lambda x: (x.t(), x * 2))
@@ -400,6 +427,7 @@ def returned_leaves(device: str, wrap: Callable) -> Any:
 
 PROGRAMS = (
     changed_argument, changed_argument_of_a_failing_call, one_tensor_twice, view_of_a_changed_weight,
+    one_tensor_twice_unchanged, one_tensor_twice_with_gradients,
     rows_of_a_buffer, slices_that_move_on, returned_argument, returned_views_of_an_argument, returned_view_of_state,
     returned_state_of_before, result_returned_twice, results_that_are_views_of_one_another, parts_that_share_elements,
     one_memory_in_several_dtypes, changed_containers, rebound_argument,
@@ -433,6 +461,14 @@ def test_slices_of_one_batch_are_replayed_where_nothing_changes_them(one: None) 
     losses = [step(batch[:, :-1], batch[:, 1:]).item() for batch in batches]
     assert losses == [(batch[:, :-1] * batch[:, 1:]).sum().item() for batch in rows("cpu", 8)]
     assert "5 replays" in step.explain()
+
+
+def test_a_batch_that_is_also_the_labels_is_a_program_from_the_second_call_on(one: None) -> None:
+    step = gt.compile(lambda input_ids, labels: (input_ids * 2 - labels.roll(1)).sum())
+    losses = [step(input_ids=batch, labels=batch).item() for batch in rows("remote", 6)]
+    assert losses == [(batch * 2 - batch.roll(1)).sum().item() for batch in rows("cpu", 6)]
+    assert "4 replays" in step.explain()
+    assert "was not kept" not in step.explain()
 
 
 def test_slices_at_other_places_of_the_data_are_replayed(one: None) -> None:

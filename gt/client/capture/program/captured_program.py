@@ -75,10 +75,12 @@ class CapturedProgram:
     written: tuple[int, ...]  # inputs that the program changes, and the caller's tensors with them
     memory: CallMemory  # memory of the recorded call
     keep: list = field(default_factory=list)  # tensors whose ids the program uses
+    fills: dict[int, RemoteTensor] = field(init=False)  # inputs, but one argument of each tensor alone
     spans: dict[int, SharedMemory] = field(init=False)  # tensors that share memory, by their ids
     replays: int = 0
 
     def __post_init__(self) -> None:
+        self.fills = dict({id(target): (place, target) for place, target in self.inputs.items()}.values())
         fresh = [result for result in self.results if type(result) is ProgramResult and not result.lasts]
         copied = {result.tensor._ref.id: result.tensor for result in fresh if not isinstance(result.source, NamedMemory)}
         self.spans = shared_memory(copied, self.memory)
@@ -110,7 +112,7 @@ class CapturedProgram:
         """
         # Fill the inputs of the program: arguments, random numbers of the CPU, gradients
         recorder, copy, origin = self.recorder, _COPY, current_session.Current.origins.here()  # all ops here are of one line
-        for k, target in self.inputs.items():
+        for k, target in self.fills.items():
             source = leaves[k]
             call(copy, (target, source if type(source) is RemoteTensor else upload(source, origin)), origin=origin)
         if self.host_draws is not None:
