@@ -228,7 +228,7 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
     Returns the arguments that the function gets, and argument -> tensor of the filled ones. A CPU tensor that requires grad
     stays the caller's, which its gradient has to reach.
     """
-    prepared, inputs = list(leaves), {}
+    prepared, inputs = list(leaves), dict[int, RemoteTensor]()
     sharing = sharing_arguments(leaves, last.memory) if last is not None else ()
     same, repeated = same_on_host(leaves), same_on_remote(leaves)
     for place, leaf in enumerate(leaves):
