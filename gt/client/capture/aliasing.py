@@ -215,12 +215,12 @@ def key_of(leaf: Any) -> Any:
 def same_on_remote(leaves: list) -> dict[int, int]:
     """Place of a remote argument -> the first place of that very tensor, as in model(input_ids=x, labels=x).
 
-    One copy serves both. Not of those that require grad: they are read in place, or have copies of their own.
+    One copy serves both, so that the function finds them to be one object, as multi-head attention asks of its query and key.
     """
     if len(leaves) < 2 or len(set(map(id, leaves))) == len(leaves):
         return {}
     first: dict[int, int] = {}
-    remote = [k for k, leaf in enumerate(leaves) if type(leaf) is RemoteTensor and not leaf.requires_grad]
+    remote = [k for k, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor)]
     found = {place: first.setdefault(id(leaves[place]), place) for place in remote}
     return {place: earlier for place, earlier in found.items() if earlier != place}
 

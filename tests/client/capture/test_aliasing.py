@@ -87,6 +87,20 @@ def one_tensor_twice_with_gradients(device: str, wrap: Callable) -> Any:
     return made, weight.grad
 
 
+def one_leaf_twice_or_two_leaves(device: str, wrap: Callable) -> Any:
+    """The function finds whether two arguments that require grad are one object, and each has its gradient."""
+
+    def step(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return x * y * (3 if x is y else 2) + (z if z is x else 2 * z)
+
+    step, leaves, found = wrap(step), [row.requires_grad_() for row in rows(device, 3)], []
+    for a, b, c in [(0, 1, 2)] * 4 + [(0, 0, 1)] * 4 + [(0, 0, 0)] * 4 + [(0, 1, 0), (2, 2, 1)] * 3:
+        result = step(leaves[a], leaves[b], leaves[c])
+        result.sum().backward()
+        found.append((result.detach(), *[leaf.grad.clone() for leaf in leaves if leaf.grad is not None]))
+    return found
+
+
 def view_of_an_argument_that_stays(device: str, wrap: Callable) -> Any:
     (x,) = rows(device, 1)
     step = wrap(lambda x: (x.t(), x * 2))
@@ -427,7 +441,7 @@ def returned_leaves(device: str, wrap: Callable) -> Any:
 
 PROGRAMS = (
     changed_argument, changed_argument_of_a_failing_call, one_tensor_twice, view_of_a_changed_weight,
-    one_tensor_twice_unchanged, one_tensor_twice_with_gradients,
+    one_tensor_twice_unchanged, one_tensor_twice_with_gradients, one_leaf_twice_or_two_leaves,
     rows_of_a_buffer, slices_that_move_on, returned_argument, returned_views_of_an_argument, returned_view_of_state,
     returned_state_of_before, result_returned_twice, results_that_are_views_of_one_another, parts_that_share_elements,
     one_memory_in_several_dtypes, changed_containers, rebound_argument,

@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gt.client import current_session
-from gt.client.capture.aliasing import flatten_call
+from gt.client.capture.aliasing import flatten_call, same_on_remote
 from gt.client.capture.boundary import detached, modes, observer, prepare_inputs
 from gt.client.capture.program.call_graph import (
     AliasOf,
@@ -205,11 +205,12 @@ def weakly(method: Callable) -> Callable:
 class TwoPrograms:
     """The forward and the backward pass of one function, of which the arguments at `places` require grad.
 
-    make: makes a compiled function of a function and its Part.
+    repeats: place of an argument -> one of `places` with that very tensor. make: makes a compiled function of a function and
+    its Part.
     """
 
-    def __init__(self, fn: Callable, places: tuple[int, ...], make: Callable[..., Any]) -> None:
-        self.fn, self.places, self._make = fn, places, make
+    def __init__(self, fn: Callable, places: tuple[int, ...], repeats: dict[int, int], make: Callable[..., Any]) -> None:
+        self.fn, self.places, self._repeats, self._make = fn, places, repeats, make
         self.refused = ""  # the reason why results keep torch's graph
         self.runs = False  # whether the function itself runs
         self._unseen = bool(places)
@@ -277,14 +278,20 @@ class TwoPrograms:
             args, kwargs = tree_unflatten(prepare_inputs(leaves, None)[0], tree)
         return self.fn(*args, **kwargs)
 
+    def _put(self, leaves: list, tensors: list) -> None:
+        """Put a tensor at each place of the arguments, and where the same argument is given again."""
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        for place, earlier in self._repeats.items():
+            leaves[place] = leaves[earlier]
+
     def _call(self, args: tuple, kwargs: dict, leaves: list) -> Any:
         self._count_idle()
         random_state = random.initial_seed(), random._State.counter
         plain, given = (args, kwargs), leaves
         if self.places:
             given, tree = flatten_call(args, kwargs)
-            for place in self.places:
-                given[place] = leaves[place].detach()
+            self._put(given, [leaves[place].detach() for place in self.places])
             plain = tree_unflatten(given, tree)
         self._ran = None
         for program in [program for program in self.forward.programs() if program not in self._programs]:
@@ -365,8 +372,7 @@ class TwoPrograms:
         first, tape, since = recorder.new_id(), recorder.tape, sequence_number()
         leaves, tree = flatten_call(args, kwargs)
         inputs = [leaves[place].detach().requires_grad_() for place in self.places]
-        for place, leaf in zip(self.places, inputs, strict=True):
-            leaves[place] = AliasOf.apply(leaf)  # no leaf, which a function may change in place
+        self._put(leaves, [AliasOf.apply(leaf) for leaf in inputs])  # no leaves, which a function may change in place
         pack = Pack(first, {memory_id(leaf) for leaf in leaves if isinstance(leaf, RemoteTensor)})
         args, kwargs = tree_unflatten(leaves, tree) if inputs else (args, kwargs)
         self.runs = True
@@ -510,8 +516,7 @@ class TwoPrograms:
         doubt = given.doubt()
         leaves, tree = [*given.leaves], given.tree
         inputs = [leaves[place] if caller else leaves[place].detach().requires_grad_() for place in self.places]
-        for place, leaf in zip(self.places, inputs, strict=True):
-            leaves[place] = leaf
+        self._put(leaves, inputs)
         args, kwargs = tree_unflatten(leaves, tree)
         state, now = random._State, (random._State.seed, random._State.counter)
         state.seed, state.counter = given.random
@@ -553,7 +558,7 @@ class Halves:
     def __init__(self, fn: Callable, make: Callable[..., Any]) -> None:
         self._fn, self._make = fn, make
         self.wanted, self.refused = isinstance(fn, torch.nn.Module), ""
-        self._by_places: dict[tuple[int, ...], TwoPrograms] = {}
+        self._by_places: dict[tuple, TwoPrograms] = {}  # by the places, and those where one is given again
         self._recorder: Any = None  # of the session of these
 
     def of_call(self, leaves: list) -> TwoPrograms | None:
@@ -566,9 +571,11 @@ class Halves:
         if self._recorder is not (recorder := current_session.current()):
             self._recorder = recorder
             self._by_places.clear()  # their tensors have ended with their session
-        if places not in self._by_places:
-            self._by_places[places] = TwoPrograms(self._fn, places, self._make)
-        found = self._by_places[places]
+        repeats = {place: earlier for place, earlier in same_on_remote(leaves).items() if place in places} if places else {}
+        if (key := (places, *repeats.items())) not in self._by_places:
+            apart = tuple([place for place in places if place not in repeats])
+            self._by_places[key] = TwoPrograms(self._fn, apart, repeats, self._make)
+        found = self._by_places[key]
         return None if found.refused or found.runs else found
 
     def obstacle(self) -> str:
