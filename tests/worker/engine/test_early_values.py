@@ -55,6 +55,13 @@ def test_the_newest_numbers_are_known(early: EarlyNumbers) -> None:
     assert [early.read(tensor) is not None for tensor in numbers] == [False] * 3 + [True] * MAX_KNOWN
 
 
+def test_outside_of_recordings_a_row_of_one_is_read_with_all_work(early: EarlyNumbers) -> None:
+    row = torch.tensor([3.0])
+    early.made(1, row)
+    assert early.read(row) is None
+    assert [tap.memory.holds(row) for tap in recorded(early, {1: row}, {1})][:1] == [True]
+
+
 def test_of_a_programs_numbers_those_of_its_recordings_count(early: EarlyNumbers) -> None:
     before, within = number(1), number(2)
     early.made(1, before)

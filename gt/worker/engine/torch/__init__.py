@@ -49,6 +49,7 @@ class TorchEngine:
         self.kind = self.device.type
         self.host = self.kind == "cpu"
         self.clock = perf_counter if self.host else None
+        self._computing = None if self.host else torch.cuda.current_stream(self.device)
         self.progress = None if self.host else Events(self._mark)
         self.times = None if self.host else GpuTimes(self.device)
         self.direct = direct(self, COMBINE)
@@ -64,7 +65,8 @@ class TorchEngine:
         self._lane: HostLane | None = None
 
     def _mark(self) -> torch.cuda.Event:
-        return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(blocking=True))
+        assert self._computing is not None, "a GPU's"
+        return self._computing.record_event(torch.cuda.Event(blocking=True))
 
     def _seeds(self) -> Any:
         """Seeds of a GPU's random kernels, over the key in its memory; None without Triton, where the host draws."""

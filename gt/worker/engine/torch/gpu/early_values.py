@@ -44,7 +44,7 @@ class _Memory:
         return same and tensor._version == self.version and not self.storage.expired()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for each number, and a frozen one takes three times as long
 class _Number:
     """A number in the device's memory. copied: its replay copies it to the host, where copies of the tensor find it too."""
 
@@ -106,14 +106,21 @@ class EarlyNumbers:
         self._slots: _Slots | None = None
         self._in_program = False
         self._stream: Any = None
+        # Outside of recordings all work of this thread goes to one stream
+        self._computing = None if device.type == "cpu" else torch.cuda.current_stream(device)
 
     # ---- who makes and reads numbers
 
     def made(self, i: int, tensor: torch.Tensor, source: torch.Tensor | None = None) -> None:
+        """An instruction has issued the work that makes this tensor. source: of which it is a copy.
+
+        A tensor of one element and several dimensions counts only within a recording. Loops of generation make many of
+        these and read none, and an event costs as much as an op. One that is read waits for all issued work.
+        """
         known = None if source is None or self._recording is not None else self._find(source)
         if known is not None and known.copied:
             self._remember(tensor, known.read, copied=True)
-        elif self._recording is None or i in self._recording.wanted:
+        elif not tensor.dim() if self._recording is None else i in self._recording.wanted:
             self.tap(tensor)
 
     def tap(self, tensor: torch.Tensor) -> None:
@@ -125,7 +132,7 @@ class EarlyNumbers:
             return
         if self._in_program:  # instructions that follow may write to it, which only the recorder looks for
             return
-        event = None if self._device.type == "cpu" else torch.cuda.current_stream(self._device).record_event()
+        event = None if self._computing is None else self._computing.record_event()
         self._remember(tensor, partial(self._copy, event), copied=False)
 
     def forget(self) -> None:
@@ -184,11 +191,12 @@ class EarlyNumbers:
     # ---- waits
 
     def _remember(self, tensor: torch.Tensor, read: Read, copied: bool) -> None:
-        memory = _Memory(tensor)
-        self._known[memory.storage.cdata] = _Number(memory, read, copied)
-        self._known.move_to_end(memory.storage.cdata)
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
+        memory, known = _Memory(tensor), self._known
+        key = memory.storage.cdata
+        known[key] = _Number(memory, read, copied)
+        known.move_to_end(key)
+        if len(known) > MAX_KNOWN:
+            known.popitem(last=False)
 
     def _copy(self, event: Any, tensor: torch.Tensor) -> torch.Tensor:
         if event is None:
