@@ -96,10 +96,10 @@ class Pack:
         self._versions.append((tensor, tensor._version))
         return tensor
 
-    def keep(self, plan: RecomputationPlan | None) -> None:
-        """Keep what a plan says, and no more."""
+    def keep(self, plan: RecomputationPlan | None, results: Sequence[torch.Tensor]) -> None:
+        """Keep what a plan says, and no more. results: of the call, those with a graph."""
         if plan is not None:
-            self.plan, self.tensors = plan, plan.tensors_to_keep(self.tensors)
+            self.plan, self.tensors = plan, plan.tensors_to_keep(self.tensors, results)
             self.memories = {memory_id(tensor) for tensor in self.tensors}
             self._versions.clear()  # asked before
         self.begin(self.tensors)

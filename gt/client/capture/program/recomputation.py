@@ -9,13 +9,16 @@ Example, of y = silu(g) * u, where silu saves %1, and mul saves %3 and %2, and t
 
     kept before:  %1 = mm; %2 = mm; %3 = silu %1; %4 = mul %3 %2
     kept after:   %1, %2; the backward pass has %30 = silu %1; %40 = mul %30 %2
+
+A result of half the bits may be kept for a value: logits, of which the loss makes a log_softmax in float32.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,8 +33,11 @@ from gt.ir.template import Const, T, V
 MAX_CHAIN_OPS = 16  # that make one value again; views are free
 MAX_READ_BYTES_PER_BYTE = 3.0  # bytes that they read, for each byte of the value: to keep it is a write and a read of it
 LEAST_SHARE_OF_SAVED = 4096  # a value of less than 1/4096 of what is saved is kept
-# Ops besides pointwise ones that a compiler fuses with their readers
-CHEAP = frozenset({"aten._to_copy.default", "aten.cat.default", "aten.clone.default"})
+# Ops besides pointwise ones that a compiler fuses with their readers. Of a softmax it makes two passes over the operand
+CHEAP = frozenset(
+    {"aten._to_copy.default", "aten.cat.default", "aten.clone.default", "aten._softmax.default", "aten._log_softmax.default"}
+)
+MIN_SAVED_PER_RESULT_BYTE = 2  # bytes that are left out, for each byte of a result that is kept instead
 _CONSTANTS = {"dtype": torch, "memory_format": torch, "layout": torch}  # kind -> the module that has constants of it
 
 
@@ -68,23 +74,26 @@ class Step:
 class RecomputationPlan:
     """The way in which each tensor that autograd has saved is had in the backward pass. Tensors are ids of the recorded call.
 
-    numbers: of the saved tensors, by place. kept: places of those that are kept. narrow: places of those of which the operand
-    of their cast is kept, with its dtype. slots: where a kept tensor is. steps: the op that makes a tensor again, and which of
-    its results that is. reads: places among the tensors from before the call. nbytes: of values that are not kept.
+    numbers: of the saved tensors, by place. kept: places of those that are kept. results: places of the results of the call
+    that are kept with them. narrow: places of those of which the operand of their cast is kept, with its dtype. slots: where a
+    kept tensor is. steps: the op that makes a tensor again, and which of its results that is. reads: places among the tensors
+    from before the call. nbytes: of values that are not kept.
     """
 
     numbers: list[int]
     kept: list[int]
+    results: list[int]
     narrow: dict[int, torch.dtype]
     slots: dict[int, int]
     steps: dict[int, tuple[Step, int]]
     reads: dict[int, int]
     nbytes: int
 
-    def tensors_to_keep(self, saved: Sequence[torch.Tensor]) -> list:
-        """The tensors to keep of all that autograd has saved."""
+    def tensors_to_keep(self, saved: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> list:
+        """The tensors to keep of all that autograd has saved, and of the results of the call."""
         with torch.no_grad(), without_autocast():
-            return [saved[place].to(self.narrow[place]) if place in self.narrow else saved[place] for place in self.kept]
+            kept = [saved[place].to(self.narrow[place]) if place in self.narrow else saved[place] for place in self.kept]
+            return kept + [results[place].detach() for place in self.results]
 
     def text(self) -> str:
         """A line for explain()."""
@@ -133,24 +142,27 @@ class SavedValues:
 class Chooser:
     """Chooses what to recompute of the tensors of one recorded call.
 
-    saved, reads: tensors that autograd has saved, from the call and from before it. held: those that the backward pass may
-    change in place. thorough: whether bytes count for more than time.
+    saved, reads: tensors that autograd has saved, from the call and from before it. results: of the call, those with a graph.
+    held: saved ones that the backward pass may change in place. thorough: whether bytes count for more than time.
     """
 
     ops: Sequence[RecordedOp]
     saved: Sequence[Any]
     reads: Sequence[Any]
+    results: Sequence[Any]
     held: Sequence[Any]
     thorough: bool
     _memory: dict[int, int] = field(default_factory=dict)  # of a tensor that is a view
     _written: set[int] = field(default_factory=set)  # memory that an op changes
     _makers: dict[int, tuple[int, int]] = field(default_factory=dict)  # op and output
     _steps: dict[int, tuple[Step, int]] = field(default_factory=dict)
+    _instead: dict[int, int] = field(default_factory=dict)  # results that are kept, by id: their places
 
     def __post_init__(self) -> None:
         self._infos = infos_by_name()
         self._numbers = [tensor._ref.id for tensor in self.saved]
         self._reads = {t._ref.id: k for k, t in enumerate(self.reads) if hasattr(t, "_ref")}
+        self._results = {t._ref.id: k for k, t in enumerate(self.results) if hasattr(t, "_ref")}
         self._memory |= {t._ref.id: t._ref.memory for t in self.reads if hasattr(t, "_ref")}
         for at, op in enumerate(self.ops):
             self._note(at, op)
@@ -192,7 +204,7 @@ class Chooser:
             numbers = {self._numbers[place] for place in places[root]}
             if nbytes[root] < least or root in self._written or not numbers <= kept:
                 continue
-            if self._drops(numbers, kept, nbytes[root]):
+            if self._drops(numbers, kept, nbytes[root]) or self._drops(numbers, kept, nbytes[root], self._results):
                 kept -= numbers
                 left += nbytes[root]
             elif numbers == {root} and (narrower := self._narrower(root)):
@@ -205,20 +217,28 @@ class Chooser:
         # The operand of a widening cast takes the place of its result
         standing = [narrow[number][0] if number in narrow else number for number in self._numbers]
         places_kept = [place for place, number in enumerate(standing) if number in kept]
-        slots = {standing[place]: slot for slot, place in enumerate(places_kept)}
+        slots = {number: slot for slot, number in enumerate([*[standing[place] for place in places_kept], *self._instead])}
         dtypes = {place: narrow[self._numbers[place]][1] for place in places_kept if self._numbers[place] in narrow}
-        return RecomputationPlan(self._numbers, places_kept, dtypes, slots, self._steps, self._reads, left)
+        results = [*self._instead.values()]
+        return RecomputationPlan(self._numbers, places_kept, results, dtypes, slots, self._steps, self._reads, left)
 
-    def _drops(self, numbers: set[int], kept: set[int], nbytes: int) -> bool:
-        """True if the tensors of one memory can be made again of the others that are kept, at little cost. Notes the ops."""
+    def _drops(self, numbers: set[int], kept: set[int], nbytes: int, results: Mapping[int, int] = MappingProxyType({})) -> bool:
+        """True if the tensors of one memory can be made again of the others that are kept, at little cost. Notes the ops.
+
+        results: those that may be kept instead, where they are smaller by far.
+        """
         chain: dict[int, tuple[Step, int]] = {}
-        sources, waiting, others = dict[int, int](), [*numbers], kept - numbers
+        sources, waiting, others = dict[int, int](), [*numbers], (kept - numbers).union(self._instead)
+        instead: dict[int, int] = {}
         while waiting:
             number = waiting.pop()
             if number in chain:
                 continue
             if number in others or number in self._reads:
                 sources[self._root(number)] = self._bytes(number)
+                continue
+            if number in results and number not in numbers and self._root(number) not in self._written:
+                sources[self._root(number)] = instead[number] = self._bytes(number)
                 continue
             found = self._step(number)
             if found is None:
@@ -229,7 +249,10 @@ class Chooser:
                 return False
         if not self.thorough and sum(sources.values()) > MAX_READ_BYTES_PER_BYTE * nbytes:
             return False
+        if MIN_SAVED_PER_RESULT_BYTE * sum(instead.values()) > nbytes:
+            return False
         self._steps |= chain
+        self._instead |= {number: results[number] for number in instead}
         return True
 
     def _bytes(self, number: int) -> int:

@@ -385,7 +385,7 @@ class TwoPrograms:
         places = [k for k, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         graph = Graph([flat[place] for place in places], inputs, pack)
         stale = pack.stale()
-        pack.keep(self._plan(tape, pack, graph))
+        pack.keep(self._plan(tape, pack, graph), graph.results)
         self._next.tensors[:] = pack.tensors
         parameters, why = find_parameters(graph, since, inputs)
         after = flatten_call(args, kwargs)[0]
@@ -407,7 +407,7 @@ class TwoPrograms:
         if mode and isinstance(tape, CallRecording):
             tape.recorder.flush()
             held = held_by_functions(graph)
-            self._next.plan = Chooser(tape.ops, pack.tensors, pack.reads, held, mode > 1).choose()
+            self._next.plan = Chooser(tape.ops, pack.tensors, pack.reads, graph.results, held, mode > 1).choose()
         return self._next.plan
 
     # ---- its backward pass

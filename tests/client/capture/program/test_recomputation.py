@@ -203,3 +203,46 @@ def test_what_a_function_of_the_user_may_change_in_its_backward_pass_makes_nothi
 
     (compiled,) = compare(case, recompute=True)
     assert replays(compiled, "backward") >= 2 and left_out(compiled)[0], compiled.explain()
+
+
+class Head(nn.Module):
+    """Logits of half the bits, of which the loss makes a log_softmax in float32: both are results."""
+
+    def __init__(self, classes: int = 512) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(32, 32, dtype=torch.bfloat16), nn.Linear(32, classes, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(self.body(x).tanh())
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten()), logits
+
+
+def trained(wrap: Callable, change: Callable[[torch.Tensor], Any] = lambda logits: None) -> list:
+    torch.manual_seed(7)
+    model = Head().to(R)
+    call, optimizer, results = wrap(model), torch.optim.SGD(model.parameters(), lr=0.1), []
+    for n in range(6):
+        generator = torch.Generator().manual_seed(n)
+        x = torch.randn(2, 16, 32, generator=generator).bfloat16().to(R)
+        loss, logits = call(x, torch.randint(0, 512, (2, 16), generator=generator).to(R))
+        results += [loss.detach(), logits.detach().clone()]
+        change(logits)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*results, *model.parameters()]
+
+
+def test_logits_that_are_results_are_kept_for_the_log_softmax_of_the_loss() -> None:
+    (compiled,) = compare(trained, recompute=True)
+    count, _, mib = left_out(compiled)
+    assert count and mib >= 2 * 16 * 512 * 4 / 2**20, compiled.explain()
+    assert replays(compiled, "forward") >= 2 and replays(compiled, "backward") >= 2, compiled.explain()
+
+
+def test_a_caller_may_change_a_result_that_is_kept() -> None:
+    def change(logits: torch.Tensor) -> None:
+        with torch.no_grad():
+            logits.mul_(2)
+
+    compare(lambda wrap: trained(wrap, change), recompute=True)
