@@ -79,4 +79,6 @@ GT_OPS = {
     ),
     # the operand on the mesh of the group's destination
     "gt.move.default": ("(Tensor self) -> (Tensor)", "a transfer to another mesh, at once"),
+    # a copy for the planner. On workers the result has the operand's memory, so the operand may not be written from here on
+    "gt.lend.default": ("(Tensor self) -> (Tensor)", "the result of a program, not copied until the program runs again"),
 }

@@ -231,6 +231,7 @@ GT = {
     "gt.sdpa_biased_backward.default": _sdpa_biased_backward,
     **{name: lambda template, ins, values, run=run: run(*_fill(template, ins, values)) for name, run in recurrent.OPS.items()},
     "gt.move.default": lambda template, ins, values: ins[0].clone(),
+    "gt.lend.default": lambda template, ins, values: ins[0],
 }
 
 

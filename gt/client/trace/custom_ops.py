@@ -23,6 +23,7 @@ from gt.ir.ops import RANDOM
 from gt.ir.spec import Spec
 from gt.ir.template import Out, T, Template, V
 
+MIN_LENT_BYTES = 1 << 20  # the copy of a smaller tensor takes less time than to look after one that is lent
 _entries: dict[tuple, tuple[int, tuple[Meta, ...]]] = {}
 current_session.on_clear.append(_entries.clear)
 
@@ -101,6 +102,19 @@ def _template(name: str, args: tuple, outs: tuple[Meta, ...]) -> Template:
 def _cloned(meta: Meta) -> Meta:
     """Meta of a clone, which keeps the strides of dense memory."""
     return metas.of(torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta").clone())
+
+
+def lend(tensor: RemoteTensor) -> RemoteTensor:
+    """The value of a tensor that `may_lend` allows, as a new tensor. Workers copy nothing.
+
+    Nothing may write to the operand from here on but a program that makes it anew.
+    """
+    return record("gt.lend.default", (tensor,), lambda: (tensor._ref.meta,))[0]
+
+
+def may_lend(meta: Meta) -> bool:
+    """True for a tensor of so many bytes that a copy of it counts, and that a copy would have the form of."""
+    return meta.nbytes >= MIN_LENT_BYTES and meta == _cloned(meta)
 
 
 class Move(torch.autograd.Function):

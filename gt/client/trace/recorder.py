@@ -18,6 +18,7 @@ from gt.client.device.remote_tensor import LiveTensors, memory_id
 from gt.client.reports import spans
 from gt.client.values.foldable_ops import FLOATS, MAX_FLOAT_BYTES
 from gt.client.values.known_values import KnownValues
+from gt.client.values.lent_results import LentResult, LentResults
 from gt.client.values.read_values import MAX_BYTES as MAX_READ_BYTES
 from gt.client.values.read_values import ReadValues
 from gt.client.values.state_values import MAX_STATE_BYTES, StateValues
@@ -81,6 +82,7 @@ class Recorder:
         self._shares_cores = getattr(session, "shares_cores", False)
         self.values = KnownValues(self.templates)
         self.read = ReadValues(self.templates)
+        self.lent = LentResults(self.templates)
         self.state = StateValues(self.templates, self.live_tensors.all)
         # line (origin) -> its reads of floats that only workers decided, if none other; -line: those of other values
         self._misses: dict[int, int] = {}
@@ -345,6 +347,16 @@ class Recorder:
             self.state.note(number, value)
         return value
 
+    def follow_lent(self, numbers: list[int]) -> LentResult:
+        """Follow results that a program has lent to its caller, by ids, as long as somebody holds the answer."""
+        with uninterrupted(), uncollected, self._lock:
+            return self.lent.add(numbers, self.code[:])
+
+    def lent_written(self, lent: LentResult) -> bool:
+        """True if an op has written to one of these results."""
+        with uninterrupted(), uncollected, self._lock:
+            return self.lent.written(lent, self.code[:])
+
     def note_wait(self) -> None:
         """Count a wait for a value. Workers are idle after it, so batches begin small again."""
         self.fetches += 1
@@ -406,6 +418,7 @@ class Recorder:
             self.uploaded.handed_over(code, self.templates)
         self.values.handed_over(code, freed)
         self.read.handed_over(code)
+        self.lent.handed_over(code)
         self.state.handed_over(code)
 
         # A tape of a compiled call rewrites the batch: a fragment, or a recording that holds back frees

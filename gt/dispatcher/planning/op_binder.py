@@ -40,6 +40,9 @@ class OpBinder:
 
     def _bind(self, known: OpSchema, ins: Sequence[Layout], outs: Sequence[Layout], breathe: Callable[[], None]) -> list[Bound]:
         mesh = (outs or ins)[0].mesh
+        # A term may be summed in place, which the operand must not see
+        if known.name == "gt.lend" and not outs[0].partial:
+            return self._emitter.bind(Order(index, "alias", {}) for index in mesh.workers)
         alike = _alike(known, ins, outs)
         orders: list[Order] = []
         for rank, index in enumerate(mesh.workers):

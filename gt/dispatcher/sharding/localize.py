@@ -24,7 +24,8 @@ ATTENTION = {  # index of the query
     "gt.sdpa_biased_backward.default": 1,
 }
 
-WORKER_OPS = {"gt.move.default": "aten.clone.default"}  # the move itself is the redistribution of its input
+# The move itself is the redistribution of its input. What is lent is copied where it is a term of a sum: see OpBinder
+WORKER_OPS = {"gt.move.default": "aten.clone.default", "gt.lend.default": "aten.clone.default"}
 
 
 def dense(shape: Sequence[int], like: Spec) -> Spec:

@@ -9,7 +9,7 @@ from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.ir.layout import Partial
 
 # op -> number of tensors in which together it is linear: Partial in, Partial out
-LINEAR = {"add": 2, "add_": 2, "sub": 2, "sub_": 2, "neg": 1, "neg_": 1, "clone": 1}
+LINEAR = {"add": 2, "add_": 2, "sub": 2, "sub_": 2, "neg": 1, "neg_": 1, "clone": 1, "gt.lend": 1}
 # Linear in the first operand if the other is a number or a tensor without dims
 SCALED = frozenset({"mul", "mul_", "div", "div_"})
 WIDER = {("float32", "float64"), *product(("bfloat16", "float16"), ("float32", "float64"))}

@@ -34,7 +34,7 @@ ELEMENTWISE = frozenset(
      "elu_backward", "hardtanh_backward", "softplus_backward", "native_dropout", "native_dropout_backward", "uniform_",
      "normal_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "rand_like", "randn_like",
      "lift_fresh", "_conj_physical", "detach", "alias", "masked_fill", "masked_fill_",
-     "gt.move"}
+     "gt.move", "gt.lend"}
 )  # fmt: skip
 
 # Elementwise ops that read only the shape of an operand, which may stay partial

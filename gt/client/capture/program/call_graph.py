@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from gt.client.capture.aliasing import attribute_names
 from gt.client.capture.program.recomputation import RecomputationPlan, SavedValues
 from gt.client.capture.recording import CallRecording
 from gt.client.device.remote_tensor import RemoteTensor, memory_id
+from gt.client.trace.custom_ops import lend, may_lend
 from gt.client.values.fingerprints import is_scalar_like
 
 
@@ -23,7 +24,8 @@ class Cut:
     """Facts of a forward pass that hold for each replay of its program.
 
     places: leaves of the result that have a graph. reads: tensors from before the call that autograd has saved. writes: whether
-    the call may change tensors from before it. stale: whether it has changed a tensor after autograd had saved it.
+    the call may change tensors from before it. stale: whether it has changed a tensor after autograd had saved it. shares:
+    whether results share memory with what it has saved.
     """
 
     places: list[int]
@@ -31,6 +33,7 @@ class Cut:
     reads: list[torch.Tensor]
     writes: bool
     stale: bool
+    shares: bool
 
 
 @dataclass(eq=False)
@@ -69,6 +72,7 @@ class Pack:
         self.plan: RecomputationPlan | None = None
         self._uses: Counter[int] = Counter()  # how often a place is saved
         self.memories: set[int] = set()  # of these tensors
+        self.numbers: set[int] = set()  # ids of those that are kept
         self._versions: list[tuple[torch.Tensor, int]] = []
 
     def __call__(self, tensor: torch.Tensor) -> Any:
@@ -102,6 +106,7 @@ class Pack:
             self.plan, self.tensors = plan, plan.tensors_to_keep(self.tensors, results)
             self.memories = {memory_id(tensor) for tensor in self.tensors}
             self._versions.clear()  # asked before
+        self.numbers = {tensor._ref.id for tensor in self.tensors}
         self.begin(self.tensors)
 
     def begin(self, tensors: list) -> None:
@@ -130,11 +135,27 @@ def differentiable(graph: Graph, gradients: tuple) -> tuple[list, list]:
     return [result for result, _ in pairs], [gradient for _, gradient in pairs]
 
 
-def apart(leaf: Any, pack: Pack) -> Any:
-    """A result in memory of its own, if autograd has saved it."""
-    if not isinstance(leaf, RemoteTensor) or memory_id(leaf) not in pack.memories:
-        return leaf
-    copy = leaf.clone()
+def apart(leaves: list, pack: Pack, lendable: Set[int]) -> tuple[list, bool]:
+    """Results of a call, as tensors that are no saved ones; and whether one shares memory with these.
+
+    lendable: ids of saved tensors that may share it.
+    """
+    found, shares = [], False
+    for leaf in leaves:
+        if isinstance(leaf, RemoteTensor) and memory_id(leaf) in pack.memories:
+            lent = leaf._ref.id in lendable and may_lend(leaf._ref.meta)
+            shares = shares or lent
+            leaf = _named_alike(lend(leaf), leaf) if lent else copied(leaf)
+        found.append(leaf)
+    return found, shares
+
+
+def copied(leaf: RemoteTensor) -> RemoteTensor:
+    """A copy of a result, with the attributes that its user has given it."""
+    return _named_alike(leaf.clone(), leaf)
+
+
+def _named_alike(copy: RemoteTensor, leaf: RemoteTensor) -> RemoteTensor:
     copy.__dict__.update({name: leaf.__dict__[name] for name in attribute_names(leaf)})
     return copy
 

@@ -23,6 +23,7 @@ from gt.client.capture.program.shared_results import SharedMemory, shared_memory
 from gt.client.capture.watches.scheduler_step import SchedulerStep
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.trace.custom_ops import lend, may_lend
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of
 from gt.client.trace.recorder import Recorder
@@ -77,6 +78,8 @@ class CapturedProgram:
     keep: list = field(default_factory=list)  # tensors whose ids the program uses
     fills: dict[int, RemoteTensor] = field(init=False)  # inputs, but one argument of each tensor alone
     spans: dict[int, SharedMemory] = field(init=False)  # tensors that share memory, by their ids
+    lendable: set[int] = field(init=False)  # results whose memory nothing else names, by the ids of their tensors
+    lends: bool = True  # whether the caller gets these as they are: workers copy one that it still holds at the next replay
     replays: int = 0
 
     def __post_init__(self) -> None:
@@ -84,7 +87,15 @@ class CapturedProgram:
         fresh = [result for result in self.results if type(result) is ProgramResult and not result.lasts]
         copied = {result.tensor._ref.id: result.tensor for result in fresh if not isinstance(result.source, NamedMemory)}
         self.spans = shared_memory(copied, self.memory)
+        self.lendable = {number for number, tensor in copied.items() if may_lend(tensor._ref.meta)} - self._owners()
         weakref.finalize(self, _drop, self.recorder, self.number).atexit = False
+
+    def _owners(self) -> set[int]:
+        """Memory of the call that something else than a result names; and all results that are views."""
+        gradients = [memory for row in self.grads.rows for memory in (row.read, row.left) if memory is not None]
+        named = [*self.inputs.values(), *self.keep, *gradients]
+        tensors = [memory.tensor if isinstance(memory, NamedMemory) else memory for memory in named]
+        return {self.memory.owner(tensor) for tensor in tensors if isinstance(tensor, RemoteTensor)} | self.memory.of.keys()
 
     def mismatch(self, leaves: list) -> str:
         """The reason why the program cannot serve a call with the same key, or "". What it draws on the CPU is drawn then."""
@@ -178,6 +189,8 @@ class CapturedProgram:
                     own = result.tensor.detach()
                 elif number in aliases:  # another object of the same tensor, as t.detach() beside t
                     own = aliases[number].detach()
+                elif self.lends and number in self.lendable and span is None:
+                    own = aliases[number] = lend(result.tensor)
                 else:
                     own = call(_CLONE, (result.tensor,), origin=origin) if span is None else span.view(result.tensor, memories)
                     aliases[number] = own

@@ -3,14 +3,12 @@
 A forward program leaves what autograd saves in memory that its backward program reads. Of a chain of pointwise ops autograd
 saves nearly each value. Most can be made again from the few that a matrix product has made, as torch.compile's partition does
 (the min-cut of AOTAutograd, after Chen et al. 2016). Here a value is left out if at most MAX_CHAIN_OPS cheap ops make it of
-values that are kept.
+values that are kept. A result may be kept instead: bf16 logits, of which the loss makes a log_softmax in float32.
 
 Example, of y = silu(g) * u, where silu saves %1, and mul saves %3 and %2, and the next product saves %4:
 
     kept before:  %1 = mm; %2 = mm; %3 = silu %1; %4 = mul %3 %2
     kept after:   %1, %2; the backward pass has %30 = silu %1; %40 = mul %30 %2
-
-A result of half the bits may be kept for a value: logits, of which the loss makes a log_softmax in float32.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ LEAST_SHARE_OF_SAVED = 4096  # a value of less than 1/4096 of what is saved is k
 CHEAP = frozenset(
     {"aten._to_copy.default", "aten.cat.default", "aten.clone.default", "aten._softmax.default", "aten._log_softmax.default"}
 )
-MIN_SAVED_PER_RESULT_BYTE = 2  # bytes that are left out, for each byte of a result that is kept instead
+MIN_LEFT_OUT_BYTES_PER_BYTE = 2  # bytes that are left out, for each byte of a result that is kept instead
 _CONSTANTS = {"dtype": torch, "memory_format": torch, "layout": torch}  # kind -> the module that has constants of it
 
 
@@ -249,7 +247,7 @@ class Chooser:
                 return False
         if not self.thorough and sum(sources.values()) > MAX_READ_BYTES_PER_BYTE * nbytes:
             return False
-        if MIN_SAVED_PER_RESULT_BYTE * sum(instead.values()) > nbytes:
+        if MIN_LEFT_OUT_BYTES_PER_BYTE * sum(instead.values()) > nbytes:
             return False
         self._steps |= chain
         self._instead |= {number: results[number] for number in instead}

@@ -11,7 +11,6 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,22 +26,23 @@ from gt.client.capture.program.call_graph import (
     Pack,
     add_gradients,
     apart,
+    copied,
     differentiable,
     find_parameters,
     held_by_functions,
     leads_to,
     may_write,
-    once,
     sequence_number,
     strange_result,
 )
 from gt.client.capture.program.captured_program import CapturedProgram
+from gt.client.capture.program.pending_call import Call, Given, Saved, versions_of
 from gt.client.capture.program.recomputation import Chooser, RecomputationPlan
 from gt.client.capture.program.settings import Part
 from gt.client.capture.recording import CallRecording
 from gt.client.capture.watches.node_hooks import hooks_of_nodes
 from gt.client.device import random
-from gt.client.device.remote_tensor import RemoteTensor, Shown, memory_id
+from gt.client.device.remote_tensor import RemoteTensor, memory_id
 
 MAX_IDLE_CALLS = 3  # calls that nobody differentiates; the forward program then serves without a backward one
 GRAPHS_AFTER_MISS_CALLS = 4  # calls that run their Python after a backward pass that no program had
@@ -56,123 +56,6 @@ NO_GRAPH = (
     "no program has this backward pass of {}, and its forward pass cannot be computed again, since {}. Call it again: the next "
     "calls keep their graph" + _INSTEAD
 )
-
-
-@dataclass(eq=False)
-class Saved:
-    """Tensors that a forward program leaves for the backward pass. tensors: those in the memory that the program writes.
-
-    backward: the compiled function that reads them. idle: calls in a row that nobody differentiated. graphs: calls to come that
-    run their Python for their graph. plan: how the backward pass has what is not left.
-    """
-
-    backward: Any
-    tensors: list[RemoteTensor]
-    program: weakref.ref[CapturedProgram] | None = None
-    idle: int = 0
-    graphs: int = 0
-    plan: RecomputationPlan | None = None
-
-    def let_go(self) -> None:
-        """Put a stand-in for each tensor that no program has left, so that its memory may end before the next call.
-
-        Each place has a tensor, so that the next recording adds none.
-        """
-        if self.program is None and self.tensors and self.tensors[0].numel():
-            self.tensors[:] = [torch.empty(0, device=self.tensors[0].device)] * len(self.tensors)
-
-    def differentiable(self) -> bool:
-        """True if a program seems to have the backward pass of the next call."""
-        return any(not program.guard.violation() for program in self.backward.programs())
-
-    def load(self, tensors: list[RemoteTensor]) -> str:
-        """Give the memory the values of one call; the reason why it cannot have them, or ""."""
-        if len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors)):
-            return ""
-        program = self.program() if self.program is not None else None
-        if program is None:
-            self.tensors[:] = tensors
-            return ""
-        if why := next((why for made in program.made if (why := made.mismatch())), ""):
-            return why
-        for made in program.made:
-            made.leave()  # to a call that has not been differentiated yet
-        with torch.no_grad():
-            for into, tensor in zip(self.tensors, tensors, strict=True):
-                once(into, into).copy_(once(tensor, into))
-        return ""
-
-
-@dataclass(eq=False)
-class Given:
-    """The facts by which a call's forward pass can be computed again. random: seed and counter before it; modes: as modes()."""
-
-    leaves: list
-    tree: Any
-    random: tuple[int, int]
-    modes: tuple
-    versions: list[tuple[torch.Tensor, int, Any]]
-    program: CapturedProgram | None = None
-
-    def keep(self, program: CapturedProgram) -> None:
-        """Note the state that the program of this call has read."""
-        self.program = program
-        self.versions += versions_of([kept for kept in program.keep if isinstance(kept, torch.Tensor)])
-
-    def autocast(self) -> Any:
-        """The call's own autocast."""
-        return torch.autocast(Shown.device.type, dtype=self.modes[3], enabled=bool(self.modes[2]))
-
-    def changed(self) -> str:
-        """A change since the call by which its forward pass would be another one, or ""."""
-        if self.program is not None and (self.program.host_draws is not None or self.program.guard.counts):
-            return "it draws numbers on the CPU, or counts"
-        same = [n for n, _ in enumerate(self.modes) if n not in (0, 2, 3)]  # grad mode, autocast
-        now = modes()
-        if any(now[n] != self.modes[n] for n in same):
-            return "a mode of torch is another one"
-        if any(t._version != version or getattr(t, "_ref", None) is not ref for t, version, ref in self.versions):
-            return "a tensor that it reads has been changed"
-        return ""
-
-    def doubt(self) -> str:
-        """A change of Python state since the call, which may or may not matter to its forward pass; or ""."""
-        return "" if self.program is None else self.program.guard.violation()
-
-
-def versions_of(tensors: list) -> list[tuple[torch.Tensor, int, Any]]:
-    """Tensors with their versions and references, to find out later what has been changed."""
-    found = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and not tensor.is_inference()]
-    return [(tensor, tensor._version, getattr(tensor, "_ref", None)) for tensor in found]
-
-
-@dataclass(eq=False)
-class Call:
-    """One call, until its backward pass. tensors: the saved ones; versions: of what it reads from before the call."""
-
-    saved: Saved
-    cut: Cut
-    tensors: list[RemoteTensor]
-    graph: Graph | None
-    given: Given | None
-    versions: list[tuple[torch.Tensor, int]]
-    results: tuple = ()
-    values: list[torch.Tensor] = field(default_factory=list)  # of the results of a replay
-    over: bool = False  # whether its backward pass has been, and nothing is kept for another
-
-    def changed_since(self) -> str:
-        """The reason why the forward pass cannot be computed again, or ""."""
-        if self.cut.writes:
-            return "it changes state"
-        assert self.given is not None
-        return self.given.changed()
-
-    def changed(self) -> str:
-        """A tensor that the backward pass reads and that has been changed since, or ""."""
-        for tensor, version in self.versions:
-            if tensor._version != version:
-                return f"a tensor of shape {list(tensor.shape)}"
-        return ""
 
 
 class _Boundary(torch.autograd.Function):
@@ -214,6 +97,8 @@ class TwoPrograms:
         self.refused = ""  # the reason why results keep torch's graph
         self.runs = False  # whether the function itself runs
         self._unseen = bool(places)
+        self._copies = False  # whether no result shares memory with what is saved, since a caller has written to one
+        self._open: weakref.WeakSet[Call] = weakref.WeakSet()  # calls that may have a backward pass yet
         self._lock = threading.RLock()
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._next = self._new([])  # for the program of the next recording
@@ -300,6 +185,7 @@ class TwoPrograms:
         if saved is not None and any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor) for leaf in given):
             plain = tree_unflatten(prepare_inputs(given, None)[0], flatten_call(*plain)[1])
         self._lacking_one = saved
+        self._let_lend()
         if saved is None:
             self._next.let_go()
         results = self._forward(*plain[0], **plain[1]) if saved is not None else self.forward(*plain[0], **plain[1])
@@ -323,12 +209,28 @@ class TwoPrograms:
         call = Call(saved, cut, tensors, graph, facts, versions)
         self._last = weakref.ref(call), saved
         flat, tree = tree_flatten(results)
-        call.results = tuple([flat[place] for place in cut.places])
+        # Numbers that a recorded call draws on the CPU are not known, so it may not be computed again
+        call.results = tuple([copied(flat[place]) if cut.shares and graph else flat[place] for place in cut.places])
         call.values = [result.detach() for result in call.results] if graph is None else []
         attached = _Boundary.apply(self, call, *_inputs(cut.parameters), *[leaves[place] for place in self.places])
         for place, result in zip(cut.places, attached, strict=True):
             flat[place] = result
+        if cut.shares:
+            self._open.add(call)
+            call.lent = current_session.current().follow_lent([value._ref.id for value in call.values]) if call.values else None
         return tree_unflatten(flat, tree)
+
+    def _let_lend(self) -> None:
+        """Say which programs may give out results in the memory of saved tensors.
+
+        The backward pass of an earlier call copies its own tensors there, and that of a call whose caller writes to a result
+        has to compute the forward pass again.
+        """
+        alone = all(call.over for call in self._open)
+        for program in self.forward.programs():
+            cut = self._programs[program][1] if program in self._programs else None
+            again = program.host_draws is None and not program.guard.counts
+            program.lends = cut is None or not cut.shares or (alone and again)
 
     def _count_idle(self) -> None:
         """The last call has ended without a backward pass if nobody holds its graph any more."""
@@ -385,28 +287,31 @@ class TwoPrograms:
         places = [k for k, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         graph = Graph([flat[place] for place in places], inputs, pack)
         stale = pack.stale()
-        pack.keep(self._plan(tape, pack, graph), graph.results)
+        held = held_by_functions(graph)  # before a plan, by which a look at them computes them again
+        pack.keep(self._plan(tape, pack, graph, held), graph.results)
         self._next.tensors[:] = pack.tensors
         parameters, why = find_parameters(graph, since, inputs)
         after = flatten_call(args, kwargs)[0]
         if len(after) != len(leaves) or not all(map(operator.is_, after, leaves)):
             why = "it changes a list or dictionary that it gets, in which its graph may go on"
         self.refused = self.refused or why or strange_result(flat, inputs)
-        cut = Cut(places, parameters, pack.reads, may_write(tape, first), stale) if places else None
-        self._ran = graph, cut, results
         # A caller may change a result in place, and the backward pass must not see that
+        writes = may_write(tape, first)
         plain, tree = tree_flatten(detached(results))
-        return tree_unflatten([apart(leaf, pack) for leaf in plain], tree)
+        keeps = writes or self._copies
+        plain, shares = apart(plain, pack, frozenset() if keeps else pack.numbers - {tensor._ref.id for tensor in held})
+        cut = Cut(places, parameters, pack.reads, writes, stale, shares) if places else None
+        self._ran = graph, cut, results
+        return tree_unflatten(plain, tree)
 
-    def _plan(self, tape: Any, pack: Pack, graph: Graph) -> RecomputationPlan | None:
-        """The program's plan, or that which is chosen by the ops of the recorded call."""
+    def _plan(self, tape: Any, pack: Pack, graph: Graph, held: list[RemoteTensor]) -> RecomputationPlan | None:
+        """The program's plan, or that which is chosen by the ops of the recorded call. held: by functions of the user."""
         mode = self.forward.settings.recompute_mode
         if self._lacking_one is not None:
             return self._lacking_one.plan
         self._next.plan = None
         if mode and isinstance(tape, CallRecording):
             tape.recorder.flush()
-            held = held_by_functions(graph)
             self._next.plan = Chooser(tape.ops, pack.tensors, pack.reads, graph.results, held, mode > 1).choose()
         return self._next.plan
 
@@ -430,6 +335,8 @@ class TwoPrograms:
 
     def _differentiate(self, call: Call, gradients: tuple) -> list:
         call.saved.idle, self._last = 0, None
+        if call.result_changed():
+            self._copy_from_now(call)
         if call.graph is not None and (saves := call.graph.saves) is not None:
             saves.begin(saves.tensors)
         self._differentiated, self._keeps = call, torch._C._autograd._get_current_graph_task_keep_graph()
@@ -443,6 +350,13 @@ class TwoPrograms:
                 call.over, call.graph = True, None
                 call.tensors, call.values, call.given = [], [], None
 
+    def _copy_from_now(self, call: Call) -> None:
+        """A caller writes to results in the memory of saved tensors: the next recording leaves it copies."""
+        self._copies = True
+        program = call.saved.program() if call.saved.program is not None else None
+        if program is not None and program in self.forward.programs():
+            self.forward.forget(program)
+
     def _accumulate(self, call: Call, gradients: tuple) -> Any:
         """Add to the parameters' gradients, as the nodes do that accumulate them; return those of arguments."""
         parameters = call.cut.parameters
@@ -451,7 +365,8 @@ class TwoPrograms:
         for parameter in parameters if any(gradient is not None for gradient in held) else ():
             parameter.grad = None
         try:
-            if call.saved.load(call.tensors):  # no room in the program's memory: autograd itself, from the call's tensors
+            # No room in the program's memory: autograd itself, from the call's tensors
+            if call.result_changed() or call.saved.load(call.tensors):
                 found = self._backward(*gradients)
             else:
                 call.tensors = []  # a replay copies what somebody beside the program holds

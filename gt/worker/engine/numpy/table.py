@@ -38,6 +38,7 @@ TABLE: dict[str, Function] = {
     },
     **recurrent.TABLE,
     "gt.move.default": lambda x: x.copy(),
+    "gt.lend.default": lambda x: x.copy(),
 }  # fmt: skip
 _BY_BASE = {name.split(".")[1]: run for name, run in reversed(TABLE.items())}  # the first overload of each
 _VIEWS = {f"aten.{name}" for name in views.VIEWS}  # in place they change metadata, not values

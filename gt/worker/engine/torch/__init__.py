@@ -121,7 +121,7 @@ class TorchEngine:
             return random.bind(name, payload["random"], self.key)
         if name in recurrent.OPS:
             return recurrent.OPS[name]
-        if name == "gt.move.default":
+        if name in ("gt.move.default", "gt.lend.default"):
             return torch.ops.aten.clone.default
         op: Callable = OVERLOADS[name]._op
         space, base, _ = name.split(".")

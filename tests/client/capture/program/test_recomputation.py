@@ -217,14 +217,14 @@ class Head(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten()), logits
 
 
-def trained(wrap: Callable, change: Callable[[torch.Tensor], Any] = lambda logits: None) -> list:
+def trained(wrap: Callable, change: Callable[[torch.Tensor], Any] = lambda logits: None, classes: int = 512) -> list:
     torch.manual_seed(7)
-    model = Head().to(R)
+    model = Head(classes).to(R)
     call, optimizer, results = wrap(model), torch.optim.SGD(model.parameters(), lr=0.1), []
-    for n in range(6):
+    for n in range(8):
         generator = torch.Generator().manual_seed(n)
         x = torch.randn(2, 16, 32, generator=generator).bfloat16().to(R)
-        loss, logits = call(x, torch.randint(0, 512, (2, 16), generator=generator).to(R))
+        loss, logits = call(x, torch.randint(0, classes, (2, 16), generator=generator).to(R))
         results += [loss.detach(), logits.detach().clone()]
         change(logits)
         loss.backward()
@@ -246,3 +246,40 @@ def test_a_caller_may_change_a_result_that_is_kept() -> None:
             logits.mul_(2)
 
     compare(lambda wrap: trained(wrap, change), recompute=True)
+
+
+CHANGES = {
+    "in place": lambda logits: logits.detach().mul_(2),
+    "beside the version": lambda logits: logits.data[:, :3].mul_(0.5),
+    "by a list": lambda logits: torch._foreach_mul_([logits.detach()], 2),
+    "not": lambda logits: logits.detach() * 2,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_caller_may_change_logits_that_it_got_without_a_copy(change: str) -> None:
+    (compiled,) = compare(lambda wrap: trained(wrap, CHANGES[change], 16384), recompute=True)
+    lent = "computed again" in str(compiled.explain())
+    assert lent and replays(compiled, "forward") >= 2 and replays(compiled, "backward") >= 2, compiled.explain()
+
+
+def two_at_once(wrap: Callable) -> list:
+    """Each call of a pair keeps its results until after both backward passes."""
+    torch.manual_seed(7)
+    model = Head(16384).to(R)
+    call, results = wrap(model), []
+    for n in range(6):
+        generator = torch.Generator().manual_seed(n)
+        pairs = [torch.randn(2, 16, 32, generator=generator).bfloat16().to(R) for _ in range(2)]
+        labels = torch.randint(0, 16384, (2, 16), generator=generator).to(R)
+        made = [call(x, labels) for x in pairs]
+        views = [logits[:, 1:] for _, logits in made]
+        for loss, _ in made if n % 2 else reversed(made):
+            loss.backward()
+        results += [logits.detach().clone() for _, logits in made] + [view.clone() for view in views]
+        results += [p.grad.clone() for p in model.parameters()]
+    return results
+
+
+def test_results_of_calls_in_flight_keep_their_values() -> None:
+    compare(two_at_once, recompute=True)
