@@ -32,14 +32,16 @@ MAX_IDLE = 8  # times that a full log is followed for a program that has read no
 class Memory:
     """The memory of cells. ids: of the tensors that name it; blank: it is uninitialised; floats: it is decided by floats.
 
-    makers, readers: numbers of rows that make or write it, and that read it; some are evaluated already.
+    makers, readers: numbers of rows that make or write it, and that read it; some are evaluated already. depth: rows of the
+    longest chain that decides it, as they were when the last of them was followed.
     """
 
-    __slots__ = ("blank", "floats", "ids", "makers", "nbytes", "readers")
+    __slots__ = ("blank", "depth", "floats", "ids", "makers", "nbytes", "readers")
 
     def __init__(self, nbytes: int, blank: bool = False, floats: bool = False) -> None:
         self.ids: set[int] = set()
         self.nbytes, self.blank, self.floats = nbytes, blank, floats
+        self.depth = 0
         self.makers: list[int] = []
         self.readers: list[int] = []
 
@@ -203,7 +205,9 @@ class KnownValues:
         except Exception:  # the worker fails too, and says what is wrong with the arguments
             exact = False
         if exact:
-            for number in rows:
+            for number, row in rows.items():
+                for memory in row.makes:
+                    memory.depth = 0
                 del self._rows[number]
             self._forget_numbers(rows.values())
         else:
@@ -310,7 +314,9 @@ class KnownValues:
         ids, values = code[at:scalars], code[scalars:outs]
         cells = [self._cells.get(number) for number in ids]
         known = [cell for cell in cells if cell is not None]
-        if not way.folds or len(known) < len(cells) or not _is_certain(way, known, values):
+        # A longer chain is not evaluated, and following an op takes longer than leaving out one on an unknown value
+        depth = 1 + max([cell.memory.depth for cell in known], default=0)
+        if not way.folds or len(known) < len(cells) or depth > MAX_READ_ROWS or not _is_certain(way, known, values):
             # Not evaluated: its results are not known, and no longer the memory that it writes or names
             for place in way.touched:
                 if (cell := cells[place]) is not None:
@@ -334,6 +340,7 @@ class KnownValues:
             memory.readers.append(number)
         for memory in makes:
             memory.makers.append(number)
+            memory.depth = depth
 
     def _name(self, number: int, cell: Cell) -> None:
         self._cells[number] = cell

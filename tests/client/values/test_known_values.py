@@ -297,6 +297,19 @@ def test_what_is_followed_is_bounded(waits: Waits, monkeypatch: pytest.MonkeyPat
     assert count.item() == 200
 
 
+def test_a_chain_that_is_too_long_to_evaluate_is_not_followed_to_its_end(waits: Waits) -> None:
+    """Its first reads would take longer than the chain itself."""
+    values = waits.recorder.values
+    for length, wait in ((known_values.MAX_READ_ROWS - 8, 0), (4 * known_values.MAX_READ_ROWS, 1)):
+        x = torch.ones(4, device=R)
+        for _ in range(length):
+            x = x + 1.0
+        before = waits.count
+        assert x.sum().item() == 4 * (length + 1)
+        assert waits.count - before == wait
+    assert len(values._rows) <= known_values.MAX_READ_ROWS
+
+
 def test_counters_of_floats_that_nobody_reads_leave_masks_known(waits: Waits, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_values, "MAX_ROWS", 40)
     monkeypatch.setattr(known_values, "MAX_LOG", 400)
