@@ -301,9 +301,9 @@ def test_a_chain_that_is_too_long_to_evaluate_is_not_followed_to_its_end(waits: 
     """Its first reads would take longer than the chain itself."""
     values = waits.recorder.values
     for length, wait in ((known_values.MAX_READ_ROWS - 8, 0), (4 * known_values.MAX_READ_ROWS, 1)):
-        x = torch.ones(4, device=R)
+        x = torch.ones(4, dtype=torch.int64, device=R)
         for _ in range(length):
-            x = x + 1.0
+            x = x + 1
         before = waits.count
         assert x.sum().item() == 4 * (length + 1)
         assert waits.count - before == wait
