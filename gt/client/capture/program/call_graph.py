@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gt.client.capture.aliasing import attribute_names
 from gt.client.capture.program.recomputation import RecomputationPlan, SavedValues
 from gt.client.capture.recording import CallRecording
 from gt.client.device.remote_tensor import RemoteTensor, memory_id
@@ -22,8 +21,9 @@ from gt.client.values.fingerprints import is_scalar_like
 class Cut:
     """Facts of a forward pass that hold for each replay of its program.
 
-    places: leaves of the result that have a graph. reads: tensors from before the call that autograd has saved. writes: whether
-    the call may change tensors from before it. stale: whether it has changed a tensor after autograd had saved it.
+    places: leaves of the result that have a graph. arguments: leaves of the arguments that autograd has saved. reads: tensors
+    from before the call that it has saved. writes: whether the call may change tensors from before it. stale: whether it has
+    changed a tensor after autograd had saved it. outputs: those of `places` that it has saved, by their order.
     """
 
     places: list[int]
@@ -31,6 +31,8 @@ class Cut:
     reads: list[torch.Tensor]
     writes: bool
     stale: bool
+    arguments: list[int]
+    outputs: list[int]
 
 
 @dataclass(eq=False)
@@ -70,6 +72,7 @@ class Pack:
         self._uses: Counter[int] = Counter()  # how often a place is saved
         self.memories: set[int] = set()  # of these tensors
         self._versions: list[tuple[torch.Tensor, int]] = []
+        self.arguments: set[int] = set()  # memory of arguments that are saved
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         if not isinstance(tensor, RemoteTensor) or isinstance(tensor, torch.nn.Parameter):
@@ -79,6 +82,7 @@ class Pack:
             self._uses[self.places[number]] += 1
             return self.places[number]
         if memory in self._given:
+            self.arguments.add(memory)
             saved = tensor.detach().clone()  # the next call's arguments come to the same memory
         elif number < self._first:
             return self._before(tensor)
@@ -86,7 +90,7 @@ class Pack:
             saved = tensor.detach()
         self.places[number] = len(self.tensors)
         self._uses[len(self.tensors)] = 1
-        self.memories.add(memory)
+        self.memories.add(memory_id(saved))
         self._versions.append((saved, saved._version))
         self.tensors.append(saved)
         return self.places[number]
@@ -95,6 +99,11 @@ class Pack:
         self.reads.append(tensor)
         self._versions.append((tensor, tensor._version))
         return tensor
+
+    def part_from(self, results: list[RemoteTensor]) -> None:
+        """Have copies of what is saved in the memory of results, which a caller may change in place."""
+        theirs = set(map(memory_id, results))
+        self.tensors[:] = [tensor.clone() if memory_id(tensor) in theirs else tensor for tensor in self.tensors]
 
     def keep(self, plan: RecomputationPlan | None) -> None:
         """Keep what a plan says, and no more."""
@@ -128,15 +137,6 @@ def differentiable(graph: Graph, gradients: tuple) -> tuple[list, list]:
     """The results that have a gradient, and these."""
     pairs = [pair for pair in zip(graph.results, gradients, strict=True) if pair[1] is not None]
     return [result for result, _ in pairs], [gradient for _, gradient in pairs]
-
-
-def apart(leaf: Any, pack: Pack) -> Any:
-    """A result in memory of its own, if autograd has saved it."""
-    if not isinstance(leaf, RemoteTensor) or memory_id(leaf) not in pack.memories:
-        return leaf
-    copy = leaf.clone()
-    copy.__dict__.update({name: leaf.__dict__[name] for name in attribute_names(leaf)})
-    return copy
 
 
 def add_gradients(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -11,14 +11,13 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from gt.client import current_session
-from gt.client.capture.aliasing import flatten_call, same_on_remote
+from gt.client.capture.aliasing import copy_attributes, flatten_call, same_on_remote
 from gt.client.capture.boundary import detached, modes, observer, prepare_inputs
 from gt.client.capture.program.call_graph import (
     AliasOf,
@@ -26,28 +25,28 @@ from gt.client.capture.program.call_graph import (
     Graph,
     Pack,
     add_gradients,
-    apart,
     differentiable,
     find_parameters,
     held_by_functions,
     leads_to,
     may_write,
-    once,
     sequence_number,
     strange_result,
 )
 from gt.client.capture.program.captured_program import CapturedProgram
+from gt.client.capture.program.pending_calls import Call, Given, Saved, versions_of
 from gt.client.capture.program.recomputation import Chooser, RecomputationPlan
 from gt.client.capture.program.settings import Part
 from gt.client.capture.recording import CallRecording
 from gt.client.capture.watches.node_hooks import hooks_of_nodes
 from gt.client.device import random
-from gt.client.device.remote_tensor import RemoteTensor, Shown, memory_id
+from gt.client.device.remote_tensor import RemoteTensor, is_leaf, memory_id
 
 MAX_IDLE_CALLS = 3  # calls that nobody differentiates; the forward program then serves without a backward one
 GRAPHS_AFTER_MISS_CALLS = 4  # calls that run their Python after a backward pass that no program had
 _INSTEAD = "; capture the whole step, backward() included, or call the function without gt.compile"
 OWN_GRAPH = "the graph of its results leads to a CPU tensor, or passes hooks that are active"
+PARTED = "results have a backward pass each, without retain_graph=True: add them, or pass it"
 DRAWS = "its backward pass draws random numbers of its own"
 SECOND_DERIVATIVES = "second derivatives of its results are asked for, by create_graph=True"
 CHANGED = "has been changed in place between a call of {} and its backward pass: do that after backward()"
@@ -56,123 +55,6 @@ NO_GRAPH = (
     "no program has this backward pass of {}, and its forward pass cannot be computed again, since {}. Call it again: the next "
     "calls keep their graph" + _INSTEAD
 )
-
-
-@dataclass(eq=False)
-class Saved:
-    """Tensors that a forward program leaves for the backward pass. tensors: those in the memory that the program writes.
-
-    backward: the compiled function that reads them. idle: calls in a row that nobody differentiated. graphs: calls to come that
-    run their Python for their graph. plan: how the backward pass has what is not left.
-    """
-
-    backward: Any
-    tensors: list[RemoteTensor]
-    program: weakref.ref[CapturedProgram] | None = None
-    idle: int = 0
-    graphs: int = 0
-    plan: RecomputationPlan | None = None
-
-    def let_go(self) -> None:
-        """Put a stand-in for each tensor that no program has left, so that its memory may end before the next call.
-
-        Each place has a tensor, so that the next recording adds none.
-        """
-        if self.program is None and self.tensors and self.tensors[0].numel():
-            self.tensors[:] = [torch.empty(0, device=self.tensors[0].device)] * len(self.tensors)
-
-    def differentiable(self) -> bool:
-        """True if a program seems to have the backward pass of the next call."""
-        return any(not program.guard.violation() for program in self.backward.programs())
-
-    def load(self, tensors: list[RemoteTensor]) -> str:
-        """Give the memory the values of one call; the reason why it cannot have them, or ""."""
-        if len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors)):
-            return ""
-        program = self.program() if self.program is not None else None
-        if program is None:
-            self.tensors[:] = tensors
-            return ""
-        if why := next((why for made in program.made if (why := made.mismatch())), ""):
-            return why
-        for made in program.made:
-            made.leave()  # to a call that has not been differentiated yet
-        with torch.no_grad():
-            for into, tensor in zip(self.tensors, tensors, strict=True):
-                once(into, into).copy_(once(tensor, into))
-        return ""
-
-
-@dataclass(eq=False)
-class Given:
-    """The facts by which a call's forward pass can be computed again. random: seed and counter before it; modes: as modes()."""
-
-    leaves: list
-    tree: Any
-    random: tuple[int, int]
-    modes: tuple
-    versions: list[tuple[torch.Tensor, int, Any]]
-    program: CapturedProgram | None = None
-
-    def keep(self, program: CapturedProgram) -> None:
-        """Note the state that the program of this call has read."""
-        self.program = program
-        self.versions += versions_of([kept for kept in program.keep if isinstance(kept, torch.Tensor)])
-
-    def autocast(self) -> Any:
-        """The call's own autocast."""
-        return torch.autocast(Shown.device.type, dtype=self.modes[3], enabled=bool(self.modes[2]))
-
-    def changed(self) -> str:
-        """A change since the call by which its forward pass would be another one, or ""."""
-        if self.program is not None and (self.program.host_draws is not None or self.program.guard.counts):
-            return "it draws numbers on the CPU, or counts"
-        same = [n for n, _ in enumerate(self.modes) if n not in (0, 2, 3)]  # grad mode, autocast
-        now = modes()
-        if any(now[n] != self.modes[n] for n in same):
-            return "a mode of torch is another one"
-        if any(t._version != version or getattr(t, "_ref", None) is not ref for t, version, ref in self.versions):
-            return "a tensor that it reads has been changed"
-        return ""
-
-    def doubt(self) -> str:
-        """A change of Python state since the call, which may or may not matter to its forward pass; or ""."""
-        return "" if self.program is None else self.program.guard.violation()
-
-
-def versions_of(tensors: list) -> list[tuple[torch.Tensor, int, Any]]:
-    """Tensors with their versions and references, to find out later what has been changed."""
-    found = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and not tensor.is_inference()]
-    return [(tensor, tensor._version, getattr(tensor, "_ref", None)) for tensor in found]
-
-
-@dataclass(eq=False)
-class Call:
-    """One call, until its backward pass. tensors: the saved ones; versions: of what it reads from before the call."""
-
-    saved: Saved
-    cut: Cut
-    tensors: list[RemoteTensor]
-    graph: Graph | None
-    given: Given | None
-    versions: list[tuple[torch.Tensor, int]]
-    results: tuple = ()
-    values: list[torch.Tensor] = field(default_factory=list)  # of the results of a replay
-    over: bool = False  # whether its backward pass has been, and nothing is kept for another
-
-    def changed_since(self) -> str:
-        """The reason why the forward pass cannot be computed again, or ""."""
-        if self.cut.writes:
-            return "it changes state"
-        assert self.given is not None
-        return self.given.changed()
-
-    def changed(self) -> str:
-        """A tensor that the backward pass reads and that has been changed since, or ""."""
-        for tensor, version in self.versions:
-            if tensor._version != version:
-                return f"a tensor of shape {list(tensor.shape)}"
-        return ""
 
 
 class _Boundary(torch.autograd.Function):
@@ -205,11 +87,15 @@ def weakly(method: Callable) -> Callable:
 class TwoPrograms:
     """The forward and the backward pass of one function, of which the arguments at `places` require grad.
 
-    repeats: place of an argument -> one of `places` with that very tensor. make: makes a compiled function of a function and
+    own: those of `places` whose arguments are leaves. repeats: place of an argument -> one of `places` with that very tensor.
+    make: makes a compiled function of a function and
     its Part.
     """
 
-    def __init__(self, fn: Callable, places: tuple[int, ...], repeats: dict[int, int], make: Callable[..., Any]) -> None:
+    def __init__(
+        self, fn: Callable, places: tuple[int, ...], own: frozenset[int], repeats: dict[int, int], make: Callable[..., Any]
+    ) -> None:
+        self._own = own
         self.fn, self.places, self._repeats, self._make = fn, places, repeats, make
         self.refused = ""  # the reason why results keep torch's graph
         self.runs = False  # whether the function itself runs
@@ -285,13 +171,28 @@ class TwoPrograms:
         for place, earlier in self._repeats.items():
             leaves[place] = leaves[earlier]
 
+    @staticmethod
+    def _detached(leaf: torch.Tensor) -> torch.Tensor:
+        plain = leaf.detach()
+        copy_attributes(plain, leaf)
+        return plain
+
+    def _stand_ins(self, leaves: list) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Leaves at which the graph of a call ends, and what the function gets, which looks as the caller's arguments do."""
+        inputs = [leaves[place].detach().requires_grad_() for place in self.places]
+        # A function may change an argument in place if the caller's is no leaf
+        given = [leaf if place in self._own else AliasOf.apply(leaf) for place, leaf in zip(self.places, inputs, strict=True)]
+        for place, tensor in zip(self.places, given, strict=True):
+            copy_attributes(tensor, leaves[place])
+        return inputs, given
+
     def _call(self, args: tuple, kwargs: dict, leaves: list) -> Any:
         self._count_idle()
         random_state = random.initial_seed(), random._State.counter
         plain, given = (args, kwargs), leaves
         if self.places:
             given, tree = flatten_call(args, kwargs)
-            self._put(given, [leaves[place].detach() for place in self.places])
+            self._put(given, [self._detached(leaves[place]) for place in self.places])
             plain = tree_unflatten(given, tree)
         self._ran = None
         for program in [program for program in self.forward.programs() if program not in self._programs]:
@@ -314,9 +215,13 @@ class TwoPrograms:
             tensors, saved = graph.saves.tensors, saved or self._bound(cut)  # type: ignore[union-attr]
             if self.refused and not self.places:
                 return original
+        if self.places:  # an argument that is returned is the caller's, which has its graph
+            callers = {id(given[place]): leaves[place] for place in self.places}
+            results = tree_map(lambda leaf: callers.get(id(leaf), leaf), results)
         if cut is None:  # nothing requires grad
             return results
-        versions = [(tensor, tensor._version) for tensor in cut.reads]
+        seen = [leaf for leaf in map(leaves.__getitem__, cut.arguments) if isinstance(leaf, RemoteTensor)]
+        versions = [(tensor, tensor._version) for tensor in (*cut.reads, *seen) if not tensor.is_inference()]
         facts = Given(*flatten_call(args, kwargs), random_state, modes(), versions_of(leaves))
         if graph is None:
             facts.keep(self.forward.newest)
@@ -328,6 +233,7 @@ class TwoPrograms:
         attached = _Boundary.apply(self, call, *_inputs(cut.parameters), *[leaves[place] for place in self.places])
         for place, result in zip(cut.places, attached, strict=True):
             flat[place] = result
+        call.outputs = [(weakref.ref(attached[k]), attached[k]._version) for k in cut.outputs]
         return tree_unflatten(flat, tree)
 
     def _count_idle(self) -> None:
@@ -371,8 +277,8 @@ class TwoPrograms:
         recorder.flush()
         first, tape, since = recorder.new_id(), recorder.tape, sequence_number()
         leaves, tree = flatten_call(args, kwargs)
-        inputs = [leaves[place].detach().requires_grad_() for place in self.places]
-        self._put(leaves, [AliasOf.apply(leaf) for leaf in inputs])  # no leaves, which a function may change in place
+        prepared, (inputs, stand_ins) = [*leaves], self._stand_ins(leaves)
+        self._put(leaves, stand_ins)
         pack = Pack(first, {memory_id(leaf) for leaf in leaves if isinstance(leaf, RemoteTensor)})
         args, kwargs = tree_unflatten(leaves, tree) if inputs else (args, kwargs)
         self.runs = True
@@ -382,9 +288,14 @@ class TwoPrograms:
         finally:
             self.runs = False
         flat, tree = tree_flatten(results)
+        originals = {id(leaf): prepared[place] for place, leaf in zip(self.places, stand_ins, strict=True)}
+        flat = [originals.get(id(leaf), leaf) for leaf in flat]  # an argument that is returned is the caller's
+        results = tree_unflatten(flat, tree) if originals else results
         places = [k for k, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         graph = Graph([flat[place] for place in places], inputs, pack)
         stale = pack.stale()
+        outputs = [k for k, result in enumerate(graph.results) if memory_id(result) in pack.memories]
+        pack.part_from([leaf for leaf in flat if isinstance(leaf, RemoteTensor)])
         pack.keep(self._plan(tape, pack, graph))
         self._next.tensors[:] = pack.tensors
         parameters, why = find_parameters(graph, since, inputs)
@@ -392,11 +303,10 @@ class TwoPrograms:
         if len(after) != len(leaves) or not all(map(operator.is_, after, leaves)):
             why = "it changes a list or dictionary that it gets, in which its graph may go on"
         self.refused = self.refused or why or strange_result(flat, inputs)
-        cut = Cut(places, parameters, pack.reads, may_write(tape, first), stale) if places else None
+        saved = [k for k, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor) and memory_id(leaf) in pack.arguments]
+        cut = Cut(places, parameters, pack.reads, may_write(tape, first), stale, saved, outputs) if places else None
         self._ran = graph, cut, results
-        # A caller may change a result in place, and the backward pass must not see that
-        plain, tree = tree_flatten(detached(results))
-        return tree_unflatten([apart(leaf, pack) for leaf in plain], tree)
+        return detached(results)
 
     def _plan(self, tape: Any, pack: Pack, graph: Graph) -> RecomputationPlan | None:
         """The program's plan, or that which is chosen by the ops of the recorded call."""
@@ -430,6 +340,8 @@ class TwoPrograms:
 
     def _differentiate(self, call: Call, gradients: tuple) -> list:
         call.saved.idle, self._last = 0, None
+        if call.parted:
+            self.refused = PARTED
         if call.graph is not None and (saves := call.graph.saves) is not None:
             saves.begin(saves.tensors)
         self._differentiated, self._keeps = call, torch._C._autograd._get_current_graph_task_keep_graph()
@@ -440,8 +352,12 @@ class TwoPrograms:
         finally:
             self._differentiated = None
             if not self._keeps:
-                call.over, call.graph = True, None
-                call.tensors, call.values, call.given = [], [], None
+                call.tensors = []
+                # Another result may have a backward pass of its own. Torch's graph knows which parts of it are over
+                again = call.graph is not None or not call.cut.writes
+                call.parted = again and any(gradient is None for gradient in gradients)
+                if not call.parted:
+                    call.over, call.graph, call.values, call.given = True, None, [], None
 
     def _accumulate(self, call: Call, gradients: tuple) -> Any:
         """Add to the parameters' gradients, as the nodes do that accumulate them; return those of arguments."""
@@ -451,7 +367,8 @@ class TwoPrograms:
         for parameter in parameters if any(gradient is not None for gradient in held) else ():
             parameter.grad = None
         try:
-            if call.saved.load(call.tensors):  # no room in the program's memory: autograd itself, from the call's tensors
+            # Without room in the program's memory autograd itself computes, from the call's tensors
+            if call.parted or call.saved.load(call.tensors):
                 found = self._backward(*gradients)
             else:
                 call.tensors = []  # a replay copies what somebody beside the program holds
@@ -515,8 +432,8 @@ class TwoPrograms:
         assert given is not None
         doubt = given.doubt()
         leaves, tree = [*given.leaves], given.tree
-        inputs = [leaves[place] if caller else leaves[place].detach().requires_grad_() for place in self.places]
-        self._put(leaves, inputs)
+        inputs, given_leaves = ([leaves[place] for place in self.places],) * 2 if caller else self._stand_ins(leaves)
+        self._put(leaves, given_leaves)
         args, kwargs = tree_unflatten(leaves, tree)
         state, now = random._State, (random._State.seed, random._State.counter)
         state.seed, state.counter = given.random
@@ -572,9 +489,10 @@ class Halves:
             self._recorder = recorder
             self._by_places.clear()  # their tensors have ended with their session
         repeats = {place: earlier for place, earlier in same_on_remote(leaves).items() if place in places} if places else {}
-        if (key := (places, *repeats.items())) not in self._by_places:
+        own = frozenset([place for place in places if is_leaf(leaves[place])])
+        if (key := (places, own, *repeats.items())) not in self._by_places:
             apart = tuple([place for place in places if place not in repeats])
-            self._by_places[key] = TwoPrograms(self._fn, apart, repeats, self._make)
+            self._by_places[key] = TwoPrograms(self._fn, apart, own, repeats, self._make)
         found = self._by_places[key]
         return None if found.refused or found.runs else found
 
