@@ -194,6 +194,17 @@ def attribute_values(tensor: torch.Tensor) -> Iterable[tuple[str, Any]]:
         yield name, comparable(value) if is_scalar_like(value) else id(value)
 
 
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return "_is_param" in tensor.__dict__
+
+
+def copy_attributes(copy: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Give a tensor that stands for another one what Python code sees of that: its attributes, and that it is a Parameter."""
+    own = tensor.__dict__
+    if len(own) > isinstance(tensor, RemoteTensor):
+        copy.__dict__.update({name: value for name, value in own.items() if name != "_ref"})
+
+
 def key_of(leaf: Any) -> Any:
     """The part of an argument that selects a program: a tensor's metadata, any other value itself.
 
@@ -201,8 +212,8 @@ def key_of(leaf: Any) -> Any:
     """
     if isinstance(leaf, RemoteTensor):
         meta = leaf._ref.meta
-        given = attribute_values(leaf) if len(leaf.__dict__) > 1 else ()
-        return (meta.without_offset() if meta.offset else meta, leaf.requires_grad, *given)
+        own: Iterable[Any] = (_is_parameter(leaf), *attribute_values(leaf)) if len(leaf.__dict__) > 1 else ()
+        return (meta.without_offset() if meta.offset else meta, leaf.requires_grad, *own)
     if isinstance(leaf, torch.Tensor):
         given = attribute_values(leaf) if leaf.__dict__ else ()
         return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, *given)

@@ -23,6 +23,7 @@ from gt.client.capture.aliasing import (
     ContainerArgument,
     Containers,
     attribute_names,
+    copy_attributes,
     mutable_containers,
     one_of,
     same_on_host,
@@ -240,7 +241,7 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
             # which a replay can fill. One that is the same tensor is read in place by replays
             if last is None or last.had(place, leaf) or place in sharing:
                 continue
-            if not leaf.requires_grad and is_leaf(leaf) and leaf.grad is not None:  # which a copy would lack
+            if leaf.requires_grad or (is_leaf(leaf) and leaf.grad is not None):  # which a copy would lack
                 continue
             copy = inputs.get(repeated.get(place, place))
             inputs[place] = prepared[place] = copy if copy is not None else call(info_of(aten.clone.default), (leaf,))
@@ -252,8 +253,7 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
             with torch.inference_mode(False):  # an inference tensor has no count of the writes to it
                 inputs[place] = prepared[place] = upload(leaf)
     for place, copy in inputs.items():
-        for name in attribute_names(leaves[place]):
-            setattr(copy, name, leaves[place].__dict__[name])
+        copy_attributes(copy, leaves[place])
     return prepared, inputs
 
 

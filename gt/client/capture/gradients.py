@@ -528,8 +528,8 @@ class DifferentiatedArguments:
         """The reason why no program can serve a call, as an argument is a new tensor at each call; or ""."""
         # Weak references: to keep the last call's batch would keep its memory
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor) and leaf.requires_grad]
-        last = self._last
-        self._last = {place: weakref.ref(leaves[place]) for place in places}
+        last = self._last.copy()
+        self._last |= {place: weakref.ref(leaves[place]) for place in places}  # calls without a gradient may come between
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor) and leaf.requires_grad:
                 return (

@@ -352,6 +352,10 @@ class Recorder:
         with uninterrupted(), uncollected, self._lock:
             return self.lent.add(numbers, self.code[:])
 
+    def has_live(self, numbers: set[int]) -> bool:
+        """True if a tensor of one of these ids is alive."""
+        return not numbers.isdisjoint(self.live_tensors.all)
+
     def lent_written(self, lent: LentResult) -> bool:
         """True if an op has written to one of these results."""
         with uninterrupted(), uncollected, self._lock:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gt.client.capture.aliasing import attribute_names
 from gt.client.capture.program.recomputation import RecomputationPlan, SavedValues
 from gt.client.capture.recording import CallRecording
 from gt.client.device.remote_tensor import RemoteTensor, memory_id
@@ -23,9 +22,10 @@ from gt.client.values.fingerprints import is_scalar_like
 class Cut:
     """Facts of a forward pass that hold for each replay of its program.
 
-    places: leaves of the result that have a graph. reads: tensors from before the call that autograd has saved. writes: whether
-    the call may change tensors from before it. stale: whether it has changed a tensor after autograd had saved it. shares:
-    whether results share memory with what it has saved.
+    places: leaves of the result that have a graph. arguments: leaves of the arguments that autograd has saved. reads: tensors
+    from before the call that it has saved. writes: whether the call may change tensors from before it. stale: whether it has
+    changed a tensor after autograd had saved it. outputs: those of `places` that it has saved, by their order. shares: whether
+    results share memory with saved tensors on workers.
     """
 
     places: list[int]
@@ -33,6 +33,8 @@ class Cut:
     reads: list[torch.Tensor]
     writes: bool
     stale: bool
+    arguments: list[int]
+    outputs: list[int]
     shares: bool
 
 
@@ -72,8 +74,9 @@ class Pack:
         self.plan: RecomputationPlan | None = None
         self._uses: Counter[int] = Counter()  # how often a place is saved
         self.memories: set[int] = set()  # of these tensors
-        self.numbers: set[int] = set()  # ids of those that are kept
         self._versions: list[tuple[torch.Tensor, int]] = []
+        self.arguments: set[int] = set()  # memory of arguments that are saved
+        self.shared: list[int] = []  # places among what is kept of tensors that share memory with results
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         if not isinstance(tensor, RemoteTensor) or isinstance(tensor, torch.nn.Parameter):
@@ -83,6 +86,7 @@ class Pack:
             self._uses[self.places[number]] += 1
             return self.places[number]
         if memory in self._given:
+            self.arguments.add(memory)
             saved = tensor.detach().clone()  # the next call's arguments come to the same memory
         elif number < self._first:
             return self._before(tensor)
@@ -90,7 +94,7 @@ class Pack:
             saved = tensor.detach()
         self.places[number] = len(self.tensors)
         self._uses[len(self.tensors)] = 1
-        self.memories.add(memory)
+        self.memories.add(memory_id(saved))
         self._versions.append((saved, saved._version))
         self.tensors.append(saved)
         return self.places[number]
@@ -100,13 +104,36 @@ class Pack:
         self._versions.append((tensor, tensor._version))
         return tensor
 
+    def part_from(self, results: list[RemoteTensor], fixed: Set[int]) -> None:
+        """Have other tensors for what is kept in the memory of results, which a caller may change in place.
+
+        They share the memory of large ones on workers. fixed: ids of saved tensors that may not.
+        """
+        theirs = set(map(memory_id, results))
+        for place, tensor in enumerate(self.tensors):
+            if memory_id(tensor) in theirs:
+                number = tensor._ref.id
+                if may_lend(tensor._ref.meta) and number == memory_id(tensor) and number not in fixed:
+                    self.tensors[place] = lend(tensor)
+                    self.shared.append(place)
+                else:
+                    self.tensors[place] = tensor.clone()
+
+    def numbers(self) -> set[int]:
+        """Ids of the tensors that are kept."""
+        return {tensor._ref.id for tensor in self.tensors}
+
+    def copy_shared(self) -> None:
+        """Have copies of the tensors that share memory with results: these go to the caller as they are."""
+        for place in self.shared:
+            self.tensors[place] = self.tensors[place].clone()
+
     def keep(self, plan: RecomputationPlan | None, results: Sequence[torch.Tensor]) -> None:
         """Keep what a plan says, and no more. results: of the call, those with a graph."""
         if plan is not None:
             self.plan, self.tensors = plan, plan.tensors_to_keep(self.tensors, results)
             self.memories = {memory_id(tensor) for tensor in self.tensors}
             self._versions.clear()  # asked before
-        self.numbers = {tensor._ref.id for tensor in self.tensors}
         self.begin(self.tensors)
 
     def begin(self, tensors: list) -> None:
@@ -133,31 +160,6 @@ def differentiable(graph: Graph, gradients: tuple) -> tuple[list, list]:
     """The results that have a gradient, and these."""
     pairs = [pair for pair in zip(graph.results, gradients, strict=True) if pair[1] is not None]
     return [result for result, _ in pairs], [gradient for _, gradient in pairs]
-
-
-def apart(leaves: list, pack: Pack, lendable: Set[int]) -> tuple[list, bool]:
-    """Results of a call, as tensors that are no saved ones; and whether one shares memory with these.
-
-    lendable: ids of saved tensors that may share it.
-    """
-    found, shares = [], False
-    for leaf in leaves:
-        if isinstance(leaf, RemoteTensor) and memory_id(leaf) in pack.memories:
-            lent = leaf._ref.id in lendable and may_lend(leaf._ref.meta)
-            shares = shares or lent
-            leaf = _named_alike(lend(leaf), leaf) if lent else copied(leaf)
-        found.append(leaf)
-    return found, shares
-
-
-def copied(leaf: RemoteTensor) -> RemoteTensor:
-    """A copy of a result, with the attributes that its user has given it."""
-    return _named_alike(leaf.clone(), leaf)
-
-
-def _named_alike(copy: RemoteTensor, leaf: RemoteTensor) -> RemoteTensor:
-    copy.__dict__.update({name: leaf.__dict__[name] for name in attribute_names(leaf)})
-    return copy
 
 
 def add_gradients(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

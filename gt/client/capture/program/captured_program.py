@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +18,7 @@ from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.program.argument_views import ArgumentView, as_leaf
 from gt.client.capture.program.host_results import CopiedResult
+from gt.client.capture.program.settings import Part
 from gt.client.capture.program.shared_results import SharedMemory, shared_memory
 from gt.client.capture.watches.scheduler_step import SchedulerStep
 from gt.client.device import random
@@ -68,7 +68,7 @@ class CapturedProgram:
     tree: TreeSpec  # their structure
     steps: list[SchedulerStep]  # of schedulers, which its caller makes after a replay
     draws: int  # random ops
-    random: Callable[[], tuple[int, int]] | None  # seed and counter of another call, whose draws it repeats
+    part: Part | None  # the pass of a function that it is, of two
     host_draws: HostDraws | None  # random numbers that it draws on the CPU
     argument_reads: list[ArgumentRead]  # values that it reads of its arguments
     why: str  # reason for which the call was recorded
@@ -79,10 +79,13 @@ class CapturedProgram:
     fills: dict[int, RemoteTensor] = field(init=False)  # inputs, but one argument of each tensor alone
     spans: dict[int, SharedMemory] = field(init=False)  # tensors that share memory, by their ids
     lendable: set[int] = field(init=False)  # results whose memory nothing else names, by the ids of their tensors
-    lends: bool = True  # whether the caller gets these as they are: workers copy one that it still holds at the next replay
+    # Whether the caller gets these as they are: workers copy one that it still holds at the next replay. Of two programs for
+    # the passes of one function the caller of these says so
+    lends: bool = field(init=False)
     replays: int = 0
 
     def __post_init__(self) -> None:
+        self.lends = self.part is None
         self.fills = dict({id(target): (place, target) for place, target in self.inputs.items()}.values())
         fresh = [result for result in self.results if type(result) is ProgramResult and not result.lasts]
         copied = {result.tensor._ref.id: result.tensor for result in fresh if not isinstance(result.source, NamedMemory)}
@@ -139,12 +142,12 @@ class CapturedProgram:
         recorder.uploaded.clear()  # the program may write to any of them
         recorder.read.clear()
         recorder.values.launched = True
-        if self.random is None:
+        if self.part is None or self.part.random is None:
             state, seed = random._State, random.initial_seed()
             counter = state.counter
             state.counter = counter + self.draws  # Ctrl-C comes after calls: no other one may be between these two lines
         else:
-            seed, counter = self.random()
+            seed, counter = self.part.random()
         recorder.code.extend((LAUNCH, self.number, seed, counter))
         self.replays += 1
         if self.replays == 1:

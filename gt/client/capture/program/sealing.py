@@ -156,7 +156,7 @@ def captured_program(
         steps=tape.steps,
         tree=tree,
         draws=tape.draws(),
-        random=None if sealed.part is None else sealed.part.random,
+        part=sealed.part,
         host_draws=now.draws if now.draws and now.draws.rows else None,
         argument_reads=tape.argument_reads,
         why=sealed.why,

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from gt.client import current_session
-from gt.client.capture.aliasing import flatten_call, same_on_remote
+from gt.client.capture.aliasing import copy_attributes, flatten_call, same_on_remote
 from gt.client.capture.boundary import detached, modes, observer, prepare_inputs
 from gt.client.capture.program.call_graph import (
     AliasOf,
@@ -25,8 +25,6 @@ from gt.client.capture.program.call_graph import (
     Graph,
     Pack,
     add_gradients,
-    apart,
-    copied,
     differentiable,
     find_parameters,
     held_by_functions,
@@ -36,18 +34,19 @@ from gt.client.capture.program.call_graph import (
     strange_result,
 )
 from gt.client.capture.program.captured_program import CapturedProgram
-from gt.client.capture.program.pending_call import Call, Given, Saved, versions_of
+from gt.client.capture.program.pending_calls import Call, Given, Saved, versions_of
 from gt.client.capture.program.recomputation import Chooser, RecomputationPlan
 from gt.client.capture.program.settings import Part
 from gt.client.capture.recording import CallRecording
 from gt.client.capture.watches.node_hooks import hooks_of_nodes
 from gt.client.device import random
-from gt.client.device.remote_tensor import RemoteTensor, memory_id
+from gt.client.device.remote_tensor import RemoteTensor, is_leaf, memory_id
 
 MAX_IDLE_CALLS = 3  # calls that nobody differentiates; the forward program then serves without a backward one
 GRAPHS_AFTER_MISS_CALLS = 4  # calls that run their Python after a backward pass that no program had
 _INSTEAD = "; capture the whole step, backward() included, or call the function without gt.compile"
 OWN_GRAPH = "the graph of its results leads to a CPU tensor, or passes hooks that are active"
+PARTED = "results have a backward pass each, without retain_graph=True: add them, or pass it"
 DRAWS = "its backward pass draws random numbers of its own"
 SECOND_DERIVATIVES = "second derivatives of its results are asked for, by create_graph=True"
 CHANGED = "has been changed in place between a call of {} and its backward pass: do that after backward()"
@@ -88,17 +87,21 @@ def weakly(method: Callable) -> Callable:
 class TwoPrograms:
     """The forward and the backward pass of one function, of which the arguments at `places` require grad.
 
-    repeats: place of an argument -> one of `places` with that very tensor. make: makes a compiled function of a function and
+    own: those of `places` whose arguments are leaves. repeats: place of an argument -> one of `places` with that very tensor.
+    make: makes a compiled function of a function and
     its Part.
     """
 
-    def __init__(self, fn: Callable, places: tuple[int, ...], repeats: dict[int, int], make: Callable[..., Any]) -> None:
+    def __init__(
+        self, fn: Callable, places: tuple[int, ...], own: frozenset[int], repeats: dict[int, int], make: Callable[..., Any]
+    ) -> None:
+        self._own = own
         self.fn, self.places, self._repeats, self._make = fn, places, repeats, make
         self.refused = ""  # the reason why results keep torch's graph
         self.runs = False  # whether the function itself runs
         self._unseen = bool(places)
         self._copies = False  # whether no result shares memory with what is saved, since a caller has written to one
-        self._open: weakref.WeakSet[Call] = weakref.WeakSet()  # calls that may have a backward pass yet
+        self._open: weakref.WeakSet[Call] = weakref.WeakSet()  # calls with such results
         self._lock = threading.RLock()
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._next = self._new([])  # for the program of the next recording
@@ -170,13 +173,28 @@ class TwoPrograms:
         for place, earlier in self._repeats.items():
             leaves[place] = leaves[earlier]
 
+    @staticmethod
+    def _detached(leaf: torch.Tensor) -> torch.Tensor:
+        plain = leaf.detach()
+        copy_attributes(plain, leaf)
+        return plain
+
+    def _stand_ins(self, leaves: list) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Leaves at which the graph of a call ends, and what the function gets, which looks as the caller's arguments do."""
+        inputs = [leaves[place].detach().requires_grad_() for place in self.places]
+        # A function may change an argument in place if the caller's is no leaf
+        given = [leaf if place in self._own else AliasOf.apply(leaf) for place, leaf in zip(self.places, inputs, strict=True)]
+        for place, tensor in zip(self.places, given, strict=True):
+            copy_attributes(tensor, leaves[place])
+        return inputs, given
+
     def _call(self, args: tuple, kwargs: dict, leaves: list) -> Any:
         self._count_idle()
         random_state = random.initial_seed(), random._State.counter
         plain, given = (args, kwargs), leaves
         if self.places:
             given, tree = flatten_call(args, kwargs)
-            self._put(given, [leaves[place].detach() for place in self.places])
+            self._put(given, [self._detached(leaves[place]) for place in self.places])
             plain = tree_unflatten(given, tree)
         self._ran = None
         for program in [program for program in self.forward.programs() if program not in self._programs]:
@@ -196,41 +214,53 @@ class TwoPrograms:
         else:
             graph, cut, original = self._ran
             self._ran = None
+            if cut is not None and cut.shares and (self.forward.newest is None or self.forward.newest in self._programs):
+                graph.saves.copy_shared()  # type: ignore[union-attr]
             self.refused = self.refused or self.forward.halves.refused
             tensors, saved = graph.saves.tensors, saved or self._bound(cut)  # type: ignore[union-attr]
             if self.refused and not self.places:
                 return original
+        if self.places:  # an argument that is returned is the caller's, which has its graph
+            callers = {id(given[place]): leaves[place] for place in self.places}
+            results = tree_map(lambda leaf: callers.get(id(leaf), leaf), results)
         if cut is None:  # nothing requires grad
             return results
-        versions = [(tensor, tensor._version) for tensor in cut.reads]
+        seen = [leaf for leaf in map(leaves.__getitem__, cut.arguments) if isinstance(leaf, RemoteTensor)]
+        versions = [(tensor, tensor._version) for tensor in (*cut.reads, *seen) if not tensor.is_inference()]
         facts = Given(*flatten_call(args, kwargs), random_state, modes(), versions_of(leaves))
         if graph is None:
             facts.keep(self.forward.newest)
         call = Call(saved, cut, tensors, graph, facts, versions)
         self._last = weakref.ref(call), saved
         flat, tree = tree_flatten(results)
-        # Numbers that a recorded call draws on the CPU are not known, so it may not be computed again
-        call.results = tuple([copied(flat[place]) if cut.shares and graph else flat[place] for place in cut.places])
+        call.results = tuple([flat[place] for place in cut.places])
         call.values = [result.detach() for result in call.results] if graph is None else []
         attached = _Boundary.apply(self, call, *_inputs(cut.parameters), *[leaves[place] for place in self.places])
         for place, result in zip(cut.places, attached, strict=True):
             flat[place] = result
-        if cut.shares:
-            self._open.add(call)
-            call.lent = current_session.current().follow_lent([value._ref.id for value in call.values]) if call.values else None
+        if cut.shares and graph is None:
+            self._follow(call)
+        call.outputs = [(weakref.ref(attached[k]), attached[k]._version) for k in cut.outputs]
         return tree_unflatten(flat, tree)
 
     def _let_lend(self) -> None:
-        """Say which programs may give out results in the memory of saved tensors.
+        """Say which programs may give out results in the memory of saved tensors, without a copy.
 
-        The backward pass of an earlier call copies its own tensors there, and that of a call whose caller writes to a result
-        has to compute the forward pass again.
+        The backward pass of an earlier call copies its own tensors there. And that of a call whose caller has written to a
+        result computes the forward pass again.
         """
         alone = all(call.over for call in self._open)
         for program in self.forward.programs():
             cut = self._programs[program][1] if program in self._programs else None
             again = program.host_draws is None and not program.guard.counts
             program.lends = cut is None or not cut.shares or (alone and again)
+
+    def _follow(self, call: Call) -> None:
+        """Note what a replay has lent to the caller."""
+        program = self.forward.newest
+        lent = [value._ref.id for value in call.values] if program is not None and program.lends else []
+        call.lent = call.saved.lent = current_session.current().follow_lent(lent) if lent else None
+        self._open.add(call)
 
     def _count_idle(self) -> None:
         """The last call has ended without a backward pass if nobody holds its graph any more."""
@@ -273,8 +303,8 @@ class TwoPrograms:
         recorder.flush()
         first, tape, since = recorder.new_id(), recorder.tape, sequence_number()
         leaves, tree = flatten_call(args, kwargs)
-        inputs = [leaves[place].detach().requires_grad_() for place in self.places]
-        self._put(leaves, [AliasOf.apply(leaf) for leaf in inputs])  # no leaves, which a function may change in place
+        prepared, (inputs, stand_ins) = [*leaves], self._stand_ins(leaves)
+        self._put(leaves, stand_ins)
         pack = Pack(first, {memory_id(leaf) for leaf in leaves if isinstance(leaf, RemoteTensor)})
         args, kwargs = tree_unflatten(leaves, tree) if inputs else (args, kwargs)
         self.runs = True
@@ -284,25 +314,29 @@ class TwoPrograms:
         finally:
             self.runs = False
         flat, tree = tree_flatten(results)
+        originals = {id(leaf): prepared[place] for place, leaf in zip(self.places, stand_ins, strict=True)}
+        flat = [originals.get(id(leaf), leaf) for leaf in flat]  # an argument that is returned is the caller's
+        results = tree_unflatten(flat, tree) if originals else results
         places = [k for k, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         graph = Graph([flat[place] for place in places], inputs, pack)
         stale = pack.stale()
+        outputs = [k for k, result in enumerate(graph.results) if memory_id(result) in pack.memories]
         held = held_by_functions(graph)  # before a plan, by which a look at them computes them again
         pack.keep(self._plan(tape, pack, graph, held), graph.results)
+        writes = may_write(tape, first)
+        fixed = pack.numbers() if writes or self._copies else {tensor._ref.id for tensor in held}
+        pack.part_from([leaf for leaf in flat if isinstance(leaf, RemoteTensor)], fixed)
         self._next.tensors[:] = pack.tensors
         parameters, why = find_parameters(graph, since, inputs)
         after = flatten_call(args, kwargs)[0]
         if len(after) != len(leaves) or not all(map(operator.is_, after, leaves)):
             why = "it changes a list or dictionary that it gets, in which its graph may go on"
         self.refused = self.refused or why or strange_result(flat, inputs)
-        # A caller may change a result in place, and the backward pass must not see that
-        writes = may_write(tape, first)
-        plain, tree = tree_flatten(detached(results))
-        keeps = writes or self._copies
-        plain, shares = apart(plain, pack, frozenset() if keeps else pack.numbers - {tensor._ref.id for tensor in held})
-        cut = Cut(places, parameters, pack.reads, writes, stale, shares) if places else None
+        saved = [k for k, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor) and memory_id(leaf) in pack.arguments]
+        shares = bool(pack.shared)
+        cut = Cut(places, parameters, pack.reads, writes, stale, saved, outputs, shares) if places else None
         self._ran = graph, cut, results
-        return tree_unflatten(plain, tree)
+        return detached(results)
 
     def _plan(self, tape: Any, pack: Pack, graph: Graph, held: list[RemoteTensor]) -> RecomputationPlan | None:
         """The program's plan, or that which is chosen by the ops of the recorded call. held: by functions of the user."""
@@ -335,7 +369,9 @@ class TwoPrograms:
 
     def _differentiate(self, call: Call, gradients: tuple) -> list:
         call.saved.idle, self._last = 0, None
-        if call.result_changed():
+        if call.parted:
+            self.refused = PARTED
+        if call.result_written():
             self._copy_from_now(call)
         if call.graph is not None and (saves := call.graph.saves) is not None:
             saves.begin(saves.tensors)
@@ -347,8 +383,12 @@ class TwoPrograms:
         finally:
             self._differentiated = None
             if not self._keeps:
-                call.over, call.graph = True, None
-                call.tensors, call.values, call.given = [], [], None
+                call.tensors = []
+                # Another result may have a backward pass of its own. Torch's graph knows which parts of it are over
+                again = call.graph is not None or not call.cut.writes
+                call.parted = again and any(gradient is None for gradient in gradients)
+                if not call.parted:
+                    call.over, call.graph, call.values, call.given = True, None, [], None
 
     def _copy_from_now(self, call: Call) -> None:
         """A caller writes to results in the memory of saved tensors: the next recording leaves it copies."""
@@ -365,8 +405,8 @@ class TwoPrograms:
         for parameter in parameters if any(gradient is not None for gradient in held) else ():
             parameter.grad = None
         try:
-            # No room in the program's memory: autograd itself, from the call's tensors
-            if call.result_changed() or call.saved.load(call.tensors):
+            # Without room in the program's memory autograd itself computes, from the call's tensors
+            if call.parted or call.result_written() or call.saved.load(call.tensors):
                 found = self._backward(*gradients)
             else:
                 call.tensors = []  # a replay copies what somebody beside the program holds
@@ -430,8 +470,8 @@ class TwoPrograms:
         assert given is not None
         doubt = given.doubt()
         leaves, tree = [*given.leaves], given.tree
-        inputs = [leaves[place] if caller else leaves[place].detach().requires_grad_() for place in self.places]
-        self._put(leaves, inputs)
+        inputs, given_leaves = ([leaves[place] for place in self.places],) * 2 if caller else self._stand_ins(leaves)
+        self._put(leaves, given_leaves)
         args, kwargs = tree_unflatten(leaves, tree)
         state, now = random._State, (random._State.seed, random._State.counter)
         state.seed, state.counter = given.random
@@ -487,9 +527,10 @@ class Halves:
             self._recorder = recorder
             self._by_places.clear()  # their tensors have ended with their session
         repeats = {place: earlier for place, earlier in same_on_remote(leaves).items() if place in places} if places else {}
-        if (key := (places, *repeats.items())) not in self._by_places:
+        own = frozenset([place for place in places if is_leaf(leaves[place])])
+        if (key := (places, own, *repeats.items())) not in self._by_places:
             apart = tuple([place for place in places if place not in repeats])
-            self._by_places[key] = TwoPrograms(self._fn, apart, repeats, self._make)
+            self._by_places[key] = TwoPrograms(self._fn, apart, own, repeats, self._make)
         found = self._by_places[key]
         return None if found.refused or found.runs else found
 

@@ -1,4 +1,4 @@
-"""Calls of a captured function until their backward pass: what each has left for it, and by what it can be computed again."""
+"""Calls of a captured function that wait for their backward pass: what they have saved, and how they can be computed again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Saved:
     """Tensors that a forward program leaves for the backward pass. tensors: those in the memory that the program writes.
 
     backward: the compiled function that reads them. idle: calls in a row that nobody differentiated. graphs: calls to come that
-    run their Python for their graph. plan: how the backward pass has what is not left.
+    run their Python for their graph. plan: how the backward pass has what is not left. lent: results of the last replay that
+    share memory with these tensors.
     """
 
     backward: Any
@@ -32,6 +33,7 @@ class Saved:
     idle: int = 0
     graphs: int = 0
     plan: RecomputationPlan | None = None
+    lent: LentResult | None = None
 
     def let_go(self) -> None:
         """Put a stand-in for each tensor that no program has left, so that its memory may end before the next call.
@@ -55,6 +57,8 @@ class Saved:
             return ""
         if why := next((why for made in program.made if (why := made.mismatch())), ""):
             return why
+        if self.lent is not None and current_session.current().has_live(self.lent.ids):
+            return "the caller holds results in this memory"
         for made in program.made:
             made.leave()  # to a call that has not been differentiated yet
         with torch.no_grad():
@@ -108,10 +112,7 @@ def versions_of(tensors: list) -> list[tuple[torch.Tensor, int, Any]]:
 
 @dataclass(eq=False)
 class Call:
-    """One call, until its backward pass. tensors: the saved ones; versions: of what it reads from before the call.
-
-    lent: results with memory of saved tensors.
-    """
+    """One call, until its backward pass. tensors: the saved ones; versions: of what it reads from before the call."""
 
     saved: Saved
     cut: Cut
@@ -121,7 +122,9 @@ class Call:
     versions: list[tuple[torch.Tensor, int]]
     results: tuple = ()
     values: list[torch.Tensor] = field(default_factory=list)  # of the results of a replay
-    lent: LentResult | None = None
+    outputs: list[tuple[weakref.ref, int]] = field(default_factory=list)  # results that are saved, with their versions
+    lent: LentResult | None = None  # results that share memory with saved tensors
+    parted: bool = False  # whether a backward pass of other results has been
     over: bool = False  # whether its backward pass has been, and nothing is kept for another
 
     def changed_since(self) -> str:
@@ -131,13 +134,14 @@ class Call:
         assert self.given is not None
         return self.given.changed()
 
-    def result_changed(self) -> bool:
+    def result_written(self) -> bool:
         """True if the caller has written to a result, and by that to a saved tensor."""
         return self.lent is not None and current_session.current().lent_written(self.lent)
 
     def changed(self) -> str:
         """A tensor that the backward pass reads and that has been changed since, or ""."""
-        for tensor, version in self.versions:
+        results = [(tensor, version) for found, version in self.outputs if (tensor := found()) is not None]
+        for tensor, version in (*self.versions, *results):
             if tensor._version != version:
                 return f"a tensor of shape {list(tensor.shape)}"
         return ""
