@@ -12,6 +12,7 @@ import pytest
 
 from gt.wire import codec, connections, router, tcp
 from gt.wire import socket as wire_socket
+from gt.wire.codec import MAX_ASKED_BYTES
 from gt.wire.connections import (
     ALL_EARLY_BYTES,
     EARLY_BYTES,
@@ -26,7 +27,6 @@ from gt.wire.connections import (
     Connections,
     cut,
 )
-from gt.wire.codec import MAX_ASKED_BYTES
 from gt.wire.link import hello
 from gt.wire.messages import CHUNK, Stats
 from gt.wire.router import Arrived, Gone, Router
