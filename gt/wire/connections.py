@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
+from gt.wire.codec import MAX_ASKED_BYTES
 from gt.wire.messages import CHUNK, MAX_BODY_BYTES
 
 SPEAK_SECONDS = 15.0  # seconds until a connection has to send a whole message
@@ -32,7 +33,7 @@ class Connection:
     """opened, closed: places in the order of accepts and ends; closed is 0 while the connection is open.
 
     taken: bytes of received messages. queued: of messages to its peer. body, frames, parted: the parts of a divided message so
-    far.
+    far; unpacked: bytes of its body. faulty: True after a part with a fault, since when no part is kept.
     """
 
     fd: int
@@ -47,9 +48,17 @@ class Connection:
     body: list[bytes] = field(default_factory=list)
     frames: list = field(default_factory=list)
     parted: int = 0
+    unpacked: int = 0
+    faulty: bool = False
 
     def assemble(self, body: bytes, frames: tuple) -> tuple[bytes, tuple] | str | None:
         """Add a part: body and frames of the whole message, None before the last part, or the fault of the part."""
+        whole = self._join(body, frames)
+        if isinstance(whole, str):
+            self.faulty, self.body, self.frames = True, [], []
+        return whole
+
+    def _join(self, body: bytes, frames: tuple) -> tuple[bytes, tuple] | str | None:
         # A stranger's first message is a Hello, which is short and whole.
         first, self.heard = not self.heard, True
         if first and len(body) > FIRST_BYTES:
@@ -58,11 +67,15 @@ class Connection:
             if not self.parted:
                 return body, frames
             whole = b"".join([*self.body, body]), (*self.frames, *frames)
-            self.body, self.frames, self.parted = [], [], 0
+            self.body, self.frames, self.parted, self.unpacked = [], [], 0, 0
             return whole
         if first:
             return "the first message is not msgpack: it says to be a part of one"
 
+        # A long body is refused as it comes: to keep and join its parts would take as long as to unpack it.
+        self.unpacked += len(body) - 1
+        if self.unpacked > MAX_ASKED_BYTES:
+            return f"a body came in parts of {self.unpacked} bytes so far, at most {MAX_ASKED_BYTES} are accepted from a peer"
         self.body.append(body[1:])
         self.frames += frames
         self.parted += len(body) + sum(map(len, frames))

@@ -324,6 +324,9 @@ class Router:
 
             # A new peer's first message is read as a frame object, which has the connection's descriptor and ticket.
             connection = self._connections.of(peer)
+            if connection is not None and (connection.faulty or connection.leaving):
+                self._pass_over(peer, connection)
+                continue
             if connection is not None:
                 body = sock.recv()
             else:
@@ -346,6 +349,13 @@ class Router:
             elif whole is not None:
                 found.append(Arrived(peer, *whole))
         return False
+
+    def _pass_over(self, peer: bytes, connection: Connection) -> None:
+        """Receive a message of a refused peer without a copy: those that it sent ahead may be many megabytes."""
+        for frame in frames_of(self._sock):
+            connection.taken += on_wire(len(frame), self._sealed)
+        if peer in self._dead:
+            self._turn_away(peer)
 
     def _meet(self, peer: bytes, frame: zmq.Frame) -> Connection | None:
         """The connection of a new peer; None if it has ended, or has chosen its own name, as no peer of GT does."""

@@ -12,6 +12,7 @@ import pytest
 
 from gt.wire import codec, connections, router, tcp
 from gt.wire import socket as wire_socket
+from gt.wire.codec import MAX_ASKED_BYTES
 from gt.wire.connections import (
     ALL_EARLY_BYTES,
     EARLY_BYTES,
@@ -406,11 +407,39 @@ def test_a_message_in_parts_is_bounded():
     assert connection.assemble(b"\x90", ()) == (b"\x90", ())
     said, sent = None, 0
     while said is None:
-        said, sent = connection.assemble(connections.PART + bytes(CHUNK), ()), sent + CHUNK
+        said, sent = connection.assemble(connections.PART, (bytes(CHUNK),)), sent + CHUNK
     assert "came in parts of" in said and sent <= PARTED_BYTES + CHUNK
     connection = Connection(3, 1, 0.0, heard=True)
     assert f"at most {PARTED_BYTES} and {MAX_PARTS}" in connection.assemble(connections.PART, (b"",) * (MAX_PARTS + 1))
     assert f"the first message has {FIRST_BYTES + 1} bytes" in Connection(3, 1, 0.0).assemble(bytes(FIRST_BYTES + 1), ())
+
+
+def test_a_long_body_in_parts_is_refused_as_it_comes():
+    connection = Connection(3, 1, 0.0, heard=True)
+    part = connections.PART + bytes(MAX_ASKED_BYTES // 2)
+    assert connection.assemble(part, ()) is None and connection.assemble(part, ()) is None
+    said = connection.assemble(part, ())
+    assert f"at most {MAX_ASKED_BYTES} are accepted" in said
+    assert connection.faulty and not connection.body  # nothing of it is kept
+
+
+def test_what_a_refused_peer_sent_ahead_is_passed_over_without_a_copy(ours, monkeypatch):
+    peer, copied = enter(ours), []
+    peer.sendall(zmtp.frame(codec.pack(hello("client"))))
+    until(ours, Arrived)
+    assemble = Connection.assemble
+    monkeypatch.setattr(Connection, "assemble", lambda at, body, frames: copied.append(body) or assemble(at, body, frames))
+    block = zmtp.frame(connections.PART + bytes(CHUNK - 1))
+    thread = threading.Thread(target=lambda: peer.sendall(block * 5))
+    thread.start()
+    first, last = until(ours, Arrived), []
+    while thread.is_alive():
+        last += ours.poll(0.01)
+    thread.join()
+    ours.poll(0.01)
+    assert "a body came in parts of" in first[0].fault and last == []
+    assert len(copied) == 2
+    peer.close()
 
 
 def test_a_message_without_an_end_is_found_while_the_socket_is_never_empty(ours, monkeypatch):

@@ -271,7 +271,11 @@ class Cluster:
             return f"{text}; {way.source} to {way.target} is tried now"
         if way.kind == "via":
             return f"{text}; {' and '.join(names[home] for home in way.via)} relays until it is back, which is slower"
-        return f"{text}; nothing else joins them, and it is tried again: `gt doctor --hosts` says what is wrong"
+        # All ways have failed, each for a reason of its own.
+        rows = sorted(other for other in self._failed if other[:2] == row[:2] and other != row)
+        before = [f"; so did {other[2]} to {other[3]}: {self._reasons.get(other, 'unknown')}" for other in rows]
+        end = "nothing else joins them, and all is tried again: `gt doctor --hosts` says what is wrong"
+        return f"{text}{''.join(before)}; {end}"
 
     def troubles(self) -> list[str]:
         """News of connections that have failed, and would be used: of the first ones, and how many others there are."""

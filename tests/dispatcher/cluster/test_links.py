@@ -279,6 +279,19 @@ def test_failed_connections_are_tried_again_where_no_other_way_is_left():
     assert [row[2:4] for row in cluster.routes()] == [[3, "tcp"]]
 
 
+def test_the_news_that_nothing_joins_two_hosts_names_each_way_and_why_it_failed():
+    cluster = Cluster()
+    for at, one in enumerate((host("h1", "10.0.1.1", "10.0.2.1"), host("h2", "10.0.1.2", "10.0.2.2"))):
+        about = {"host": one.name, "home": one.home, "port": 7, "links": [list(link) for link in one.links], "heap_bytes": 1}
+        cluster.add(b"%d" % at, worker_info(about))
+    news = []
+    for reason in ("timed out", "refused"):
+        [(_, _, epoch, _, source, target, _)] = cluster.routes()
+        news.append(cluster.fail_link(*cluster.workers, epoch, (source, target), 1.0, reason))
+    assert "is tried now" in news[0]
+    assert "h1 and h2: 10.0.2.1 to 10.0.2.2 failed: refused; so did 10.0.1.1 to 10.0.1.2: timed out; nothing else" in news[1]
+
+
 def of_mesh():
     """A cluster of three hosts, each pair joined by a cable; that of the first two has failed."""
     cluster = Cluster()
