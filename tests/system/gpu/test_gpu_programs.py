@@ -110,3 +110,74 @@ assert not failed, failed
 
 def test_captured_steps_follow_a_schedule_of_learning_rates() -> None:
     print(run(RATES))
+
+
+LENT = """
+gt.gpu_workers(1)
+torch.manual_seed(0)
+weight, other = torch.randn(64, 4096) / 8, torch.randn(64, 4096) / 8
+
+def results(device, wrap):
+    # Results of 1 MiB and more, and views of them, are held while the programs run again, in turns
+    w, o = weight.to(device), other.to(device)
+    sine, cosine = wrap(lambda x: (x @ w).sin()), wrap(lambda x: (x @ o).cos())
+    held = []
+    for n in range(16):
+        x = torch.randn(128, 64, generator=torch.Generator().manual_seed(n)).to(device)
+        made = (cosine if n % 3 == 2 else sine)(x)
+        if n % 4 == 1:
+            made.mul_(2)
+        view = made[1:3]
+        if n % 4 == 3:
+            made.data[:, :7].zero_()
+        held.append((made if n % 5 else None, view))
+    return [tensor.detach().cpu() for row in held for tensor in row if tensor is not None]
+
+def training(device, wrap):
+    # A result that autograd saves, and two calls before their backward passes
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.Tanh()).to(device)
+    call, held = wrap(model), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for n in range(12):
+        x = torch.randn(2, 128, 64, generator=torch.Generator().manual_seed(n)).to(device)
+        made = [call(part) for part in (x if n % 3 == 2 else x[:1])]
+        for result in reversed(made):
+            result.square().mean().backward()
+        held += [*made, made[0][:, 5:9]]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [tensor.detach().cpu() for tensor in (*held, *model.parameters())]
+
+def logits(device, wrap):
+    # Logits that the call returns are kept for the loss, and their caller changes some of them
+    torch.manual_seed(2)
+    model = torch.nn.Linear(64, 8192, dtype=torch.bfloat16).to(device)
+
+    def forward(x, y):
+        made = model(x)
+        return torch.nn.functional.cross_entropy(made.float(), y), made
+
+    call, held = wrap(forward), []
+    for n in range(12):
+        generator = torch.Generator().manual_seed(n)
+        x, y = torch.randn(256, 64, generator=generator).bfloat16(), torch.randint(8192, (256,), generator=generator)
+        loss, made = call(x.to(device), y.to(device))
+        held += [made.detach().clone(), made]
+        if n == 8:
+            made.data.mul_(2)
+        loss.backward()
+    return [tensor.detach().cpu().float() for tensor in (*held, model.weight.grad)]
+
+plain = lambda fn: fn
+for case in (results, training, logits):
+    where = "remote" if case is logits else "cpu"  # bf16 products differ between devices
+    compiled = case("remote", lambda fn: gt.compile(fn, backend="cudagraphs"))
+    for n, (got, want) in enumerate(zip(compiled, case(where, plain), strict=True)):
+        torch.testing.assert_close(got, want, msg=lambda text: f"{case.__name__} {n}: {text}", **CLOSE)
+gt.shutdown()
+"""
+
+
+def test_large_results_that_somebody_holds_keep_their_values() -> None:
+    run(LENT)
