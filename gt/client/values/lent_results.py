@@ -27,14 +27,14 @@ class LentResults:
 
     def __init__(self, templates: Mapping[int, Template]) -> None:
         self.templates = templates
-        self._open: weakref.WeakSet[LentResult] = weakref.WeakSet()
+        self._open: list[weakref.ref[LentResult]] = []  # no set: most batches find it empty, and have to be quick
         self._followed = 0  # numbers of the buffer that are followed
 
     def add(self, numbers: Iterable[int], code: list) -> LentResult:
         """Follow these results as long as somebody holds the answer."""
         self._follow(code)
         lent = LentResult(numbers)
-        self._open.add(lent)
+        self._open.append(weakref.ref(lent))
         return lent
 
     def written(self, lent: LentResult, code: list) -> bool:
@@ -49,7 +49,10 @@ class LentResults:
 
     def _follow(self, code: list) -> None:
         at, self._followed = self._followed, len(code)
-        results = [*self._open]
+        if not self._open:
+            return
+        results = [lent for found in self._open if (lent := found()) is not None]
+        self._open[:] = map(weakref.ref, results)
         while results and at < len(code):
             number = code[at]
             if number < FIRST:
