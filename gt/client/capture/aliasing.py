@@ -22,6 +22,7 @@ from gt.client.device.remote_tensor import RemoteTensor, is_leaf, memory_id, ten
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import info_of
 from gt.client.values.fingerprints import comparable, is_scalar_like
+from gt.ir.check import UPLOAD
 
 aten = torch.ops.aten
 _COPY, _CLONE = info_of(aten.copy_.default), info_of(aten.clone.default)
@@ -49,6 +50,7 @@ class CallMemory:
     rebound: places of arguments that get other memory, another shape, requires_grad=False, hooks, or a .grad by assignment.
     required: places of arguments that get requires_grad=True, and nothing else.
     flips: ops that views are apart from their memory by, which they apply when they are read: conjugation, negation.
+    fresh: memory that ops of the call make, anew in each replay.
     """
 
     of: dict[int, int]
@@ -58,6 +60,7 @@ class CallMemory:
     rebound: frozenset[int]
     required: frozenset[int]
     flips: dict[int, frozenset[str]]
+    fresh: frozenset[int]
 
     def owner(self, tensor: RemoteTensor) -> int:
         """The memory of a tensor of the call."""
@@ -92,13 +95,16 @@ def call_memory(tape: CallRecording, entry: StateSnapshot, arguments: list, befo
 
     # Follow the ops in order: what each writes, and whose memory its views are. A view's base has its entry by then
     written: set[int] = set()
+    fresh: set[int] = set()
     flips: dict[int, frozenset[str]] = {}
     for op in tape.ops:
         template = op.template
         written.update(of.get(op.ins[place], op.ins[place]) for place in template.writes)
         made = [out for out in template.outs if out.kind in ("new", "view")]
         for number, out in zip(op.outs, made, strict=True):
-            if out.kind == "view":
+            if out.kind == "new" and template.op != UPLOAD:
+                fresh.add(number)
+            elif out.kind == "view":
                 base = op.ins[out.of]
                 if template.op == "aten.view_as_real.default" and CONJUGATES in flips.get(base, ()):
                     continue  # parts of a conjugate are new memory on workers
@@ -106,7 +112,7 @@ def call_memory(tape: CallRecording, entry: StateSnapshot, arguments: list, befo
                 flips[number] = flips.get(base, frozenset()) ^ FLIPS.intersection((template.op,))
     places = frozenset(place for place, number in given.items() if number in written)
     state = frozenset(written.intersection(named.values()))
-    return CallMemory(of, frozenset(written), places, state, frozenset(changed) - required, required, flips)
+    return CallMemory(of, frozenset(written), places, state, frozenset(changed) - required, required, flips, frozenset(fresh))
 
 
 def sharing_arguments(leaves: list, memory: CallMemory) -> set[int]:

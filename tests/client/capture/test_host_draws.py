@@ -455,3 +455,13 @@ def test_constants_that_are_uploaded_beside_what_the_tape_follows(one, make, out
         followed = table if outer == "a CPU tensor" else torch.rand(40)
         assert result == (1 + followed[:3] * MAKES[make]().cpu()).tolist(), n
     assert step._programs and step._programs[0].replays >= 3, step.explain()
+
+
+def test_a_large_draw_on_the_cpu_that_is_returned_is_not_lent(one):
+    """The next replay writes it before the program runs, so that no worker could copy it in time."""
+    f = gt.compile(lambda: torch.rand(1 << 18).to("remote"))
+    torch.manual_seed(4)
+    got = [f() for _ in range(6)]
+    torch.manual_seed(4)
+    for tensor in got:
+        assert torch.equal(tensor.cpu(), torch.rand(1 << 18))

@@ -90,15 +90,17 @@ class CapturedProgram:
         fresh = [result for result in self.results if type(result) is ProgramResult and not result.lasts]
         copied = {result.tensor._ref.id: result.tensor for result in fresh if not isinstance(result.source, NamedMemory)}
         self.spans = shared_memory(copied, self.memory)
-        self.lendable = {number for number, tensor in copied.items() if may_lend(tensor._ref.meta)} - self._owners()
+        large = {number for number, tensor in copied.items() if may_lend(tensor._ref.meta)}
+        self.lendable = large.intersection(self.memory.fresh) - self._owners()
         weakref.finalize(self, _drop, self.recorder, self.number).atexit = False
 
     def _owners(self) -> set[int]:
-        """Memory of the call that something else than a result names; and all results that are views."""
+        """Memory of the call that something else than a result names."""
         gradients = [memory for row in self.grads.rows for memory in (row.read, row.left) if memory is not None]
-        named = [*self.inputs.values(), *self.keep, *gradients]
+        drawn = () if self.host_draws is None else self.host_draws.inputs
+        named = [*self.inputs.values(), *drawn, *self.keep, *gradients]
         tensors = [memory.tensor if isinstance(memory, NamedMemory) else memory for memory in named]
-        return {self.memory.owner(tensor) for tensor in tensors if isinstance(tensor, RemoteTensor)} | self.memory.of.keys()
+        return {self.memory.owner(tensor) for tensor in tensors if isinstance(tensor, RemoteTensor)}
 
     def mismatch(self, leaves: list) -> str:
         """The reason why the program cannot serve a call with the same key, or "". What it draws on the CPU is drawn then."""
