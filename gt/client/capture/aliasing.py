@@ -198,6 +198,13 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
     return "_is_param" in tensor.__dict__
 
 
+def containers_of(args: tuple, kwargs: dict) -> frozenset[int]:
+    """Identities of the lists and dictionaries among arguments."""
+    if all(map(_is_leaf, map(type, (*args, *kwargs.values())))):
+        return frozenset()
+    return frozenset(map(id, mutable_containers((args, kwargs))))
+
+
 def copy_attributes(copy: torch.Tensor, tensor: torch.Tensor) -> None:
     """Give a tensor that stands for another one what Python code sees of that: its attributes, and that it is a Parameter."""
     own = tensor.__dict__

@@ -79,6 +79,23 @@ def test_an_argument_that_is_returned_is_the_callers(kind: str) -> None:
     assert w.grad is not None and w.grad.tolist() == [CALLS] * 3
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_list_that_is_given_and_returned_is_the_callers(grows: bool) -> None:
+    model = torch.nn.Linear(3, 3).to("remote")
+
+    def cached(x: torch.Tensor, cache: dict) -> tuple[torch.Tensor, dict]:
+        if grows:
+            cache["all"].append(x)
+        return model(x) + cache["all"][0], cache
+
+    for fn in (gt.compile(cached), gt.compile(cached)):
+        for n in range(CALLS):
+            x, cache = argument("leaf" if n % 2 else "plain", "remote"), {"all": [torch.ones(3, device="remote")]}
+            result, returned = fn(x, cache)
+            assert returned is cache and len(cache["all"]) == 1 + grows and (not grows or cache["all"][1] is x)
+            result.sum().backward()
+
+
 def changes(device: str, wrap: Callable, change: Callable[..., Any], fn: Callable[..., Any]) -> list:
     """Values after a change between a call and its backward pass, and torch's refusal or the gradient of this pass."""
     w, rows = torch.full((3,), 0.5, device=device, requires_grad=True), []
