@@ -28,6 +28,7 @@ from gt.client.capture.program.call_graph import (
     differentiable,
     find_parameters,
     held_by_functions,
+    join,
     leads_to,
     may_write,
     sequence_number,
@@ -39,6 +40,7 @@ from gt.client.capture.program.recomputation import Chooser, RecomputationPlan
 from gt.client.capture.program.settings import Part
 from gt.client.capture.recording import CallRecording
 from gt.client.capture.watches.node_hooks import hooks_of_nodes
+from gt.client.capture.watches.saving_hooks import SavingHooks
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor, is_leaf, memory_id
 from gt.client.values.fingerprints import is_scalar_like
@@ -48,6 +50,7 @@ GRAPHS_AFTER_MISS_CALLS = 4  # calls that run their Python after a backward pass
 _INSTEAD = "; capture the whole step, backward() included, or call the function without gt.compile"
 OWN_GRAPH = "the graph of its results leads to a CPU tensor, or passes hooks that are active"
 CHANGES = "it changes a list or dictionary that it gets, in which its graph may go on"
+TRANSFORMS = "it uses torch.func's transforms, whose saved tensors no program has"
 PARTED = "results have a backward pass each, without retain_graph=True: add them, or pass it"
 DRAWS = "its backward pass draws random numbers of its own"
 SECOND_DERIVATIVES = "second derivatives of its results are asked for, by create_graph=True"
@@ -219,7 +222,9 @@ class TwoPrograms:
             self._ran = None
             self.refused = self.refused or self.forward.halves.refused
             tensors, saved = graph.saves.tensors, saved or self._bound(cut)  # type: ignore[union-attr]
-            if self.refused and not self.places:
+            if self.refused == CHANGES:
+                join(graph.inputs, [leaves[place] for place in self.places], self._name)
+            if self.refused and (not self.places or self.refused == CHANGES):
                 return tree_unflatten(_but_callers(original, flat, leaves), tree)
         if cut is None:  # nothing requires grad
             return tree_unflatten(flat, tree)
@@ -300,7 +305,7 @@ class TwoPrograms:
         whole = containers_of(args, kwargs)
         self.runs = True
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, pack.unpack), torch.enable_grad():
+            with SavingHooks(pack, pack.unpack) as hooks, torch.enable_grad():
                 results = self._apart(self.fn, args, kwargs, (prepared, leaves, tree if inputs else None))
         finally:
             self.runs = False
@@ -319,6 +324,8 @@ class TwoPrograms:
         after = flatten_call(args, kwargs)[0]
         if len(after) != len(leaves) or not all(map(operator.is_, after, prepared)):
             why = CHANGES
+        elif hooks.transforms:
+            why = TRANSFORMS
         self.refused = self.refused or why or strange_result([leaf for leaf in flat if id(leaf) not in whole], inputs)
         saved = [k for k, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor) and memory_id(leaf) in pack.arguments]
         cut = Cut(places, parameters, pack.reads, may_write(tape, first), stale, saved, outputs) if places else None
