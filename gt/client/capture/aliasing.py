@@ -33,6 +33,7 @@ _LEAF_TYPES = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str, type
 _HOST_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _flat_trees: dict[tuple, TreeSpec] = {}  # by number of positional arguments, and names of others
 MAX_FLAT_TREES = 1024  # then the table starts again
+MAX_GAPS_BYTES = 4 << 20  # between the elements of a copy
 
 
 CONJUGATES = "aten._conj.default"
@@ -204,11 +205,33 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
     return "_is_param" in tensor.__dict__
 
 
+def containers_of(args: tuple, kwargs: dict) -> frozenset[int]:
+    """Identities of the lists and dictionaries among arguments."""
+    if all(map(_is_leaf, map(type, (*args, *kwargs.values())))):
+        return frozenset()
+    return frozenset(map(id, mutable_containers((args, kwargs))))
+
+
 def copy_attributes(copy: torch.Tensor, tensor: torch.Tensor) -> None:
     """Give a tensor that stands for another one what Python code sees of that: its attributes, and that it is a Parameter."""
     own = tensor.__dict__
     if len(own) > isinstance(tensor, RemoteTensor):
         copy.__dict__.update({name: value for name, value in own.items() if name != "_ref"})
+
+
+def copy_of(leaf: RemoteTensor) -> RemoteTensor:
+    """A copy of an argument with its strides, by which the function may decide.
+
+    It is dense if elements share memory, and if they are a small part of much memory.
+    """
+    copy: RemoteTensor = call(_CLONE, (leaf,))
+    if copy.stride() == leaf.stride() or 0 in leaf.stride():
+        return copy
+    span = 1 + sum((size - 1) * step for size, step in zip(leaf.shape, leaf.stride(), strict=True))
+    if (span - leaf.numel()) * leaf.dtype.itemsize > MAX_GAPS_BYTES:
+        return copy
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(copy)
 
 
 def key_of(leaf: Any) -> Any:

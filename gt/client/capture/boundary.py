@@ -24,6 +24,7 @@ from gt.client.capture.aliasing import (
     Containers,
     attribute_names,
     copy_attributes,
+    copy_of,
     mutable_containers,
     one_of,
     same_on_host,
@@ -47,8 +48,6 @@ from gt.client.capture.user_code import module_of
 from gt.client.capture.watches.node_hooks import comparable_hooks
 from gt.client.device.remote_tensor import RemoteTensor, Shown, is_leaf, tensor_identity
 from gt.client.groups.group_context import stack
-from gt.client.trace.dispatch import call
-from gt.client.trace.op_info import info_of
 from gt.client.trace.uploads import upload
 from gt.client.values.fingerprints import is_scalar_like, unchanged
 from gt.client.values.settings import matmul_precision, settings
@@ -244,7 +243,7 @@ def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[
             if leaf.requires_grad or (is_leaf(leaf) and leaf.grad is not None):  # which a copy would lack
                 continue
             copy = inputs.get(repeated.get(place, place))
-            inputs[place] = prepared[place] = copy if copy is not None else call(info_of(aten.clone.default), (leaf,))
+            inputs[place] = prepared[place] = copy if copy is not None else copy_of(leaf)
         elif place in same:
             earlier = prepared[same[place]]
             with torch.inference_mode(False), torch.no_grad():

@@ -289,14 +289,11 @@ def resize(info: OpInfo, args: tuple, kwargs: dict) -> Any:
 def pack(info: OpInfo, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """_pack_padded_sequence: the steps of all sequences, time by time; the batch size of each time stays on the CPU.
 
-    RuntimeError in torch's words for lengths that are not on the CPU, not sorted or not those of the batch.
+    Lengths on remote are read. RuntimeError in torch's words for lengths that are not sorted or not those of the batch.
     """
     padded, lengths, batch_first = args
-    if isinstance(lengths, RemoteTensor):
-        raise RuntimeError(
-            f"'lengths' argument should be a 1D CPU int64 tensor, but got {lengths.dim()}D {lengths.device} "
-            f"{str(lengths.dtype)[6:]} tensor; try lengths.cpu(), or a list"
-        )
+    if isinstance(lengths, RemoteTensor):  # as a captured function gets those of the CPU
+        lengths = lengths.cpu()
     steps = padded.transpose(0, 1) if batch_first else padded
     # The CPU's kernel computes batch sizes, and checks lengths, from a stand-in with one feature of 1 byte
     like = torch.empty((*steps.shape[:2], 0 if not padded.numel() else 1), dtype=torch.int8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
@@ -160,6 +161,23 @@ def differentiable(graph: Graph, gradients: tuple) -> tuple[list, list]:
     """The results that have a gradient, and these."""
     pairs = [pair for pair in zip(graph.results, gradients, strict=True) if pair[1] is not None]
     return [result for result, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def join(inputs: list[torch.Tensor], arguments: list[torch.Tensor], name: str) -> None:
+    """Pass the gradients of a graph's inputs on to the caller's arguments, for which these stand, as its end is not known."""
+    for leaf, argument in zip(inputs, arguments, strict=True):
+        if argument.grad_fn is not None:
+            raise RuntimeError(
+                f"this call of {name} changes a list or dictionary that it gets, as no earlier one did, and the graph of an "
+                "argument goes on: return what it adds, or call it again, as the next calls keep their graph"
+            )
+        leaf.register_post_accumulate_grad_hook(functools.partial(_pass_on, argument))
+
+
+def _pass_on(argument: torch.Tensor, leaf: torch.Tensor) -> None:
+    assert leaf.grad is not None
+    argument.backward(leaf.grad)
+    leaf.grad = None
 
 
 def add_gradients(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gt.client import current_session
-from gt.client.capture.aliasing import copy_attributes, flatten_call, same_on_remote
+from gt.client.capture.aliasing import Containers, containers_of, copy_attributes, flatten_call, one_of, same_on_remote
 from gt.client.capture.boundary import detached, modes, observer, prepare_inputs
 from gt.client.capture.program.call_graph import (
     AliasOf,
@@ -28,6 +28,7 @@ from gt.client.capture.program.call_graph import (
     differentiable,
     find_parameters,
     held_by_functions,
+    join,
     leads_to,
     may_write,
     sequence_number,
@@ -39,13 +40,17 @@ from gt.client.capture.program.recomputation import Chooser, RecomputationPlan
 from gt.client.capture.program.settings import Part
 from gt.client.capture.recording import CallRecording
 from gt.client.capture.watches.node_hooks import hooks_of_nodes
+from gt.client.capture.watches.saving_hooks import SavingHooks
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor, is_leaf, memory_id
+from gt.client.values.fingerprints import is_scalar_like
 
 MAX_IDLE_CALLS = 3  # calls that nobody differentiates; the forward program then serves without a backward one
 GRAPHS_AFTER_MISS_CALLS = 4  # calls that run their Python after a backward pass that no program had
 _INSTEAD = "; capture the whole step, backward() included, or call the function without gt.compile"
 OWN_GRAPH = "the graph of its results leads to a CPU tensor, or passes hooks that are active"
+CHANGES = "it changes a list or dictionary that it gets, in which its graph may go on"
+TRANSFORMS = "it uses torch.func's transforms, whose saved tensors no program has"
 PARTED = "results have a backward pass each, without retain_graph=True: add them, or pass it"
 DRAWS = "its backward pass draws random numbers of its own"
 SECOND_DERIVATIVES = "second derivatives of its results are asked for, by create_graph=True"
@@ -111,7 +116,7 @@ class TwoPrograms:
         self.forward = make(weakly(self._forward), Part(f"forward pass of {self._name}", roots, True))
         self._programs: weakref.WeakKeyDictionary[CapturedProgram, tuple[Saved, Cut | None]] = weakref.WeakKeyDictionary()
         # Of a call whose Python ran: its graph, and its results as the function gave them
-        self._ran: tuple[Graph, Cut | None, Any] | None = None
+        self._ran: tuple[Graph, Cut | None, list] | None = None
         self._last: tuple[weakref.ref[Call], Saved] | None = None
         self._differentiated: Call | None = None  # while its backward pass runs
         self._keeps = False  # whether that pass keeps the graph
@@ -149,7 +154,7 @@ class TwoPrograms:
     def _look(self, args: tuple, kwargs: dict, leaves: list) -> Any:
         """A first call, with torch's graph: whether it can be cut at arguments shows before any is."""
         since, versions = sequence_number(), [leaves[place]._version for place in self.places]
-        results = self._plainly(args, kwargs)
+        results = self._plainly(args, kwargs)[0]
         graph = Graph(
             [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None], []
         )
@@ -157,14 +162,17 @@ class TwoPrograms:
         self.refused = find_parameters(graph, since, given)[1] or strange_result(tree_leaves(results), given)
         if versions != [tensor._version for tensor in given]:
             self.refused = "it changes an argument that requires grad in place"
+        after = flatten_call(args, kwargs)[0]
+        if len(after) != len(leaves) or not all(map(operator.is_, after, leaves)):
+            self.refused = CHANGES
         return results
 
-    def _plainly(self, args: tuple, kwargs: dict) -> Any:
-        """The results of the function, called with its arguments on remote."""
+    def _plainly(self, args: tuple, kwargs: dict) -> tuple[Any, list]:
+        """The results of the function, called with its arguments on remote; and their leaves, with lists that it gets whole."""
         leaves, tree = flatten_call(args, kwargs)
-        if any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor) for leaf in leaves):
-            args, kwargs = tree_unflatten(prepare_inputs(leaves, None)[0], tree)
-        return self.fn(*args, **kwargs)
+        given = prepare_inputs(leaves, None)[0] if any(map(_on_host, leaves)) else leaves
+        results = self._apart(self.fn, args, kwargs, (leaves, given, None if given is leaves else tree))
+        return results, tree_leaves(results, is_leaf=one_of(containers_of(args, kwargs)))
 
     def _put(self, leaves: list, tensors: list) -> None:
         """Put a tensor at each place of the arguments, and where the same argument is given again."""
@@ -191,23 +199,24 @@ class TwoPrograms:
     def _call(self, args: tuple, kwargs: dict, leaves: list) -> Any:
         self._count_idle()
         random_state = random.initial_seed(), random._State.counter
-        plain, given = (args, kwargs), leaves
+        given, tree = flatten_call(args, kwargs) if self.places else (leaves, None)
         if self.places:
-            given, tree = flatten_call(args, kwargs)
             self._put(given, [self._detached(leaves[place]) for place in self.places])
-            plain = tree_unflatten(given, tree)
         self._ran = None
         for program in [program for program in self.forward.programs() if program not in self._programs]:
             self.forward.forget(program)  # an exception came between its recording and here, as by Ctrl-C
         saved = self._lacking(given)
-        if saved is not None and any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor) for leaf in given):
-            plain = tree_unflatten(prepare_inputs(given, None)[0], flatten_call(*plain)[1])
+        if saved is not None and any(map(_on_host, given)):
+            given, tree = prepare_inputs(given, None)[0], flatten_call(args, kwargs)[1]
         self._lacking_one = saved
         self._let_lend()
         if saved is None:
             self._next.let_go()
-        results = self._forward(*plain[0], **plain[1]) if saved is not None else self.forward(*plain[0], **plain[1])
+        results = self._apart(self.forward if saved is None else self._forward, args, kwargs, (leaves, given, tree))
         self._lacking_one = None
+        own = {id(given[place]): leaves[place] for place in self.places}  # a returned argument is the caller's
+        flat, tree = tree_flatten(results, is_leaf=one_of(containers_of(args, kwargs)))
+        flat = [own.get(id(leaf), leaf) for leaf in flat] if own else flat
         if self._ran is None:
             graph, (saved, cut) = None, self._programs[self.forward.newest]
             tensors = [*saved.tensors]
@@ -218,13 +227,12 @@ class TwoPrograms:
                 graph.saves.copy_shared()  # type: ignore[union-attr]
             self.refused = self.refused or self.forward.halves.refused
             tensors, saved = graph.saves.tensors, saved or self._bound(cut)  # type: ignore[union-attr]
-            if self.refused and not self.places:
-                return original
-        if self.places:  # an argument that is returned is the caller's, which has its graph
-            callers = {id(given[place]): leaves[place] for place in self.places}
-            results = tree_map(lambda leaf: callers.get(id(leaf), leaf), results)
+            if self.refused == CHANGES:
+                join(graph.inputs, [leaves[place] for place in self.places], self._name)
+            if self.refused and (not self.places or self.refused == CHANGES):
+                return tree_unflatten(_but_callers(original, flat, leaves), tree)
         if cut is None:  # nothing requires grad
-            return results
+            return tree_unflatten(flat, tree)
         seen = [leaf for leaf in map(leaves.__getitem__, cut.arguments) if isinstance(leaf, RemoteTensor)]
         versions = [(tensor, tensor._version) for tensor in (*cut.reads, *seen) if not tensor.is_inference()]
         facts = Given(*flatten_call(args, kwargs), random_state, modes(), versions_of(leaves))
@@ -232,7 +240,6 @@ class TwoPrograms:
             facts.keep(self.forward.newest)
         call = Call(saved, cut, tensors, graph, facts, versions)
         self._last = weakref.ref(call), saved
-        flat, tree = tree_flatten(results)
         call.results = tuple([flat[place] for place in cut.places])
         call.values = [result.detach() for result in call.results] if graph is None else []
         attached = _Boundary.apply(self, call, *_inputs(cut.parameters), *[leaves[place] for place in self.places])
@@ -261,6 +268,21 @@ class TwoPrograms:
         lent = [value._ref.id for value in call.values] if program is not None and program.lends else []
         call.lent = call.saved.lent = current_session.current().follow_lent(lent) if lent else None
         self._open.add(call)
+
+    @staticmethod
+    def _apart(fn: Callable, args: tuple, kwargs: dict, other: tuple[list, list, Any]) -> Any:
+        """The results of a function that gets other leaves of its arguments. Lists of these stay the caller's.
+
+        other: the leaves, those that it gets, and their structure, None if they are the same.
+        """
+        leaves, given, tree = other
+        if tree is None:
+            return fn(*args, **kwargs)
+        containers = Containers((args, kwargs), tree, leaves, given)
+        try:
+            return containers.originals(fn(*containers.args, **containers.kwargs))
+        finally:
+            containers.give_back()
 
     def _count_idle(self) -> None:
         """The last call has ended without a backward pass if nobody holds its graph any more."""
@@ -306,14 +328,14 @@ class TwoPrograms:
         prepared, (inputs, stand_ins) = [*leaves], self._stand_ins(leaves)
         self._put(leaves, stand_ins)
         pack = Pack(first, {memory_id(leaf) for leaf in leaves if isinstance(leaf, RemoteTensor)})
-        args, kwargs = tree_unflatten(leaves, tree) if inputs else (args, kwargs)
+        whole = containers_of(args, kwargs)
         self.runs = True
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, pack.unpack), torch.enable_grad():
-                results = self.fn(*args, **kwargs)
+            with SavingHooks(pack, pack.unpack) as hooks, torch.enable_grad():
+                results = self._apart(self.fn, args, kwargs, (prepared, leaves, tree if inputs else None))
         finally:
             self.runs = False
-        flat, tree = tree_flatten(results)
+        flat, tree = tree_flatten(results, is_leaf=one_of(whole))
         originals = {id(leaf): prepared[place] for place, leaf in zip(self.places, stand_ins, strict=True)}
         flat = [originals.get(id(leaf), leaf) for leaf in flat]  # an argument that is returned is the caller's
         results = tree_unflatten(flat, tree) if originals else results
@@ -329,14 +351,16 @@ class TwoPrograms:
         self._next.tensors[:] = pack.tensors
         parameters, why = find_parameters(graph, since, inputs)
         after = flatten_call(args, kwargs)[0]
-        if len(after) != len(leaves) or not all(map(operator.is_, after, leaves)):
-            why = "it changes a list or dictionary that it gets, in which its graph may go on"
-        self.refused = self.refused or why or strange_result(flat, inputs)
+        if len(after) != len(leaves) or not all(map(operator.is_, after, prepared)):
+            why = CHANGES
+        elif hooks.transforms:
+            why = TRANSFORMS
+        self.refused = self.refused or why or strange_result([leaf for leaf in flat if id(leaf) not in whole], inputs)
         saved = [k for k, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor) and memory_id(leaf) in pack.arguments]
         shares = bool(pack.shared)
         cut = Cut(places, parameters, pack.reads, writes, stale, saved, outputs, shares) if places else None
-        self._ran = graph, cut, results
-        return detached(results)
+        self._ran = graph, cut, flat
+        return detached(results, whole=dict.fromkeys(whole))
 
     def _plan(self, tape: Any, pack: Pack, graph: Graph, held: list[RemoteTensor]) -> RecomputationPlan | None:
         """The program's plan, or that which is chosen by the ops of the recorded call. held: by functions of the user."""
@@ -478,13 +502,27 @@ class TwoPrograms:
         since = sequence_number()
         try:
             with torch.enable_grad(), given.autocast():
-                flat = tree_leaves(self._plainly(args, kwargs))
+                flat = self._plainly(args, kwargs)[1]
         finally:
             state.seed, state.counter = now
         graph = Graph([flat[place] for place in call.cut.places], inputs)
         if doubt and not (leads_to(graph, call.cut, since) and all(map(torch.equal, graph.results, call.values))):
             raise RuntimeError(NO_GRAPH.format(self._name, doubt))
         return graph
+
+
+def _but_callers(original: list, results: list, leaves: list) -> list:
+    """Leaves of a function's own results, but for the caller's arguments and their lists, which it had copies of."""
+    callers = set(map(id, leaves))
+    return [
+        result if id(result) in callers or not (isinstance(own, torch.Tensor) or is_scalar_like(own)) else own
+        for own, result in zip(original, results, strict=True)
+    ]
+
+
+def _on_host(leaf: Any) -> bool:
+    """True for a CPU tensor."""
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, RemoteTensor)
 
 
 def _inputs(parameters: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -79,6 +79,23 @@ def test_an_argument_that_is_returned_is_the_callers(kind: str) -> None:
     assert w.grad is not None and w.grad.tolist() == [CALLS] * 3
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_list_that_is_given_and_returned_is_the_callers(grows: bool) -> None:
+    model = torch.nn.Linear(3, 3).to("remote")
+
+    def cached(x: torch.Tensor, cache: dict) -> tuple[torch.Tensor, dict]:
+        if grows:
+            cache["all"].append(x)
+        return model(x) + cache["all"][0], cache
+
+    for fn in (gt.compile(cached), gt.compile(cached)):
+        for n in range(CALLS):
+            x, cache = argument("leaf" if n % 2 else "plain", "remote"), {"all": [torch.ones(3, device="remote")]}
+            result, returned = fn(x, cache)
+            assert returned is cache and len(cache["all"]) == 1 + grows and (not grows or cache["all"][1] is x)
+            result.sum().backward()
+
+
 def changes(device: str, wrap: Callable, change: Callable[..., Any], fn: Callable[..., Any]) -> list:
     """Values after a change between a call and its backward pass, and torch's refusal or the gradient of this pass."""
     w, rows = torch.full((3,), 0.5, device=device, requires_grad=True), []
@@ -136,6 +153,27 @@ def test_results_that_autograd_saves_share_their_memory() -> None:
             assert y.tolist()[1:] == [7, 7]
 
 
+@pytest.mark.parametrize("kind", ["plain", "leaf"])
+def test_transforms_of_functions_run_in_a_captured_model(kind: str) -> None:
+    def run(device: str, wrap: Callable) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, rows = torch.nn.Linear(3, 2).to(device), []
+
+        def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return model(x).tanh(), torch.func.vmap(torch.func.jacrev(lambda row: model(row).tanh()))(torch.stack([x, x + 1]))
+
+        captured = wrap(fn)
+        for _ in range(CALLS):
+            x = argument(kind, device)
+            results = captured(x)
+            (results[0].sum() + results[1].square().sum()).backward()
+            gradients = [model.weight.grad, *([x.grad] if kind == "leaf" else [])]
+            rows += [result.detach().cpu().clone() for result in (*results, *gradients)]
+        return rows
+
+    torch.testing.assert_close(run("remote", gt.compile), run("cpu", plain))
+
+
 def test_results_with_a_backward_pass_each_need_no_retained_graph() -> None:
     class Heads(torch.nn.Module):
         def __init__(self) -> None:
@@ -153,5 +191,48 @@ def test_results_with_a_backward_pass_each_need_no_retained_graph() -> None:
             for result in captured(torch.arange(12.0).view(4, 3).add(n).to(device)):
                 result.square().mean().backward()
         return [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+
+    torch.testing.assert_close(run("remote", gt.compile), run("cpu", plain))
+
+
+@pytest.mark.parametrize(
+    "cut", [lambda x: x[:, :2], lambda x: x.t(), lambda x: x[::2, ::3], lambda x: x[1:3], lambda x: x[:, None]]
+)
+def test_a_function_may_decide_by_strides(cut: Callable) -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.flatten() * (2 if x.is_contiguous() else 3) + x.stride(0), x[0]
+
+    captured = gt.compile(fn)
+    for n in range(CALLS):
+        base = torch.arange(24.0).view(4, 6) + n
+        x, there = cut(base), cut(base.to("remote"))
+        result, row = captured(there)
+        assert torch.equal(result.cpu(), fn(x)[0])
+        row.zero_()
+        x[0].zero_()
+        assert torch.equal(there.cpu(), x)
+
+
+@pytest.mark.parametrize("used", ["result", "entry"])
+def test_a_list_that_changes_late_has_the_gradients_of_torch(used: str) -> None:
+    def run(device: str, wrap: Callable) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, grow, rows = torch.nn.Linear(3, 2).to(device), [False], []
+
+        def fn(x: torch.Tensor, kept: list) -> torch.Tensor:
+            y = model(x).tanh()
+            if grow[0]:
+                kept.append(y * 2)
+            return y
+
+        captured = wrap(fn)
+        for n in range(CALLS):
+            x, kept = argument("leaf", device), [0]
+            grow[0] = n == CALLS - 2
+            y = captured(x, kept)
+            loss = y.sum() if used == "result" or len(kept) == 1 else 0
+            (loss + sum(entry.sum() for entry in kept[1:])).backward()
+            rows += [x.grad.cpu(), model.weight.grad.cpu().clone()]
+        return rows
 
     torch.testing.assert_close(run("remote", gt.compile), run("cpu", plain))
