@@ -135,12 +135,32 @@ def cycles_collected() -> Iterator[None]:
     if freezes:
         gc.collect(1)  # or young cycles from before would become old ones, which wait long for a collection
         gc.freeze()
+        _Frozen.meanwhile = True
     try:
         yield
         gc.collect()
     finally:
         if freezes:
+            _Frozen.meanwhile = False
             gc.unfreeze()
+
+
+class _Frozen:
+    """Objects that `cycles_collected` has frozen, and gives back."""
+
+    meanwhile = False
+
+
+def referrers(things: list) -> list:
+    """The objects that refer to these, frozen ones too."""
+    frozen = program_froze()
+    if frozen:
+        gc.unfreeze()  # a search meets no frozen objects
+    try:
+        return [other for other in gc.get_referrers(*things) if other is not things]
+    finally:
+        if frozen and not _Frozen.meanwhile:
+            gc.freeze()
 
 
 def available_bytes() -> int:

@@ -49,7 +49,7 @@ from gt.client.capture.watches.node_hooks import comparable_hooks
 from gt.client.device.remote_tensor import RemoteTensor, Shown, is_leaf, tensor_identity
 from gt.client.groups.group_context import stack
 from gt.client.trace.uploads import upload
-from gt.client.values.fingerprints import is_scalar_like, unchanged
+from gt.client.values.fingerprints import is_named, is_scalar_like, unchanged
 from gt.client.values.settings import matmul_precision, settings
 
 INSIDE = ", and a program's have none: call backward() in the function"
@@ -60,7 +60,7 @@ HELD_BEFORE = "that state held before the call, and holds no more: return a copy
 ANOTHER = (
     ": pass the same one, or its tensors; of a dataclass GT sees the fields after torch.utils._pytree.register_dataclass(Class)"
 )
-MADE = "that it has made: return a tuple, list or dictionary of tensors, or register the class with torch.utils._pytree"
+MADE = "that it has made, and that something else has: return a tuple, list, dictionary or object that only results have"
 _COMPARED = (torch.Tensor, np.ndarray)
 aten = torch.ops.aten
 
@@ -306,7 +306,7 @@ def returned_objects(
     call has made.
     """
     found = {id(thing): thing for thing in mutable_containers(results)}
-    others = [leaf for leaf in tree_leaves(results) if not is_scalar_like(leaf) and not isinstance(leaf, _COMPARED)]
+    others = [x for x in tree_leaves(results) if not (is_scalar_like(x) or isinstance(x, _COMPARED) or is_named(x))]
     whole: dict[int, Any] = {key: ContainerArgument(containers.paths[key]) for key in found if key in containers.paths}
     # The common case needs no second walk of Python state
     if len(whole) == len(found) and not others:

@@ -67,6 +67,7 @@ from gt.client.capture.program import explain
 from gt.client.capture.program.argument_views import in_arguments
 from gt.client.capture.program.captured_program import CapturedProgram
 from gt.client.capture.program.compiled_module import captured_module
+from gt.client.capture.program.made_objects import closed, opened
 from gt.client.capture.program.sealing import SealedCall, captured_program, disagreement, own_obstacle
 from gt.client.capture.program.settings import Part, ProgramSettings
 from gt.client.capture.program.state_reads import StateReads
@@ -214,6 +215,7 @@ class CompiledFunction(Generic[P, R]):
         leaves, tree = flatten_call(args, kwargs)
         if recorder.tape is not None:
             return self._run_within(recorder, leaves, tree, (args, kwargs))
+        recorder.start_workers()
         if (halves := self.halves.of_call(leaves)) is not None:
             return halves(args, kwargs, leaves)
         key = (tree, *keys_of(leaves), *modes())
@@ -229,8 +231,7 @@ class CompiledFunction(Generic[P, R]):
         if not recorder.capturing.acquire(blocking=False):
             return self._run_within(recorder, leaves, tree, (args, kwargs))
         try:
-            # key[-1]: observer()
-            in_parts = viewed or key[-1] or self.halves.obstacle() or self._differentiated.obstacle(leaves)
+            in_parts = viewed or key[-1] or self.halves.obstacle() or self._differentiated.obstacle(leaves)  # observer()
             if in_parts:
                 self._waiting.clear()
                 self._reasons.add(in_parts)
@@ -393,7 +394,7 @@ class CompiledFunction(Generic[P, R]):
             schedulers = SchedulerWatch(entry, tape, self._rates)
             with cycles_collected(), self._watched(tape, draws):
                 with schedulers, self._unread, MovedArguments(leaves, prepared, last is None or last.apart) as moved:
-                    results = self.fn(*containers.args, **containers.kwargs)
+                    results = opened(self.fn(*containers.args, **containers.kwargs), leaves)
                 whole = returned_objects(results, entry, roots, containers, tape)
                 results = recorded_results(results, tape, whole, leaves, last is None)
             recorder.flush()
@@ -421,13 +422,13 @@ class CompiledFunction(Generic[P, R]):
             self._strict |= tape.strict_next
             if not kept:
                 recorder.code.extend((DISCARD,))
-            if freed := tape.take_deferred():
-                recorder.code.extend((FREE, len(freed), *freed))
+            recorder.code.extend((FREE, len(freed), *freed) if (freed := tape.take_deferred()) else ())
             if memory is not None:
                 write_back(leaves, inputs, written_inputs(inputs, memory), memory.required)
         if program is not None:
             return program.copy_results(leaves, given)
-        return containers.originals(in_arguments(results, leaves, inputs, memory, whole))
+        results = containers.originals(in_arguments(results, leaves, inputs, memory, whole))
+        return closed(results) if self._part is None else results
 
     def _end_watches(
         self, schedulers: SchedulerWatch, tape: CallRecording, entry: StateSnapshot, leaving: StateSnapshot
@@ -563,13 +564,8 @@ class CompiledFunction(Generic[P, R]):
         # The config's is for steps that can have it
         if order and order["why"] and (self.settings.own_schedule or order["pipeline"]):
             self._reasons.warn(f"schedule {order['name']} is not used: {order['why']}")
-        program = captured_program(
-            SealedCall(number, answer, carried, self._why, self._part),
-            now,
-            entry,
-            leaving,
-            results,
-        )
+        sealed = SealedCall(number, answer, carried, self._why, self._part)
+        program = captured_program(sealed, now, entry, leaving, results)
         self._programs.insert(0, program)
         del self._programs[MAX_PROGRAMS_PER_FUNCTION:]
         self._sealed += 1

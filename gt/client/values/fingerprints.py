@@ -8,10 +8,12 @@ import decimal
 import logging
 import pathlib
 import random
+import sys
 import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 from enum import Enum
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,16 @@ _SCALAR_TYPES = frozenset({
 def is_scalar_like(value: Any) -> bool:
     """True if a value is compared as a whole: it has no parts that change and no user code."""
     return type(value) in _SCALAR_TYPES or isinstance(value, (Enum, np.generic))
+
+
+def is_named(thing: Any) -> bool:
+    """True for a class or function that its module has under its name: each call finds the same one."""
+    if not isinstance(thing, (type, FunctionType)):
+        return False
+    found: Any = sys.modules.get(thing.__module__)
+    for name in thing.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is thing
 
 
 def is_plain(value: Any) -> bool:

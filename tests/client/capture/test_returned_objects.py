@@ -176,6 +176,19 @@ def returned_object_of_a_class(device: str, wrap: Callable) -> Any:
     return [compiled(batch(device, n)).loss for n in range(CALLS)]
 
 
+def returned_object_that_is_kept(device: str, wrap: Callable) -> Any:
+    kept: list[Output] = []
+
+    def step(x: torch.Tensor) -> Output:
+        kept[:] = [Output(x * 2)]
+        return kept[0]
+
+    compiled = wrap(step)
+    results = [compiled(batch(device, n)) for n in range(CALLS)]
+    assert results[-1] is kept[0]
+    return [result.loss for result in results]
+
+
 def leaf_in_an_object(device: str, wrap: Callable) -> Any:
     """A dataclass whose tensor requires grad: the caller's backward pass reaches it."""
     model, seen = layer(device), []
@@ -259,8 +272,8 @@ def returned_attribute(device: str, wrap: Callable) -> Any:
 
 PROGRAMS = [
     adversarial, collocation, gradient_penalty, graph_of_the_caller, new_parameter, one_leaf_again, returned_state,
-    returned_new_state, returned_arguments, returned_changed_argument, returned_object_of_a_class, leaf_in_an_object,
-    graph_used_in_and_out, graph_freed_in_the_step, leaf_on_the_host, returned_gradients, returned_attribute,
+    returned_new_state, returned_arguments, returned_changed_argument, returned_object_of_a_class, returned_object_that_is_kept,
+    leaf_in_an_object, graph_used_in_and_out, graph_freed_in_the_step, leaf_on_the_host, returned_gradients, returned_attribute,
 ]  # fmt: skip
 
 
@@ -279,7 +292,7 @@ def test_a_captured_call_has_the_gradients_and_objects_of_an_eager_one(program: 
     [
         (adversarial, "argument 0 requires grad and is a new tensor"),
         (returned_new_state, "returns a dict that it has made and keeps"),
-        (returned_object_of_a_class, "returns an object of Output that it has made"),
+        (returned_object_that_is_kept, "returns an object of Output that it has made"),
         (leaf_on_the_host, "argument 0 is a CPU tensor that requires grad"),
     ],
 )

@@ -16,7 +16,7 @@ from gt.client.capture.program.recomputation import RecomputationPlan, SavedValu
 from gt.client.capture.recording import CallRecording
 from gt.client.device.remote_tensor import RemoteTensor, memory_id
 from gt.client.trace.custom_ops import lend, may_lend
-from gt.client.values.fingerprints import is_scalar_like
+from gt.client.values.fingerprints import is_named, is_scalar_like
 
 
 @dataclass(eq=False)
@@ -244,7 +244,7 @@ def strange_result(results: list, given: list) -> str:
     memories = {memory_id(tensor): tensor for tensor in given}
     for leaf in results:
         if not isinstance(leaf, torch.Tensor):
-            if not is_scalar_like(leaf):
+            if not is_scalar_like(leaf) and not is_named(leaf):
                 return f"it returns an object of {type(leaf).__name__}, in which its graph may go on"
         elif isinstance(leaf, RemoteTensor) and leaf.grad_fn is not None:
             other = memories.setdefault(memory_id(leaf), leaf)

@@ -18,6 +18,7 @@ from gt.client.capture.guards import Guard
 from gt.client.capture.host_draws import HostDraws
 from gt.client.capture.program.argument_views import ArgumentView, as_leaf
 from gt.client.capture.program.host_results import CopiedResult
+from gt.client.capture.program.made_objects import closed
 from gt.client.capture.program.settings import Part
 from gt.client.capture.program.shared_results import SharedMemory, shared_memory
 from gt.client.capture.watches.scheduler_step import SchedulerStep
@@ -75,6 +76,7 @@ class CapturedProgram:
     answer: dict  # the dispatcher's answer to FinishCapture
     written: tuple[int, ...]  # inputs that the program changes, and the caller's tensors with them
     memory: CallMemory  # memory of the recorded call
+    opens: bool  # whether its results have parts of objects, of which each replay makes new ones
     keep: list = field(default_factory=list)  # tensors whose ids the program uses
     fills: dict[int, RemoteTensor] = field(init=False)  # inputs, but one argument of each tensor alone
     spans: dict[int, SharedMemory] = field(init=False)  # tensors that share memory, by their ids
@@ -203,7 +205,8 @@ class CapturedProgram:
             return copies[id(result)]
 
         leaves = list(map(made, self.results))
-        return leaves[0] if self.tree.is_leaf() else tree_unflatten(leaves, self.tree)
+        results = leaves[0] if self.tree.is_leaf() else tree_unflatten(leaves, self.tree)
+        return closed(results) if self.opens else results
 
 
 def _drop(recorder: Recorder, number: int) -> None:

@@ -20,6 +20,7 @@ from gt.client.capture.host_draws import LEADS_ELSEWHERE
 from gt.client.capture.program.argument_views import argument_view
 from gt.client.capture.program.captured_program import CapturedProgram, ProgramResult
 from gt.client.capture.program.host_results import HostMemory
+from gt.client.capture.program.made_objects import makes_objects
 from gt.client.capture.program.settings import Part
 from gt.client.capture.program.state_writes import register_writes
 from gt.client.capture.recording import Difference, difference, reads_differ
@@ -120,10 +121,8 @@ def captured_program(
     replaced = rebound(entry, first)
 
     def result(leaf: Any) -> Any:
-        if id(leaf) in replaced:
-            return leaf
-        if id(leaf) in now.whole:
-            return now.whole[id(leaf)]
+        if id(leaf) in replaced or id(leaf) in now.whole:
+            return now.whole.get(id(leaf), leaf)
         if view := argument_view(leaf, now.leaves, now.inputs, now.memory):
             return view
         if own := hosts.result(leaf):
@@ -163,5 +162,6 @@ def captured_program(
         answer=sealed.answer,
         written=written_inputs(now.inputs, now.memory),
         memory=now.memory,
+        opens=sealed.part is None and makes_objects(results),
         keep=[*(find_memory(t) or t for t in keep), *(entry.rebindable[key] for key in replaced)],
     )

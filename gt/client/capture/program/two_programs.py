@@ -35,6 +35,7 @@ from gt.client.capture.program.call_graph import (
     strange_result,
 )
 from gt.client.capture.program.captured_program import CapturedProgram
+from gt.client.capture.program.made_objects import closed, makes_objects, opened
 from gt.client.capture.program.pending_calls import Call, Given, Saved, versions_of
 from gt.client.capture.program.recomputation import Chooser, RecomputationPlan
 from gt.client.capture.program.settings import Part
@@ -93,8 +94,7 @@ class TwoPrograms:
     """The forward and the backward pass of one function, of which the arguments at `places` require grad.
 
     own: those of `places` whose arguments are leaves. repeats: place of an argument -> one of `places` with that very tensor.
-    make: makes a compiled function of a function and
-    its Part.
+    make: makes a compiled function of a function and its Part.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class TwoPrograms:
         self.refused = ""  # the reason why results keep torch's graph
         self.runs = False  # whether the function itself runs
         self._unseen = bool(places)
+        self._opens = False  # whether objects are among the results
         self._copies = False  # whether no result shares memory with what is saved, since a caller has written to one
         self._open: weakref.WeakSet[Call] = weakref.WeakSet()  # calls with such results
         self._lock = threading.RLock()
@@ -155,23 +156,21 @@ class TwoPrograms:
         """A first call, with torch's graph: whether it can be cut at arguments shows before any is."""
         since, versions = sequence_number(), [leaves[place]._version for place in self.places]
         results = self._plainly(args, kwargs)[0]
-        graph = Graph(
-            [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None], []
-        )
-        given = [leaves[place] for place in self.places]
-        self.refused = find_parameters(graph, since, given)[1] or strange_result(tree_leaves(results), given)
+        given, flat = [leaves[place] for place in self.places], tree_leaves(results)
+        graph = Graph([leaf for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None], [])
+        self.refused = find_parameters(graph, since, given)[1] or strange_result(flat, given)
         if versions != [tensor._version for tensor in given]:
             self.refused = "it changes an argument that requires grad in place"
         after = flatten_call(args, kwargs)[0]
         if len(after) != len(leaves) or not all(map(operator.is_, after, leaves)):
             self.refused = CHANGES
-        return results
+        return closed(results)
 
     def _plainly(self, args: tuple, kwargs: dict) -> tuple[Any, list]:
         """The results of the function, called with its arguments on remote; and their leaves, with lists that it gets whole."""
         leaves, tree = flatten_call(args, kwargs)
         given = prepare_inputs(leaves, None)[0] if any(map(_on_host, leaves)) else leaves
-        results = self._apart(self.fn, args, kwargs, (leaves, given, None if given is leaves else tree))
+        results = opened(self._apart(self.fn, args, kwargs, (leaves, given, None if given is leaves else tree)), leaves)
         return results, tree_leaves(results, is_leaf=one_of(containers_of(args, kwargs)))
 
     def _put(self, leaves: list, tensors: list) -> None:
@@ -230,9 +229,9 @@ class TwoPrograms:
             if self.refused == CHANGES:
                 join(graph.inputs, [leaves[place] for place in self.places], self._name)
             if self.refused and (not self.places or self.refused == CHANGES):
-                return tree_unflatten(_but_callers(original, flat, leaves), tree)
+                return self._whole(_but_callers(original, flat, leaves), tree)
         if cut is None:  # nothing requires grad
-            return tree_unflatten(flat, tree)
+            return self._whole(flat, tree)
         seen = [leaf for leaf in map(leaves.__getitem__, cut.arguments) if isinstance(leaf, RemoteTensor)]
         versions = [(tensor, tensor._version) for tensor in (*cut.reads, *seen) if not tensor.is_inference()]
         facts = Given(*flatten_call(args, kwargs), random_state, modes(), versions_of(leaves))
@@ -248,7 +247,11 @@ class TwoPrograms:
         if cut.shares and graph is None:
             self._follow(call)
         call.outputs = [(weakref.ref(attached[k]), attached[k]._version) for k in cut.outputs]
-        return tree_unflatten(flat, tree)
+        return self._whole(flat, tree)
+
+    def _whole(self, flat: list, tree: Any) -> Any:
+        results = tree_unflatten(flat, tree)
+        return closed(results) if self._opens else results
 
     def _let_lend(self) -> None:
         """Say which programs may give out results in the memory of saved tensors, without a copy.
@@ -335,6 +338,8 @@ class TwoPrograms:
                 results = self._apart(self.fn, args, kwargs, (prepared, leaves, tree if inputs else None))
         finally:
             self.runs = False
+        results = opened(results, leaves)
+        self._opens |= makes_objects(results)
         flat, tree = tree_flatten(results, is_leaf=one_of(whole))
         originals = {id(leaf): prepared[place] for place, leaf in zip(self.places, stand_ins, strict=True)}
         flat = [originals.get(id(leaf), leaf) for leaf in flat]  # an argument that is returned is the caller's

@@ -6,8 +6,9 @@ import copy
 import io
 import pickle
 import re
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -440,6 +441,34 @@ def forces(wrap: Wrap) -> list:
     return train(wrap, Forces(), plain)
 
 
+class Penalised(nn.Module):
+    """Its second result, a penalty, is an attribute, or in an object."""
+
+    def __init__(self, kind: Any = None) -> None:
+        super().__init__()
+        self.first, self.last, self.kind = nn.Linear(8, 8), nn.Linear(8, 4), kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.first(x).tanh()
+        self.penalty = hidden.square().mean()
+        if self.kind is None:
+            return self.last(hidden)
+        return self.last(hidden), self.kind(self.__dict__.pop("penalty"))
+
+
+class Held:
+    def __init__(self, penalty: torch.Tensor) -> None:
+        self.penalty = penalty
+
+
+def a_penalty_in_an_object(wrap: Wrap, kind: type = Held) -> list:
+    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
+        result, held = model(rows())
+        return update(optimizer, result.square().mean() + held.penalty)
+
+    return train(wrap, Penalised(kind), step)
+
+
 CASES: list[Callable[[Wrap], list]] = [
     dropout, one_batch_twice, four_calls_before_a_backward_pass, accumulation, adversarial, no_backward_pass_at_first,
     batch_norm_and_evaluation, a_graph_used_twice, gradients_by_autograd_grad, gradient_of_the_input,
@@ -449,7 +478,7 @@ CASES: list[Callable[[Wrap], list]] = [
     a_function_of_the_user_and_a_changed_attribute, autocast, a_function_and_its_closure,
     backpropagation_through_time, gradients_and_losses_that_are_kept, gradients_set_to_zero, batches_of_several_sizes,
     a_parameter_among_results, frozen_from_some_call_on, a_parameter_clamped_in_the_forward_pass,
-    forces,
+    forces, a_penalty_in_an_object,
 ]  # fmt: skip
 
 
@@ -500,26 +529,6 @@ def graph_from_before(wrap: Wrap) -> list:
     return [*losses, *layer.parameters(), *maker.parameters()]
 
 
-class Penalised(nn.Module):
-    """Its second result, a penalty, is an attribute, or in an object."""
-
-    def __init__(self, kind: Any = None) -> None:
-        super().__init__()
-        self.first, self.last, self.kind = nn.Linear(8, 8), nn.Linear(8, 4), kind
-
-    def forward(self, x: torch.Tensor) -> Any:
-        hidden = self.first(x).tanh()
-        self.penalty = hidden.square().mean()
-        if self.kind is None:
-            return self.last(hidden)
-        return self.last(hidden), self.kind(self.__dict__.pop("penalty"))
-
-
-class Held:
-    def __init__(self, penalty: torch.Tensor) -> None:
-        self.penalty = penalty
-
-
 def a_penalty_on_the_module(wrap: Wrap) -> list:
     def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
         return update(optimizer, model(rows()).square().mean() + model.penalty)
@@ -527,12 +536,16 @@ def a_penalty_on_the_module(wrap: Wrap) -> list:
     return train(wrap, Penalised(), step)
 
 
-def a_penalty_in_an_object(wrap: Wrap) -> list:
-    def step(n: int, module: Any, model: Any, optimizer: Any) -> torch.Tensor:
-        result, held = model(rows())
-        return update(optimizer, result.square().mean() + held.penalty)
+class Known(Held):
+    all: ClassVar[weakref.WeakSet[Known]] = weakref.WeakSet()
 
-    return train(wrap, Penalised(Held), step)
+    def __init__(self, penalty: torch.Tensor) -> None:
+        super().__init__(penalty)
+        Known.all.add(self)
+
+
+def a_penalty_in_an_object_that_is_kept(wrap: Wrap) -> list:
+    return a_penalty_in_an_object(wrap, Known)
 
 
 @pytest.mark.parametrize(
@@ -540,7 +553,7 @@ def a_penalty_in_an_object(wrap: Wrap) -> list:
     [
         (graph_from_before, "has a graph of its own"),
         (a_penalty_on_the_module, "penalty holds a tensor with a graph"),
-        (a_penalty_in_an_object, "returns an object of Held"),
+        (a_penalty_in_an_object_that_is_kept, "returns an object of Known"),
         (attention_dropout_and_a_backward_pass_that_draws, "draws random numbers of its own"),
         (hooks_of_parameters, "a parameter has a hook"),
         (two_views_of_one_result, "a result shares memory"),
