@@ -103,6 +103,12 @@ def _indexed(dims: int) -> Callable[[OpArguments], bool]:
     return holds
 
 
+def _indexed_by_sizes(dims: int) -> Callable[[OpArguments], bool]:
+    """Kernels read a number of each dim from the sizes, however many there are."""
+    indexed = _indexed(dims)
+    return lambda call: indexed(call) and len(call["output_size"]) == dims
+
+
 def _statistics(call: OpArguments) -> bool:
     """Statistics and weights have an element for each channel. Saved statistics of evaluation may be empty."""
     x = call["input"]
@@ -325,10 +331,17 @@ RULES: dict[str, Rule] = {
     **{
         name: ("gradient, indices and input want one batch and as many channels", _indexed(dims))
         for dims, names in (
-            (2, ("adaptive_max_pool2d_backward", "max_pool2d_with_indices_backward", "fractional_max_pool2d_backward")),
-            (3, ("adaptive_max_pool3d_backward", "max_pool3d_with_indices_backward", "fractional_max_pool3d_backward")),
+            (2, ("adaptive_max_pool2d_backward", "max_pool2d_with_indices_backward")),
+            (3, ("adaptive_max_pool3d_backward", "max_pool3d_with_indices_backward")),
         )
         for name in names
+    },
+    **{
+        f"fractional_max_pool{dims}d_backward": (
+            f"gradient, indices and input want one batch and as many channels, and the output {dims} sizes",
+            _indexed_by_sizes(dims),
+        )
+        for dims in (2, 3)
     },
     **dict.fromkeys(
         ("native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
