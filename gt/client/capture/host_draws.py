@@ -11,7 +11,8 @@ models, and those that it uploads.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -253,6 +254,15 @@ class HostDraws:
     def _now(self) -> list[torch.Tensor]:
         """Copies of the generator's state and of the tensors that the call changes."""
         return [torch.get_rng_state(), *(tensor.detach().clone() for tensor in self.state)]
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Inside, `violation` may draw; afterwards nothing is drawn."""
+        before = self._now()
+        try:
+            yield
+        finally:
+            self._restore(before)
 
     @torch.no_grad()
     def _restore(self, then: list[torch.Tensor]) -> None:

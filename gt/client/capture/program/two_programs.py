@@ -11,6 +11,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -124,8 +125,7 @@ class TwoPrograms:
 
     def _new(self, tensors: list) -> Saved:
         saved = Saved(None, tensors)
-        fn, tensors = self.fn, saved.tensors
-        me = weakref.ref(self)
+        fn, tensors, me = self.fn, saved.tensors, weakref.ref(self)
         draws = lambda: me()._differentiated.given.random  # type: ignore[union-attr]  # noqa: E731
         part = Part(f"backward pass of {self._name}", lambda: {"": fn, "saved": tensors}, False, draws)
         saved.backward = self._make(weakly(self._backward_of_program), part)
@@ -297,12 +297,13 @@ class TwoPrograms:
         """Tensors of a program that could serve this call, if a backward pass has to be recorded first."""
         for program in self.forward.programs():
             saved, cut = self._programs[program]
-            if cut is None or program.host_draws is not None or not self._lacks(saved):
+            if cut is None or not self._lacks(saved):
                 continue
-            if not self.forward.serves(program, given):
-                continue
-            saved.graphs = max(0, saved.graphs - 1)
-            return saved
+            with program.host_draws.undone() if program.host_draws is not None else nullcontext():
+                serves = self.forward.serves(program, given)
+            if serves:
+                saved.graphs = max(0, saved.graphs - 1)
+                return saved
         return None
 
     def _lacks(self, saved: Saved) -> bool:

@@ -441,6 +441,29 @@ def forces(wrap: Wrap) -> list:
     return train(wrap, Forces(), plain)
 
 
+class LayerDrop(nn.Module):
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.layers, self.last, self.share = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 4), share
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if torch.rand([]) >= self.share:
+                x = x + layer(x).tanh()
+        return self.last(x)
+
+
+@pytest.mark.parametrize("share", [0.03, 0.15, 0.5])
+def test_each_call_has_a_backward_pass_whatever_the_forward_pass_draws_on_the_cpu(share: float) -> None:
+    def case(wrap: Wrap) -> list:
+        module = LayerDrop(share).to(R)
+        model, optimizer = wrap(module), torch.optim.SGD(module.parameters(), lr=0.1)
+        torch.manual_seed(5)
+        return [update(optimizer, model(rows()).square().mean()) for _ in range(20)]
+
+    compare(case)
+
+
 class Penalised(nn.Module):
     """Its second result, a penalty, is an attribute, or in an object."""
 
