@@ -162,6 +162,16 @@ class Ground:
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)  # before the machine suffers
 
+    def gives_back(self, seconds: float) -> bool:
+        """True once each process holds less than a worker may grow by, as it does at rest."""
+        deadline, pause = time.monotonic() + seconds, threading.Event()
+        while max(map(resident, self.processes()), default=0) > WORKER_MEMORY:
+            if time.monotonic() > deadline:
+                return False
+            pause.wait(LOOK)
+        self._rest = {pid: resident(pid) for pid in self._rest}
+        return True
+
     def look(self) -> list[Sign]:
         """The signs since the last look."""
         assert self.local is not None

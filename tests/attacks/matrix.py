@@ -387,6 +387,9 @@ class Matrix:
         if cell.moment in ("saving", "saving beside", "loading"):
             cell.left += self._checkpoint()
         for sign in self.ground.look() if self.ground.local and cell.target in ("client", OBSERVER) else []:
+            # A worker may hold a large tensor of a client that is alive, and has to give it back
+            if sign.kind == "memory" and self.ground.gives_back(SEEN):
+                continue
             cell.left.append(f"{sign.kind}: {sign.text[:80]}")
         if cell.target in OF_SERVER and self.ground.local:
             self.ground.stop()  # so that what is left afterwards is of the one that was harmed
