@@ -35,8 +35,13 @@ class ObjectParts:
     def object(self) -> Any:
         """A new object with these attributes. No code of its class runs."""
         made: Any = object.__new__(self.kind)
+        slots = set(_slots(self.kind))
         for name, value in zip(self.names, self.values, strict=True):
-            object.__setattr__(made, name, closed(value))
+            # A property may have the name of an entry, and is not asked
+            if name in slots:
+                object.__setattr__(made, name, closed(value))
+            else:
+                made.__dict__[name] = closed(value)
         return made
 
 
@@ -85,11 +90,11 @@ class _Found:
         elif id(thing) in self._given or not _is_plain(thing):
             return True  # a leaf: who asks for results refuses what he does not know
         else:
-            names = _attributes(thing)
-            children = [getattr(thing, name) for name in names]
+            own = _attributes(thing)
+            children = [*own.values()]
             if id(thing) in self.objects or weakref.getweakrefcount(thing):
                 return False
-            self.objects[id(thing)] = names
+            self.objects[id(thing)] = tuple(own)
         if parts is not None and id(thing) in self._path and isinstance(thing, (list, dict)):
             return False
         self._path[id(thing)] = thing
@@ -112,7 +117,8 @@ class _Found:
         names = self.objects.get(id(thing))
         if names is None:
             return _mapped(thing, self.opened)
-        return ObjectParts(type(thing), names, [self.opened(getattr(thing, name)) for name in names])
+        own = _attributes(thing)
+        return ObjectParts(type(thing), names, [self.opened(own[name]) for name in names])
 
 
 def _mapped(thing: Any, change: Callable[[Any], Any]) -> Any:
@@ -148,15 +154,17 @@ def _is_plain(thing: Any) -> bool:
     return made_by_object and all(base.__flags__ & _HEAP_TYPE for base in classes) and not hasattr(kind, "__del__")
 
 
-def _attributes(thing: Any) -> tuple[str, ...]:
-    """Names of an object's own attributes, those in slots too."""
-    slots = [name for base in type(thing).__mro__ for name in _slots(base) if hasattr(thing, name)]
-    return (*dict.fromkeys(slots), *getattr(thing, "__dict__", ()))
+def _attributes(thing: Any) -> dict[str, Any]:
+    """An object's own attributes, those in slots too."""
+    slots = {name: getattr(thing, name) for name in _slots(type(thing)) if hasattr(thing, name)}
+    return {**slots, **getattr(thing, "__dict__", {})}
 
 
 def _slots(kind: type) -> Iterator[str]:
-    own = vars(kind).get("__slots__", ())
-    for name in (own,) if isinstance(own, str) else own:
-        if name not in ("__dict__", "__weakref__"):
-            # A private name is kept under that of its class
-            yield f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+    """Names of the slots of a class and its bases."""
+    for base in kind.__mro__:
+        own = vars(base).get("__slots__", ())
+        for name in (own,) if isinstance(own, str) else own:
+            if name not in ("__dict__", "__weakref__"):
+                # A private name is kept under that of its class
+                yield f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name

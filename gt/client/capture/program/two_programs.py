@@ -339,8 +339,8 @@ class TwoPrograms:
                 results = self._apart(self.fn, args, kwargs, (prepared, leaves, tree if inputs else None))
         finally:
             self.runs = False
-        results = opened(results, leaves)
-        self._opens |= makes_objects(results)
+        if tape is None or isinstance(tape, CallRecording):  # a look for who has an object takes as long as a call in parts
+            self._opens |= makes_objects(results := opened(results, leaves))
         flat, tree = tree_flatten(results, is_leaf=one_of(whole))
         originals = {id(leaf): prepared[place] for place, leaf in zip(self.places, stand_ins, strict=True)}
         flat = [originals.get(id(leaf), leaf) for leaf in flat]  # an argument that is returned is the caller's

@@ -55,6 +55,20 @@ class Cache:
     updated: dict[int, bool] = field(default_factory=dict)
 
 
+class Counted:
+    """Its property has the name of an entry, and counts who asks."""
+
+    asked = 0
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.__dict__["value"] = value
+
+    @property
+    def value(self) -> torch.Tensor:
+        Counted.asked += 1
+        return self.__dict__["value"]
+
+
 def output(x: torch.Tensor) -> Any:
     return Output(x * 2, [x.sum(), x + 1])
 
@@ -117,6 +131,13 @@ def test_objects_are_filled_without_a_call_of_their_class(one: None, monkeypatch
     run = gt.compile(lambda x: Output(x * 2, []))
     results = [run(batch(n, "remote")) for n in range(CALLS)]
     assert type(results[-1]) is Output and results[-1].logits.tolist() == (batch(CALLS - 1) * 2).tolist()
+
+
+def test_no_property_is_asked(one: None) -> None:
+    run = gt.compile(lambda x: Counted(x * 2))
+    results = [run(batch(n, "remote")) for n in range(CALLS)]
+    assert run.newest.replays == CALLS - 2 and Counted.asked == 0
+    assert results[-1].value.tolist() == (batch(CALLS - 1) * 2).tolist()
 
 
 class Net(torch.nn.Module):
