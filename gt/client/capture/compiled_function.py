@@ -215,7 +215,6 @@ class CompiledFunction(Generic[P, R]):
         leaves, tree = flatten_call(args, kwargs)
         if recorder.tape is not None:
             return self._run_within(recorder, leaves, tree, (args, kwargs))
-        recorder.start_workers()
         if (halves := self.halves.of_call(leaves)) is not None:
             return halves(args, kwargs, leaves)
         key = (tree, *keys_of(leaves), *modes())

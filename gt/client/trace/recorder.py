@@ -34,7 +34,6 @@ MIN_BATCH_NUMBERS, MAX_BATCH_NUMBERS = 80, 1400  # in the buffer: about 15 and 2
 # On few cores a hand-over takes the core of the thread that records. Ops on few bytes are soon done and leave small results, so
 # the first batch waits for about 120 of them. It is handed over earlier once its ops read and make so many bytes.
 SHARED_BATCH_NUMBERS, SHARED_BATCH_BYTES = 640, 256 << 10
-EARLY_NUMBERS = 40  # about 8 ops, which take workers longer than their message takes this process
 MAX_BATCH_UPLOAD_BYTES = 16 << 20  # in a batch, which is then handed over
 MAX_RECORDED_BYTES = 16 << 20  # that ops of a recorded call make before values that have ended are freed
 MAX_HELD_BATCHES = 8  # joined in one while execution of a call is deferred: no worker waits, and credit lasts longer
@@ -209,11 +208,6 @@ class Recorder:
                 self._hold()
                 self._held_calls += 1
             self.session.take_turn()  # which sees that workers have less to do
-
-    def start_workers(self) -> None:
-        """Hand over what is there if workers have little to do, before something that takes this thread a while."""
-        if len(self.code) > EARLY_NUMBERS and not self._shares_cores and not getattr(self.session, "busy", False):
-            self.flush()
 
     def own_tape(self) -> Any:
         """The tape, if this thread's call has it. That of another thread's call notes that this one is at work."""

@@ -204,21 +204,6 @@ def test_light_ops_on_few_cores_are_handed_over_later(shares_cores: bool, side: 
         recorder.note_wait()
 
 
-@pytest.mark.parametrize(
-    ("ops", "busy", "shares_cores", "batches"),
-    [(20, False, False, 1), (5, False, False, 0), (20, True, False, 0), (20, False, True, 0)],
-)
-def test_idle_workers_begin_before_a_call_is_looked_up(ops: int, busy: bool, shares_cores: bool, batches: int) -> None:
-    session = Session()
-    session.let.set()
-    session.busy, session.shares_cores = busy, shares_cores  # type: ignore[attr-defined]
-    recorder = Recorder(session, lambda: None)
-    recorder.code.extend((20, 1, 7, 8) * ops)
-    recorder.start_workers()
-    assert len(session.taken) == batches
-    assert not recorder.code or not batches
-
-
 class Meanwhile:
     """Calls `call` in another thread, to its end, the first time that it is called."""
 
