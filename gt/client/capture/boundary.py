@@ -60,7 +60,7 @@ HELD_BEFORE = "that state held before the call, and holds no more: return a copy
 ANOTHER = (
     ": pass the same one, or its tensors; of a dataclass GT sees the fields after torch.utils._pytree.register_dataclass(Class)"
 )
-MADE = "that it has made, and that something else has: return a tuple, list, dictionary or object that only results have"
+MADE = "that it has made, and that no replay can make: return a tuple, list, dictionary, or an object that only results have"
 _COMPARED = (torch.Tensor, np.ndarray)
 aten = torch.ops.aten
 
